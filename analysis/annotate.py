@@ -1,0 +1,48 @@
+"""Facts that an operator's arguments leave to its operands: kernel sizes and whole upsampling factors.
+
+They are written into the node as extra arguments (``kernel_size``, ``factors``), so that every later stage can read a node
+without its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import sympy as sp
+
+from sft.analysis.graph import Graph, Node
+
+__all__ = ["annotated"]
+
+
+def annotated(graph: Graph) -> Graph:
+    """The graph with derived arguments added."""
+    return Graph(nodes=tuple(_annotated(node, graph) for node in graph.nodes), outputs=graph.outputs)
+
+
+def _annotated(node: Node, graph: Graph) -> Node:
+    if node.target.startswith("aten.conv2d."):
+        weight = graph[node.argument("weight").name]
+        return _with(node, "kernel_size", (weight.shape[2], weight.shape[3]))
+    if node.target == "aten.upsample_nearest2d.vec":
+        source = graph[node.argument("input").name]
+        return _with(node, "factors", _factors(node, source))
+    return node
+
+
+def _factors(node: Node, source: Node) -> tuple[int, int] | None:
+    """The whole upsampling factors along height and width, ``None`` when one is not whole."""
+    scales = node.argument("scale_factors")
+    if scales is None:
+        scales = [sp.simplify(sp.sympify(out) / sp.sympify(size)) for out, size in zip(node.shape[2:], source.shape[2:], strict=True)]
+    factors = []
+    for scale in scales:
+        if not sp.sympify(scale).is_number or scale < 1 or int(scale) != scale:
+            return None
+        factors.append(int(scale))
+    return factors[0], factors[1]
+
+
+def _with(node: Node, name: str, value: Any) -> Node:
+    return replace(node, arguments=(*node.arguments, (name, value)))

@@ -1,0 +1,126 @@
+"""The captured model as frozen data: nodes in topological order, each the one value that it makes.
+
+Shapes are SymPy expressions in the input's height and width (plain integers where capture found them constant), so one
+graph serves every image size. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import sympy as sp
+
+__all__ = ["Graph", "Kind", "Node", "Ref", "map_refs", "refs_in"]
+
+Kind = Literal["input", "parameter", "buffer", "constant", "operator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """The place of a node's value in another node's arguments."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One value of the model.
+
+    Attributes:
+        name: unique in the graph.
+        kind: where the value comes from.
+        target: the operator (``"aten.conv2d.default"``); for parameters and buffers their qualified name.
+        arguments: the operator's arguments in schema order, by name; tensors stand as :class:`Ref`.
+        shape: extents, symbolic in the input's height and width.
+        dtype: element type without the ``torch.`` (``"float32"``).
+        itemsize_bytes: bytes of one element.
+        module_path: the qualified name of the module that called the operator (``""`` is the model itself).
+    """
+
+    name: str
+    kind: Kind
+    target: str
+    shape: tuple[sp.Expr | int, ...]
+    dtype: str
+    itemsize_bytes: int
+    arguments: tuple[tuple[str, Any], ...] = ()
+    module_path: str = ""
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the values that the operator reads, in order, repeated where they are read twice."""
+        return tuple(refs_in(tuple(value for _, value in self.arguments)))
+
+    def argument(self, name: str, default: Any = None) -> Any:
+        """The argument called ``name``."""
+        return dict(self.arguments).get(name, default)
+
+    @property
+    def label(self) -> str:
+        """Module path and operator, for messages."""
+        operator = self.target.removeprefix("aten.").split(".")[0]
+        return f"{self.module_path or '(the model itself)'}: {operator}"
+
+
+def refs_in(value: Any) -> Iterator[str]:
+    """The names referred to in an argument, in order."""
+    if isinstance(value, Ref):
+        yield value.name
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from refs_in(item)
+
+
+def map_refs(value: Any, replace: Callable[[str], Any]) -> Any:
+    """An argument with every reference replaced."""
+    if isinstance(value, Ref):
+        return replace(value.name)
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_refs(item, replace) for item in value)
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """Nodes in topological order and the names of the values that the model returns, in order."""
+
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    _index: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        index = {node.name: position for position, node in enumerate(self.nodes)}
+        object.__setattr__(self, "_index", index)
+        for position, node in enumerate(self.nodes):
+            for name in node.operands:
+                if index.get(name, position) >= position:
+                    raise ValueError(f"{node.name} reads {name}, which does not come before it")
+
+    def __getitem__(self, name: str) -> Node:
+        return self.nodes[self._index[name]]
+
+    def position(self, name: str) -> int:
+        """The node's place in the topological order."""
+        return self._index[name]
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the model's tensor inputs, in order."""
+        return tuple(node.name for node in self.nodes if node.kind == "input")
+
+    @cached_property
+    def operators(self) -> tuple[Node, ...]:
+        """The operator nodes, in order."""
+        return tuple(node for node in self.nodes if node.kind == "operator")
+
+    @cached_property
+    def users(self) -> dict[str, tuple[str, ...]]:
+        """For each value the operators that read it, in order."""
+        users: dict[str, list[str]] = {node.name: [] for node in self.nodes}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.operands):
+                users[name].append(node.name)
+        return {name: tuple(names) for name, names in users.items()}

@@ -1,0 +1,58 @@
+"""Half-open intervals of rows (or columns): the arithmetic that every schedule is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Interval"]
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """The indices ``start <= i < stop`` along one axis; empty when ``stop <= start``.
+
+    >>> Interval(2, 5).intersect(Interval(4, 9)), len(Interval(7, 3))
+    (Interval(start=4, stop=5), 0)
+    """
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __bool__(self) -> bool:
+        return self.stop > self.start
+
+    def intersect(self, other: Interval) -> Interval:
+        """The indices in both."""
+        return Interval(max(self.start, other.start), min(self.stop, other.stop))
+
+    def hull(self, other: Interval) -> Interval:
+        """The smallest interval that holds both; an empty one adds nothing.
+
+        >>> Interval(0, 2).hull(Interval(5, 6)), Interval(0, 2).hull(Interval(9, 9))
+        (Interval(start=0, stop=6), Interval(start=0, stop=2))
+        """
+        if not other:
+            return self
+        if not self:
+            return other
+        return Interval(min(self.start, other.start), max(self.stop, other.stop))
+
+    def shift(self, offset: int) -> Interval:
+        """The same indices counted from ``-offset``."""
+        return Interval(self.start + offset, self.stop + offset)
+
+    def clip(self, extent: int) -> Interval:
+        """The part inside ``[0, extent)``, empty at the nearer end when there is none.
+
+        >>> Interval(-3, 2).clip(9), Interval(-3, -1).clip(9), Interval(11, 12).clip(9)
+        (Interval(start=0, stop=2), Interval(start=0, stop=0), Interval(start=9, stop=9))
+        """
+        start = min(max(self.start, 0), extent)
+        return Interval(start, max(start, min(self.stop, extent)))
+
+    def contains(self, other: Interval) -> bool:
+        """Whether every index of ``other`` is in this interval."""
+        return not other or (self.start <= other.start and other.stop <= self.stop)

@@ -1,0 +1,297 @@
+"""A run of streamed operators + a size + a strip height -> Steps.
+
+The run is walked in strips of rows of its tallest input. After the input has advanced to row ``R`` every value ``v`` has
+grown to its frontier ``F_v(R)``: all rows that can be computed from what is there. Frontiers follow the access maps with the
+image's borders ignored, and are clipped to ``[0, extent]`` only when rows are counted. That lets ``R`` run past the last row:
+the rows that the operators' delays hold back come out in further steps of the same size instead of one tall last step, and
+what lies beyond the border is padding, which is known in advance.
+
+After a step the rows of ``v`` from ``K_v = min(lo(F_w))`` over its readers ``w`` up to ``F_v`` are *carried*: later rows still
+read them. A step thus computes each row of each value exactly once. All positions are kept as integer arrays over the steps,
+so that a schedule of thousands of steps costs as many NumPy operations as there are operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+from math import lcm
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.analysis.graph import Graph, Node
+from sft.analysis.interval import Interval
+from sft.analysis.operators import Operator
+
+__all__ = ["NodeRows", "Read", "Schedule", "Step", "build_schedule", "row_rates"]
+
+Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What one operator reads of one operand in one step.
+
+    Attributes:
+        operand: the value read.
+        rows: its rows, inside the image.
+        pad_low: border rows above them.
+        pad_high: border rows below them.
+    """
+
+    operand: str
+    rows: Interval
+    pad_low: int
+    pad_high: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRows:
+    """One value in one step.
+
+    Attributes:
+        name: the value.
+        new: rows computed in this step (for an input of the run: rows that arrive).
+        held: rows that are at hand during the step: carried ones, then new ones.
+        kept: rows carried into the next step.
+        reads: what the operator reads, one entry for each streamed operand.
+    """
+
+    name: str
+    new: Interval
+    held: Interval
+    kept: Interval
+    reads: tuple[Read, ...]
+
+    @property
+    def carried(self) -> Interval:
+        """Rows that earlier steps left."""
+        return Interval(self.held.start, self.new.start)
+
+    @property
+    def appended(self) -> Interval:
+        """Rows of this step that later steps need: what the row store gains."""
+        return Interval(max(self.kept.start, self.new.start), self.kept.stop)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One strip: what every value gains, holds and keeps, in global rows.
+
+    ``signature`` is the same geometry counted from each value's own first row: two steps with one signature run one program.
+    """
+
+    index: int
+    nodes: tuple[NodeRows, ...]
+    signature: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """All steps of one run, as arrays over the steps.
+
+    Attributes:
+        sources: the values that enter the run from outside, whole.
+        names: sources, then the run's operators in order.
+        extents: each value's rows in the whole image (0 for global values).
+        frontier: for each value its rows at hand before step ``i`` (index ``num_steps`` is the end).
+        kept: for each value the first row still needed at that point.
+        reads: for each operator its streamed operands with access maps' first and last rows, before clipping.
+        strip_rows: rows of the tallest source that one step advances by.
+    """
+
+    sources: tuple[str, ...]
+    names: tuple[str, ...]
+    extents: Mapping[str, int]
+    frontier: Mapping[str, Rows]
+    kept: Mapping[str, Rows]
+    reads: Mapping[str, tuple[tuple[str, Rows, Rows], ...]]
+    strip_rows: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number of strips."""
+        return len(next(iter(self.frontier.values()))) - 1
+
+    def step(self, index: int) -> Step:
+        """Step ``index``."""
+        nodes = []
+        for name in self.names:
+            frontier, kept = self.frontier[name], self.kept[name]
+            new = Interval(int(frontier[index]), int(frontier[index + 1]))
+            reads = tuple(
+                _read(operand, int(low[index]), int(high[index]), self.extents[operand])
+                for operand, low, high in self.reads.get(name, ())
+                if high[index] > low[index]
+            )
+            nodes.append(
+                NodeRows(
+                    name=name,
+                    new=new,
+                    held=Interval(int(kept[index]), new.stop),
+                    kept=Interval(int(kept[index + 1]), new.stop),
+                    reads=reads,
+                )
+            )
+        return Step(index=index, nodes=tuple(nodes), signature=tuple(int(x) for x in self._signatures[index]))
+
+    @cached_property
+    def _signatures(self) -> Rows:
+        """For each step the numbers that its program depends on."""
+        columns: list[Rows] = []
+        for name in self.names:
+            frontier, kept = self.frontier[name], self.kept[name]
+            new = frontier[1:] - frontier[:-1]
+            columns += [new, frontier[:-1] - kept[:-1], frontier[1:] - kept[1:]]
+            for operand, low, high in self.reads.get(name, ()):
+                extent, base = self.extents[operand], self.kept[operand][:-1]
+                clipped = np.clip(low, 0, extent)
+                columns += [
+                    np.where(high > low, column, 0)
+                    for column in (clipped - base, np.clip(high, 0, extent) - base, high - low, clipped - low)
+                ]
+        return np.stack(columns, axis=1)
+
+    @cached_property
+    def kinds(self) -> tuple[Rows, Rows]:
+        """Step indices with pairwise different signatures, and for each step which of them it equals."""
+        _, first, kind = np.unique(self._signatures, axis=0, return_index=True, return_inverse=True)
+        return first, kind.reshape(-1)
+
+    def carried_rows(self, index: int) -> dict[str, Interval]:
+        """The rows carried into step ``index``: the state of the walk, a checkpoint from which it can restart."""
+        return {
+            name: Interval(int(self.kept[name][index]), int(self.frontier[name][index]))
+            for name in self.names
+            if name not in self.sources and self.kept[name][index] < self.frontier[name][index]
+        }
+
+
+def _read(operand: str, low: int, high: int, extent: int) -> Read:
+    rows = Interval(low, high).clip(extent)
+    pad_low = min(max(0, -low), high - low)
+    return Read(operand=operand, rows=rows, pad_low=pad_low, pad_high=high - low - pad_low - len(rows))
+
+
+def row_rates(graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction], rows: Mapping[str, Operator]) -> dict[str, Fraction]:
+    """Rows of each value per row of the walked input, given the sources' rates (global values have none)."""
+    rates = dict(sources)
+    for name in names:
+        row = rows[name]
+        operands = [operand for operand in graph[name].operands if operand in rates]
+        if row.role == "reduce" or not operands:
+            continue
+        access = row.access(graph[name], 0)
+        rates[name] = rates[operands[0]] * access.divisor / access.scale
+    return rates
+
+
+def total_stride(rates: Mapping[str, Fraction]) -> int:
+    """Rows of the walked input after which the pattern of every value repeats."""
+    return lcm(*(rate.denominator for rate in rates.values()))
+
+
+def build_schedule(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: frozenset[str],
+    extents: Mapping[str, int],
+    strip_rows: int,
+) -> Schedule:
+    """Walk the operators ``names`` in strips of ``strip_rows`` rows of their tallest source.
+
+    Args:
+        graph: the graph, ``names`` in its order.
+        names: the operators of the run: streamed ones and reductions.
+        rows: the operator table's row of each operator.
+        streamed: the values that come in strips.
+        extents: rows of every streamed value.
+        strip_rows: at least 1; clipped to the image.
+    """
+    inside = set(names)
+    sources = tuple(
+        dict.fromkeys(
+            operand for name in names for operand in graph[name].operands if operand in streamed and operand not in inside
+        )
+    )
+    height = max(extents[name] for name in sources)
+    strip = min(strip_rows, height)
+    unclipped = _advance(graph, names, rows, streamed, extents, sources, height, strip)
+    frontier: dict[str, Rows] = {}
+    for name in (*sources, *names):
+        if name in streamed:
+            frontier[name] = np.clip(unclipped[name], 0, extents[name])
+            frontier[name][0] = 0
+        else:
+            frontier[name] = np.zeros_like(unclipped[sources[0]])
+    reads: dict[str, tuple[tuple[str, Rows, Rows], ...]] = {}
+    kept = {name: frontier[name].copy() for name in (*sources, *names)}
+    for name in names:
+        node = graph[name]
+        entries = []
+        for operand in dict.fromkeys(o for o in node.operands if o in streamed):
+            low, high, floor_row = _reads(node, rows[name], frontier, operand, extents)
+            entries.append((operand, low, high))
+            kept[operand] = np.minimum(kept[operand], floor_row)
+        reads[name] = tuple(entries)
+    return Schedule(
+        sources=sources,
+        names=(*sources, *names),
+        extents={name: extents.get(name, 0) for name in (*sources, *names)},
+        frontier=frontier,
+        kept=kept,
+        reads=reads,
+        strip_rows=strip,
+    )
+
+
+def _advance(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: frozenset[str],
+    extents: Mapping[str, int],
+    sources: Sequence[str],
+    height: int,
+    strip: int,
+) -> dict[str, Rows]:
+    """Unclipped frontiers after 0, 1, 2, ... strips, until every value is complete."""
+    num_steps = -(-height // strip)
+    while True:
+        position = np.arange(num_steps + 1, dtype=np.int64) * strip
+        front = {name: -((-position * extents[name]) // height) for name in sources}
+        # Sources are whole, so one that is complete never holds its readers back.
+        for name in names:
+            node, row = graph[name], rows[name]
+            operands = [operand for operand in node.operands if operand in streamed]
+            access = row.access(node, 0)
+            least = front[operands[0]]
+            for operand in operands[1:]:
+                least = np.minimum(least, front[operand])
+            if row.role == "reduce":
+                continue
+            front[name] = (access.divisor * least - access.last - 1) // access.scale + 1
+        ends = [front[name][-1] >= extents[name] for name in (*sources, *names) if name in streamed]
+        if all(ends):
+            return front
+        num_steps += max(1, num_steps // 8)
+
+
+def _reads(
+    node: Node, row: Operator, frontier: Mapping[str, Rows], operand: str, extents: Mapping[str, int]
+) -> tuple[Rows, Rows, Rows]:
+    """First and last+1 row read in each step, borders ignored, and the first row still needed at each point."""
+    if row.role == "reduce":  # every row once, as it comes
+        front = frontier[operand]
+        return front[:-1], front[1:], front
+    access, out = row.access(node, 0), frontier[node.name]
+    first = (access.scale * out + access.first) // access.divisor
+    last = (access.scale * (out[1:] - 1) + access.last) // access.divisor + 1
+    last = np.where(out[1:] > out[:-1], last, first[:-1])
+    # A reader that is complete needs nothing more; one that is not needs rows from `first` on.
+    needed = np.where(out >= extents[node.name], frontier[operand], np.clip(first, 0, None))
+    return first[:-1], last, np.minimum(needed, frontier[operand])

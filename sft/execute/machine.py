@@ -1,0 +1,89 @@
+"""The machine of real tensors: buffers from torch's allocator, programs executed instruction by instruction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft.analysis.interval import Interval
+from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
+from sft.walk.machine import Handle, Saved
+
+__all__ = ["TorchMachine"]
+
+
+@dataclass(slots=True)
+class TorchMachine:
+    """Runs programs on a torch device (``meta`` makes it a dry run).
+
+    Attributes:
+        device: where buffers are made.
+        trace: called with each executed instruction, for tests.
+    """
+
+    device: torch.device
+    trace: Callable[[Instruction], None] | None = None
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> torch.Tensor:
+        layout = torch.channels_last if len(shape) == 4 and not contiguous else torch.contiguous_format
+        out = torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
+        return out.zero_() if zero else out
+
+    def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        if handle is None:
+            return self.allocate(shape, dtype, zero=True)
+        return torch.zeros_like(handle)
+
+    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None) -> torch.Tensor:
+        view: torch.Tensor = handle
+        if batch is not None and len(batch) != view.shape[0]:
+            view = view[batch.start : batch.stop]
+        if rows is not None and len(rows) != view.shape[2]:
+            view = view[:, :, rows.start : rows.stop]
+        return view
+
+    def add(self, target: Handle, source: Handle) -> None:
+        target.add_(source)
+
+    def run(
+        self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None
+    ) -> tuple[dict[Port, Handle], Saved]:
+        tensors: dict[int, Any] = {} if saved is None else saved.values
+        for port, slot in program.ports.items():
+            if port in bindings:
+                tensors[slot.number] = bindings[port]
+        for instruction in program.instructions:
+            self._execute(instruction, tensors)
+        results = {port: tensors[slot.number] for port, slot in program.results.items()}
+        left = {number: tensors[number] for number in program.saved}
+        tensors.clear()
+        return results, Saved(left)
+
+    def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
+        arguments = [self._resolve(argument, tensors) for argument in instruction.arguments]
+        if instruction.keywords:
+            keywords = {key: self._resolve(value, tensors) for key, value in instruction.keywords.items()}
+            result = instruction.function(*arguments, **keywords)
+        else:
+            result = instruction.function(*arguments)
+        outputs = instruction.outputs
+        if len(outputs) == 1:
+            tensors[outputs[0].number] = result  # type: ignore[union-attr]
+        elif outputs:
+            for slot, value in zip(outputs, result, strict=True):
+                if slot is not None:
+                    tensors[slot.number] = value
+        for number in instruction.frees:
+            tensors.pop(number, None)
+        if self.trace is not None:
+            self.trace(instruction)
+
+    def _resolve(self, value: Any, tensors: dict[int, Any]) -> Any:
+        if type(value) is Slot:
+            return tensors[value.number]
+        if type(value) is tuple:
+            return [self._resolve(item, tensors) for item in value]
+        return self.device if value is DEVICE else value

@@ -1,0 +1,1 @@
+"""From Steps to flat programs: the list of tensor operations that is simulated, metered and executed."""

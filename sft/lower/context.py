@@ -1,0 +1,140 @@
+"""What a lowering rule sees of the step it is lowered for.
+
+One :class:`StepLowering` lowers one step: it walks the operators forwards, asking each one's rule for its new rows, then
+backwards, asking for the gradients of what the rows were computed from. Values live in buffers ``[held)`` that begin with the
+rows carried from earlier steps; a gradient buffer spans the same rows, collects contributions from the step's readers and from
+the following step, and passes on two parts: the new rows' gradient to the operator that made them, the carried rows' gradient to
+the step before. That is backpropagation through time with the carried rows as the hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sft.analysis.graph import Graph, Node, refs_in
+from sft.analysis.interval import Interval
+from sft.analysis.operators import Operator
+from sft.analysis.schedule import NodeRows, Read
+from sft.lower.program import Emitter, Slot
+
+__all__ = ["NodeContext", "Scope"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scope:
+    """What does not change from step to step of a segment.
+
+    Attributes:
+        graph: the model.
+        rows: the operator table's row of each operator.
+        streamed: values that come in strips.
+        names: the segment's operators in order.
+        shapes: whole shapes of every value of the graph for this input size (the whole batch).
+        requires_grad: values that need a gradient.
+        outputs: the segment's values that others need.
+        sources: streamed values from outside.
+        in_layout: sources that already are channels last.
+        batch: batch elements to a walk.
+        dtype: element type of the streamed values.
+    """
+
+    graph: Graph
+    rows: Mapping[str, Operator]
+    streamed: frozenset[str]
+    names: tuple[str, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+    requires_grad: frozenset[str]
+    outputs: tuple[str, ...]
+    sources: tuple[str, ...]
+    in_layout: frozenset[str]
+    batch: int
+    dtype: torch.dtype
+
+    def strip_shape(self, name: str, num_rows: int) -> tuple[int, ...]:
+        """Shape of ``num_rows`` rows of a streamed value for one walk."""
+        _, channels, _, width = self.shapes[name]
+        return (self.batch, channels, num_rows, width)
+
+    def side_dtype(self, name: str) -> torch.dtype:
+        """Element type of a whole value."""
+        dtype = getattr(torch, self.graph[name].dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+@dataclass
+class NodeContext:
+    """One operator in one step, as its lowering rule sees it."""
+
+    scope: Scope
+    emitter: Emitter
+    node: Node
+    step: NodeRows
+    values: dict[str, tuple[Slot, int]]
+    wholes: dict[str, Slot]
+    destination: Slot | None
+    overwrite: Slot | None
+    saved: dict[str, Any] = field(default_factory=dict)
+    contributions: list[tuple[str, Slot, Interval | None, bool]] = field(default_factory=list)
+
+    @property
+    def new_rows(self) -> int:
+        """Rows that the step adds to the value."""
+        return len(self.step.new)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of the new rows."""
+        return self.scope.strip_shape(self.node.name, self.new_rows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step is the whole image, so that the operator can be called as it stands."""
+        return all(len(read.rows) == self.scope.shapes[read.operand][2] for read in self.step.reads) and (
+            self.node.name not in self.scope.streamed or self.new_rows == self.scope.shapes[self.node.name][2]
+        )
+
+    def read_of(self, operand: str) -> Read:
+        """Which rows of a streamed operand are read."""
+        return next(read for read in self.step.reads if read.operand == operand)
+
+    def strip(self, operand: str) -> Slot:
+        """The rows read of a streamed operand: a view of its buffer."""
+        slot, first_row = self.values[operand]
+        rows = self.read_of(operand).rows
+        return self.emitter.narrow(slot, 2, rows.start - first_row, len(rows))
+
+    def operand_slot(self, value: Any) -> Any:
+        """An argument with its references replaced: strips, whole tensors, or the plain value."""
+        names = list(refs_in(value))
+        if not names:
+            return value
+        return self.strip(names[0]) if names[0] in self.scope.streamed else self.whole(names[0])
+
+    def whole(self, name: str) -> Slot:
+        """A tensor that is not streamed: a parameter, a buffer, a global value."""
+        if name in self.wholes:
+            return self.wholes[name]
+        return self.emitter.port("side", name, self.scope.shapes[name], self.scope.side_dtype(name))
+
+    def needs_grad(self, value: Any) -> bool:
+        """Whether the tensor that an argument refers to needs a gradient."""
+        return any(name in self.scope.requires_grad for name in refs_in(value))
+
+    def add_grad(self, value: Any, slot: Slot, *, rows: Interval | None = None, owned: bool) -> None:
+        """Report a gradient of the operand that an argument refers to.
+
+        Args:
+            value: the argument.
+            slot: the gradient, of the rows read (streamed) or of the whole tensor.
+            rows: global rows of ``slot`` when they are not just the rows read.
+            owned: whether the slot's storage is nobody else's, so that it may be written to.
+        """
+        (name,) = refs_in(value)
+        if name in self.scope.streamed and rows is None:
+            rows = self.read_of(name).rows
+        self.contributions.append((name, slot, rows, owned))

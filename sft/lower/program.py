@@ -1,0 +1,316 @@
+"""Flat programs: one straight list of tensor operations with explicit allocations and frees.
+
+A program is what a strip of the schedule is lowered to, once per step signature. Nothing is decided while it runs: every
+operation, every shape, and the instruction after which each storage dies are known beforehand. So its peak in bytes is a sum
+over the list, the same list on meta tensors is a dry run, and the same list on real tensors is the execution.
+
+A :class:`Slot` names a tensor of the program. Slots that share a storage share a ``root``. Slots bound from outside (parameters,
+strips of the input, gradient accumulators) are *ports*: they belong to the caller and are never counted or freed here. Slots
+that leave the program (rows for the row store, carried gradients) are *results*: counted when allocated, and the caller's after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from sft.analysis.interval import Interval
+
+__all__ = ["DEVICE", "Emitter", "Instruction", "Port", "Program", "Slot", "load_rows"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A tensor of a program: its number, its shape, its element type, and the slot that owns its storage."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    root: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a storage that holds just this tensor."""
+        size = self.dtype.itemsize
+        for extent in self.shape:
+            size *= extent
+        return size
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """A tensor that crosses the program's border.
+
+    ``role`` is one of: ``source`` (rows of a value from outside), ``side`` (a whole tensor: parameter, buffer, global value),
+    ``carry`` (carried rows to load), ``append`` (rows for the row store), ``out`` (rows of an output to write), ``partial``
+    (a running sum over the image), ``grad_out`` (rows of an output's gradient), ``grad_carry`` (gradient of carried rows, in
+    and out), ``grad_source`` (rows of a source's gradient to add to), ``grad_side`` (a side tensor's gradient to add to).
+    """
+
+    role: str
+    name: str
+
+
+class _Device:
+    """Stands in an instruction for the device that the program runs on."""
+
+    def __repr__(self) -> str:
+        return "DEVICE"
+
+
+DEVICE = _Device()
+
+
+def load_rows(destination: torch.Tensor, pieces: list[tuple[int, Interval, torch.Tensor]]) -> None:
+    """Gather carried rows: copy each piece of a block to its offset."""
+    for offset, rows, block in pieces:
+        destination[:, :, offset : offset + len(rows)].copy_(block[:, :, rows.start : rows.stop])
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One operation.
+
+    Attributes:
+        function: what is called.
+        arguments: positional arguments; tensors stand as slots, lists of tensors as tuples of slots.
+        keywords: keyword arguments, likewise.
+        outputs: slots for the results, ``None`` where a result is not made or not wanted.
+        writes: slots written in place.
+        flops: counted floating-point operations.
+        num_bytes: bytes of the storages that it allocates.
+        frees: slots to forget afterwards.
+        freed_bytes: bytes that forgetting them returns.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    outputs: tuple[Slot | None, ...]
+    writes: tuple[Slot, ...] = ()
+    flops: int = 0
+    num_bytes: int = 0
+    frees: tuple[int, ...] = ()
+    freed_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A list of instructions and its border.
+
+    Attributes:
+        instructions: in order.
+        ports: slots to bind before running.
+        results: slots that are the caller's after running.
+        saved: slots that stay alive for a second program (the backward half of a whole segment), by number.
+        peak_bytes: most bytes alive above the start, results included.
+        end_bytes: bytes alive at the end above the start: results and saved slots, less what the first half saved.
+        flops: counted floating-point operations.
+        result_bytes: bytes of each result's storage.
+    """
+
+    instructions: tuple[Instruction, ...]
+    ports: dict[Port, Slot]
+    results: dict[Port, Slot]
+    result_bytes: dict[Port, int]
+    saved: tuple[int, ...]
+    peak_bytes: int
+    end_bytes: int
+    flops: int
+
+
+@dataclass
+class Emitter:
+    """Collects instructions, then drops dead ones and places the frees."""
+
+    dtype: torch.dtype
+    instructions: list[Instruction] = field(default_factory=list)
+    ports: dict[Port, Slot] = field(default_factory=dict)
+    results: dict[Port, Slot] = field(default_factory=dict)
+    _num_slots: int = 0
+
+    def slot(self, shape: Iterable[int], dtype: torch.dtype | None = None, root: int | None = None) -> Slot:
+        """A new slot; with ``root`` a view of that slot's storage."""
+        number = self._num_slots
+        self._num_slots += 1
+        return Slot(number, tuple(shape), dtype or self.dtype, number if root is None else root)
+
+    def port(self, role: str, name: str, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
+        """The slot of a port, made at its first use."""
+        key = Port(role, name)
+        if key not in self.ports:
+            self.ports[key] = self.slot(shape, dtype)
+        return self.ports[key]
+
+    def result(self, role: str, name: str, slot: Slot) -> None:
+        """Hand a slot to the caller."""
+        self.results[Port(role, name)] = slot
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        *arguments: Any,
+        shape: Iterable[int] | None = None,
+        dtype: torch.dtype | None = None,
+        view_of: Slot | None = None,
+        writes: Slot | None = None,
+        keywords: dict[str, Any] | None = None,
+    ) -> Slot:
+        """Emit an operation with one result: a new tensor, a view of ``view_of``, or a write into ``writes``."""
+        if writes is not None:
+            self._append(function, arguments, keywords or {}, (), (writes,))
+            return writes
+        assert shape is not None
+        out = self.slot(shape, dtype, None if view_of is None else view_of.root)
+        self._append(function, arguments, keywords or {}, (out,))
+        return out
+
+    def call_many(self, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: tuple[Slot | None, ...]) -> None:
+        """Emit an operation with several results."""
+        self._append(function, arguments, {}, outputs)
+
+    def empty(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
+        """An uninitialised buffer, channels last where it has four dimensions."""
+        shape = tuple(shape)
+        layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        keywords = {"dtype": dtype or self.dtype, "device": DEVICE, "memory_format": layout}
+        return self.call(torch.empty, shape, shape=shape, dtype=dtype, keywords=keywords)
+
+    def zeros(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
+        """A buffer of zeros."""
+        out = self.empty(shape, dtype)
+        return self.call(torch.ops.aten.zero_.default, out, writes=out)
+
+    def narrow(self, slot: Slot, dim: int, start: int, length: int) -> Slot:
+        """A view of ``length`` indices from ``start`` along ``dim``; the slot itself when that is all of them."""
+        if start == 0 and length == slot.shape[dim]:
+            return slot
+        shape = list(slot.shape)
+        shape[dim] = length
+        return self.call(torch.ops.aten.slice.Tensor, slot, dim, start, start + length, shape=shape, view_of=slot, dtype=slot.dtype)
+
+    def copy(self, destination: Slot, source: Slot) -> Slot:
+        """Copy ``source`` into ``destination``."""
+        return self.call(torch.ops.aten.copy_.default, destination, source, writes=destination)
+
+    def add_into(self, destination: Slot, source: Slot) -> Slot:
+        """Add ``source`` to ``destination`` in place."""
+        return self.call(torch.ops.aten.add_.Tensor, destination, source, writes=destination)
+
+    def _append(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        outputs: tuple[Slot | None, ...],
+        writes: tuple[Slot, ...] = (),
+    ) -> None:
+        num_bytes = sum(out.num_bytes for out in outputs if out is not None and out.root == out.number)
+        flops = _flops(function, arguments, keywords, outputs)
+        self.instructions.append(Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes))
+
+    def finish(self) -> Program:
+        """The program: dead instructions dropped, frees placed."""
+        return self.split(len(self.instructions))[0]
+
+    def split(self, turn: int) -> tuple[Program, Program]:
+        """Two programs, before and from instruction ``turn``; what the second needs of the first is saved."""
+        external = {slot.root for slot in self.ports.values()}
+        results = {slot.root for slot in self.results.values()}
+        keep = _live(self.instructions, external | results)
+        live = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
+        turn = sum(keep[:turn])
+        sized = {out.number: out.num_bytes for i in live for out in i.outputs if out is not None and out.root == out.number}
+        last: dict[int, int] = {}
+        members: dict[int, list[int]] = {}
+        for position, instruction in enumerate(live):
+            for slot in _slots(instruction):
+                last[slot.root] = position
+            for out in instruction.outputs:
+                if out is not None:
+                    last[out.root] = position
+                    members.setdefault(out.root, []).append(out.number)
+        dying: dict[int, list[int]] = {}
+        for root, position in last.items():
+            if root not in external and root not in results:
+                dying.setdefault(position, []).append(root)
+        placed = [
+            Instruction(
+                i.function,
+                i.arguments,
+                i.keywords,
+                i.outputs,
+                i.writes,
+                i.flops,
+                i.num_bytes,
+                tuple(number for root in dying.get(position, ()) for number in members[root]),
+                sum(sized.get(root, 0) for root in dying.get(position, ())),
+            )
+            for position, i in enumerate(live)
+        ]
+        made = {out.number for i in placed[:turn] for out in i.outputs if out is not None}
+        used = {slot.number for i in placed[turn:] for slot in _slots(i)}
+        # A view keeps its storage; so does the root that a later free forgets.
+        saved = tuple(sorted(made & used))
+        first = _program(placed[:turn], self.ports, self.results, saved)
+        return first, _program(placed[turn:], self.ports, self.results, ())
+
+
+def _program(
+    instructions: list[Instruction], ports: dict[Port, Slot], results: dict[Port, Slot], saved: tuple[int, ...]
+) -> Program:
+    bytes_now = peak = 0
+    for instruction in instructions:
+        bytes_now += instruction.num_bytes
+        peak = max(peak, bytes_now)
+        bytes_now -= instruction.freed_bytes
+    made = {out.number: out for i in instructions for out in i.outputs if out is not None}
+    given = {port: slot for port, slot in results.items() if slot.number in made}
+    touched = {slot.root for i in instructions for slot in _slots(i)}
+    return Program(
+        instructions=tuple(instructions),
+        ports={port: slot for port, slot in ports.items() if slot.root in touched},
+        results=given,
+        result_bytes={port: made[slot.root].num_bytes for port, slot in given.items()},
+        saved=saved,
+        peak_bytes=peak,
+        end_bytes=bytes_now,
+        flops=sum(i.flops for i in instructions),
+    )
+
+
+def _live(instructions: list[Instruction], wanted: set[int]) -> list[bool]:
+    """Which instructions matter to the wanted storages, found from the end."""
+    needed = set(wanted)
+    keep = [False] * len(instructions)
+    for position in range(len(instructions) - 1, -1, -1):
+        instruction = instructions[position]
+        touched = [slot.root for slot in (*instruction.outputs, *instruction.writes) if slot is not None]
+        if any(root in needed for root in touched):
+            keep[position] = True
+            needed.update(slot.root for slot in _slots(instruction))
+    return keep
+
+
+def _slots(instruction: Instruction) -> Iterable[Slot]:
+    for value in (*instruction.arguments, *instruction.keywords.values(), *instruction.writes):
+        if isinstance(value, Slot):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from (item for item in value if isinstance(item, Slot))
+
+
+def _flops(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], outputs: tuple[Slot | None, ...]
+) -> int:
+    """What ``torch.utils.flop_counter`` counts for the operation: its own formulas, on our shapes."""
+    formula = flop_registry.get(getattr(function, "overloadpacket", None))
+    if formula is None:
+        return 0
+    shapes = tuple(torch.Size(a.shape) if isinstance(a, Slot) else a for a in arguments)
+    out = tuple(None if slot is None else torch.Size(slot.shape) for slot in outputs)
+    return int(formula(*shapes, out_val=out[0] if len(out) == 1 else out))

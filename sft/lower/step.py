@@ -1,0 +1,304 @@
+"""Lowering one Step: forwards through the operators, backwards through their gradients (see ``context``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from sft.analysis.graph import Node
+from sft.analysis.interval import Interval
+from sft.analysis.schedule import NodeRows, Step
+from sft.lower.context import NodeContext, Scope
+from sft.lower.program import Emitter, Program, Slot, load_rows
+from sft.lower.rules import RULES, ResultActivation, Rule, WholeMean
+from sft.lower.traced import TracedPointwise, TracedWhole
+
+__all__ = ["lower_finish", "lower_strip", "lower_whole", "rule_of"]
+
+_ACTIVATION, _TRACED, _WHOLE, _WHOLE_MEAN = ResultActivation(), TracedPointwise(), TracedWhole(), WholeMean()
+aten = torch.ops.aten
+
+
+def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
+    """The rule that lowers a node."""
+    row = scope.rows[node.name]
+    if not any(name in scope.streamed for name in node.operands) or row.role == "whole":
+        return _WHOLE
+    if row.name == "pointwise":
+        if node.target == "aten.relu.default":
+            return _ACTIVATION
+        if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
+            return _ACTIVATION
+        return _TRACED
+    if row.name == "mean" and whole:
+        return _WHOLE_MEAN
+    return RULES[row.name]
+
+
+def lower_strip(scope: Scope, step: Step, kind: Literal["forward", "restore", "joint"]) -> Program:
+    """The program of one strip.
+
+    ``forward`` computes outputs and the rows for the next state, ``restore`` only the latter, ``joint`` recomputes the strip and
+    differentiates it.
+    """
+    lowering = _StepLowering(scope, step, whole=False)
+    lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
+    if kind == "joint":
+        lowering.backward()
+    return lowering.emitter.finish()
+
+
+def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, Program | None]:
+    """The two programs of a segment that keeps everything: forward and, when training, backward."""
+    lowering = _StepLowering(scope, step, whole=True)
+    lowering.forward(write_outputs=True, write_rows=False)
+    if not training:
+        return lowering.emitter.finish(), None
+    turn = len(lowering.emitter.instructions)
+    lowering.backward()
+    return lowering.emitter.split(turn)
+
+
+def lower_finish(scope: Scope, name: str) -> Program:
+    """The program that turns a running sum over the image into a mean."""
+    node = scope.graph[name]
+    operand = next(iter(node.operands))
+    _, channels, height, width = scope.shapes[operand]
+    e = Emitter(dtype=scope.dtype)
+    shape = (scope.batch, *scope.shapes[name][1:])
+    running = e.port("partial", name, (scope.batch, channels), torch.float64)
+    mean = e.call(aten.div.Scalar, running, height * width, shape=running.shape, dtype=torch.float64)
+    flat = e.call(aten.view.default, mean, list(shape), shape=shape, view_of=mean, dtype=torch.float64)
+    e.copy(e.port("out", name, shape), flat)
+    return e.finish()
+
+
+@dataclass
+class _Gradient:
+    """Contributions to the gradient of one value in one step."""
+
+    parts: list[tuple[Slot, Interval | None, bool]] = field(default_factory=list)
+
+
+class _StepLowering:
+    def __init__(self, scope: Scope, step: Step, *, whole: bool) -> None:
+        self.scope, self.whole = scope, whole
+        self.emitter = Emitter(dtype=scope.dtype)
+        self.rows = {rows.name: rows for rows in step.nodes}
+        self.values: dict[str, tuple[Slot, int]] = {}
+        self.wholes: dict[str, Slot] = {}
+        self.contexts: dict[str, NodeContext] = {}
+        self.read: dict[str, Interval] = {}
+        for rows in step.nodes:
+            for read in rows.reads:
+                self.read[read.operand] = self.read.get(read.operand, Interval(0, 0)).hull(read.rows)
+
+    # -- forwards ---------------------------------------------------------------------------------------------------
+
+    def forward(self, *, write_outputs: bool, write_rows: bool) -> None:
+        """Compute every operator's new rows; write outputs and hand over rows for the row store if asked."""
+        self.write_outputs, self.write_rows = write_outputs, write_rows
+        for name in self.scope.sources:
+            self._load_source(name)
+        for name in self.scope.names:
+            node = self.scope.graph[name]
+            if name in self.scope.streamed:
+                self._forward_streamed(node)
+            else:
+                self._forward_whole(node)
+
+    def _load_source(self, name: str) -> None:
+        rows, e = self.read.get(name, Interval(0, 0)), self.emitter
+        shape = self.scope.strip_shape(name, len(rows))
+        slot = e.port("source", name, shape)
+        if name not in self.scope.in_layout and rows:
+            slot = e.call(aten.clone.default, slot, shape=shape, keywords={"memory_format": torch.channels_last})
+        self.values[name] = (slot, rows.start)
+
+    def _forward_streamed(self, node: Node) -> None:
+        scope, e, rows = self.scope, self.emitter, self.rows[node.name]
+        if not rows.held:
+            return
+        held = None
+        if rows.carried:
+            held = e.empty(scope.strip_shape(node.name, len(rows.held)))
+            top = e.narrow(held, 2, 0, len(rows.carried))
+            e.call(load_rows, top, e.port("carry", node.name, top.shape), writes=top)
+            self.values[node.name] = (held, rows.held.start)
+        if rows.new:
+            self._compute(node, rows, held)
+        if self.write_rows and rows.appended:
+            slot, first = self.values[node.name]
+            block = e.empty(scope.strip_shape(node.name, len(rows.appended)))
+            e.copy(block, e.narrow(slot, 2, rows.appended.start - first, len(rows.appended)))
+            e.result("append", node.name, block)
+
+    def _compute(self, node: Node, rows: NodeRows, held: Slot | None) -> None:
+        scope, e = self.scope, self.emitter
+        rule = rule_of(scope, node, whole=self.whole)
+        out = None
+        if node.name in scope.outputs and self.write_outputs:
+            out = e.port("out", node.name, scope.strip_shape(node.name, len(rows.new)))
+        tail = e.narrow(held, 2, len(rows.carried), len(rows.new)) if held is not None else None
+        ctx = self._context(node, rows, tail if rule.in_place else None)
+        ctx.overwrite = self._overwritable(node) if rule.in_place and tail is None else None
+        result = rule.forward(ctx)
+        if tail is not None:
+            if result is not tail:
+                e.copy(tail, result)
+        else:
+            self.values[node.name] = (result, rows.new.start)
+        if out is not None:
+            value, first = self.values[node.name]
+            e.copy(out, e.narrow(value, 2, rows.new.start - first, len(rows.new)))
+
+    def _overwritable(self, node: Node) -> Slot | None:
+        """The operand's buffer, when this operator is all that ever reads it."""
+        scope = self.scope
+        (name,) = dict.fromkeys(node.operands)
+        if name not in scope.names or name in scope.outputs or scope.graph.users[name] != (node.name,):
+            return None
+        if name in scope.requires_grad and rule_of(scope, scope.graph[name], whole=self.whole).saves_output:
+            return None
+        slot, first = self.values[name]
+        rows = self.rows[name]
+        if first != rows.new.start or rows.appended or slot.root != slot.number:
+            return None
+        return slot
+
+    def _forward_whole(self, node: Node) -> None:
+        rows = self.rows.get(node.name) or NodeRows(node.name, Interval(0, 0), Interval(0, 0), Interval(0, 0), ())
+        rule = rule_of(self.scope, node, whole=self.whole)
+        if not self.whole and not rows.reads:
+            return
+        ctx = self._context(node, rows, None)
+        if not self.write_outputs:
+            return  # a sum over the image is not needed twice
+        result = rule.forward(ctx)
+        self.wholes[node.name] = result
+        if self.whole and node.name in self.scope.outputs:
+            self.emitter.copy(self.emitter.port("out", node.name, result.shape, result.dtype), result)
+
+    def _context(self, node: Node, rows: NodeRows, destination: Slot | None) -> NodeContext:
+        ctx = NodeContext(
+            scope=self.scope,
+            emitter=self.emitter,
+            node=node,
+            step=rows,
+            values=self.values,
+            wholes=self.wholes,
+            destination=destination,
+            overwrite=None,
+        )
+        self.contexts[node.name] = ctx
+        return ctx
+
+    # -- backwards --------------------------------------------------------------------------------------------------
+
+    def backward(self) -> None:
+        """Differentiate the step: gradients of parameters, of sources, and of the rows carried in."""
+        scope = self.scope
+        gradients: dict[str, _Gradient] = {}
+        for name in reversed(scope.names):
+            if name not in scope.requires_grad:
+                continue
+            gradient = gradients.pop(name, _Gradient())
+            if name in scope.streamed:
+                self._backward_streamed(scope.graph[name], gradient)
+            elif name in self.contexts:
+                self._backward_whole(scope.graph[name], gradient)
+            ctx = self.contexts.get(name)
+            if ctx is None:
+                continue
+            for operand, slot, rows, owned in ctx.contributions:
+                if operand in scope.names:
+                    gradients.setdefault(operand, _Gradient()).parts.append((slot, rows, owned))
+                elif operand in scope.streamed and not self.whole:
+                    assert rows is not None
+                    self._add_to_source(operand, slot, rows)
+                elif operand in scope.streamed:
+                    gradients.setdefault(operand, _Gradient()).parts.append((slot, rows, owned))
+                else:
+                    target = self.emitter.port("grad_side", operand, slot.shape, slot.dtype)
+                    self.emitter.add_into(target, slot)
+
+        for name in scope.sources:
+            if self.whole and name in gradients:
+                self._give_source_gradient(name, gradients[name])
+
+    def _give_source_gradient(self, name: str, gradient: _Gradient) -> None:
+        """Hand the gradient of a whole source to the caller."""
+        rows = Interval(0, self.scope.shapes[name][2])
+        parts = [(slot, interval, owned) for slot, interval, owned in gradient.parts if interval is not None]
+        total, owned = self._sum(name, rows, parts)
+        if not owned:
+            total = self.emitter.call(aten.clone.default, total, shape=total.shape)
+        self.emitter.result("grad_source", name, total)
+
+    def _add_to_source(self, name: str, slot: Slot, rows: Interval) -> None:
+        read = self.read[name]
+        target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)))
+        self.emitter.add_into(self.emitter.narrow(target, 2, rows.start - read.start, len(rows)), slot)
+
+    def _backward_streamed(self, node: Node, gradient: _Gradient) -> None:
+        scope, e, rows = self.scope, self.emitter, self.rows[node.name]
+        parts = [(slot, interval, owned) for slot, interval, owned in gradient.parts if interval is not None and interval]
+        if rows.kept and not self.whole:
+            parts.append((e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept))), rows.kept, False))
+        if node.name in scope.outputs and rows.new:
+            parts.append((e.port("grad_out", node.name, scope.strip_shape(node.name, len(rows.new))), rows.new, False))
+        if not rows.held:
+            return
+        if not parts:
+            if rows.carried:
+                e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
+            return
+        total, owned = self._sum(node.name, rows.held, parts)
+        if rows.carried:
+            block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
+            e.copy(block, e.narrow(total, 2, 0, len(rows.carried)))
+            e.result("grad_carry", node.name, block)
+        if rows.new:
+            ctx = self.contexts[node.name]
+            new = e.narrow(total, 2, len(rows.carried), len(rows.new))
+            rule_of(scope, node, whole=self.whole).backward(ctx, new, owned)
+
+    def _sum(self, name: str, held: Interval, parts: list[tuple[Slot, Interval, bool]]) -> tuple[Slot, bool]:
+        """The sum of gradient parts over the rows held, and whether its storage may be written to."""
+        if len(parts) == 1 and parts[0][1] == held:
+            return parts[0][0], parts[0][2]
+        base = next((i for i, (_, rows, owned) in enumerate(parts) if owned and rows == held), None)
+        if base is None:
+            total = self.emitter.zeros(self.scope.strip_shape(name, len(held)))
+        else:
+            total = parts.pop(base)[0]
+        for slot, rows, _ in parts:
+            self.emitter.add_into(self.emitter.narrow(total, 2, rows.start - held.start, len(rows)), slot)
+        return total, True
+
+    def _backward_whole(self, node: Node, gradient: _Gradient) -> None:
+        e, scope = self.emitter, self.scope
+        parts = [(slot, owned) for slot, _, owned in gradient.parts]
+        if node.name in scope.outputs:
+            shape = scope.shapes[node.name]
+            if not self.whole:
+                shape = (scope.batch, *shape[1:])
+            parts.append((e.port("grad_out", node.name, shape, scope.side_dtype(node.name)), False))
+        if not parts:
+            return
+        total, owned = parts[0]
+        if len(parts) > 1:
+            base = next((i for i, (_, own) in enumerate(parts) if own), None)
+            if base is None:
+                first, second = parts[0][0], parts[1][0]
+                total = e.call(aten.add.Tensor, first, second, shape=first.shape, dtype=first.dtype)
+                rest = parts[2:]
+            else:
+                total = parts[base][0]
+                rest = parts[:base] + parts[base + 1 :]
+            for slot, _ in rest:
+                e.add_into(total, slot)
+            owned = True
+        rule_of(scope, node, whole=self.whole).backward(self.contexts[node.name], total, owned)

@@ -1,0 +1,258 @@
+"""Rules made by tracing: torch's own derivative of an operator, flattened to ATen calls.
+
+Two uses. Functions of one element (``gelu``, ``silu``, ...) have the same list of calls for every shape, so they are traced once
+on a tiny tensor. Operators of the tail run on whole tensors of known shape and are traced at that shape; views among their calls
+are recognised by the storages of the fake tensors.
+
+The trace runs forward and backward in one graph. Calls that do not depend on the gradient belong to the forward; a program that
+only wants the forward drops the ones that nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from sft.analysis.graph import Ref, map_refs, refs_in
+from sft.errors import InternalError
+from sft.lower.context import NodeContext
+from sft.lower.program import DEVICE, Slot
+from sft.lower.rules import Rule
+
+__all__ = ["TracedPointwise", "TracedWhole", "resolve_target"]
+
+_TINY = (2, 3, 4, 5)
+
+
+def resolve_target(target: str) -> Any:
+    """The ATen overload named in a node.
+
+    >>> resolve_target("aten.relu.default")
+    <OpOverload(op='aten.relu', overload='default')>
+    """
+    namespace, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a trace; tensors stand as indices into the trace's values."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    keywords: tuple[tuple[str, Any], ...]
+    out: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    view_of: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """A flat joint function: inputs then gradient -> output, gradients of the inputs that need one."""
+
+    forward: tuple[_Call, ...]
+    backward: tuple[_Call, ...]
+    num_inputs: int
+    result: int
+    gradients: tuple[int | None, ...]
+
+
+def _trace(
+    function: Callable[..., torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    needs_grad: Sequence[bool],
+) -> _Trace:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = [torch.empty(s, dtype=d).requires_grad_(n) for s, d, n in zip(shapes, dtypes, needs_grad, strict=True)]
+        with torch.no_grad():
+            sample = function(*inputs)
+
+    def joint(*args: torch.Tensor) -> list[torch.Tensor | None]:
+        *values, grad = args
+        leaves = [value.detach().requires_grad_(need) for value, need in zip(values, needs_grad, strict=True)]
+        with torch.enable_grad():
+            out = function(*leaves)
+        wanted = [leaf for leaf, need in zip(leaves, needs_grad, strict=True) if need]
+        grads = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True) if wanted else ())
+        return [out.detach(), *(next(grads) if need else None for need in needs_grad)]
+
+    with mode:
+        grad = torch.empty_like(sample)
+        traced = make_fx(joint)(*(value.detach() for value in inputs), grad)
+    return _flatten(traced, len(inputs))
+
+
+def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
+    index: dict[torch.fx.Node, int] = {}
+    alias: dict[torch.fx.Node, torch.fx.Node] = {}
+    owner: dict[int, int] = {}  # storage -> value that owns it
+    from_grad: set[int] = set()
+    forward: list[_Call] = []
+    backward: list[_Call] = []
+    result: list[Any] = []
+    placeholders = 0
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            return _Value(index[alias.get(value, value)])
+        if isinstance(value, (list, tuple)):
+            return tuple(convert(item) for item in value)
+        return DEVICE if isinstance(value, torch.device) else value
+
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            index[node] = placeholders
+            owner[node.meta["val"].untyped_storage()._cdata] = placeholders
+            if placeholders == num_inputs:
+                from_grad.add(placeholders)
+            placeholders += 1
+        elif node.op == "output":
+            result = [None if item is None else index[alias.get(item, item)] for item in node.args[0]]
+        elif node.op == "call_function":
+            if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+                alias[node] = alias.get(node.args[0], node.args[0])
+                continue
+            value = node.meta["val"]
+            if not isinstance(value, torch.Tensor):
+                raise InternalError(f"the trace of an operator holds a call with several results: {node.target}")
+            number = len(index)
+            index[node] = number
+            storage = value.untyped_storage()._cdata
+            view_of = owner.get(storage)
+            owner.setdefault(storage, number)
+            arguments = tuple(convert(arg) for arg in node.args)
+            keywords = tuple((key, convert(item)) for key, item in node.kwargs.items())
+            call = _Call(node.target, arguments, keywords, number, tuple(value.shape), value.dtype, view_of)
+            reads = {v.index for v in _values((*arguments, *(item for _, item in keywords)))}
+            if reads & from_grad:
+                from_grad.add(number)
+                backward.append(call)
+            else:
+                forward.append(call)
+        else:
+            raise InternalError(f"the trace of an operator holds a {node.op} node: {node}")
+    return _Trace(tuple(forward), tuple(backward), num_inputs, result[0], tuple(result[1:]))
+
+
+def _values(items: Any) -> list[_Value]:
+    found: list[_Value] = []
+    for item in items:
+        if isinstance(item, _Value):
+            found.append(item)
+        elif isinstance(item, tuple):
+            found += _values(item)
+    return found
+
+
+@lru_cache(maxsize=512)
+def _trace_pointwise(target: str, arguments: tuple[Any, ...], dtype: torch.dtype) -> _Trace:
+    overload = resolve_target(target)
+    return _trace(lambda x: overload(x, *arguments), [_TINY], [dtype], [True])
+
+
+class _Traced(Rule):
+    """Shared replay of a trace's calls."""
+
+    def _replay(self, ctx: NodeContext, calls: Sequence[_Call], values: dict[int, Slot], shape: tuple[int, ...] | None) -> None:
+        def convert(item: Any) -> Any:
+            if isinstance(item, _Value):
+                return values[item.index]
+            return tuple(convert(i) for i in item) if isinstance(item, tuple) else item
+
+        for call in calls:
+            made = tuple(shape) if shape is not None and call.shape == _TINY else call.shape
+            values[call.out] = ctx.emitter.call(
+                call.function,
+                *(convert(arg) for arg in call.arguments),
+                shape=made,
+                dtype=call.dtype,
+                view_of=None if call.view_of is None else values[call.view_of],
+                keywords={key: convert(item) for key, item in call.keywords},
+            )
+
+
+class TracedPointwise(_Traced):
+    """A function of one element on a strip."""
+
+    saves_output = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        trace = self._trace_of(ctx)
+        values = {0: ctx.operand_slot(ctx.node.argument("self"))}
+        self._replay(ctx, trace.forward, values, ctx.out_shape)
+        ctx.saved["values"] = values
+        return values[trace.result]
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        trace, values = self._trace_of(ctx), ctx.saved["values"]
+        values[1] = grad
+        self._replay(ctx, trace.backward, values, ctx.out_shape)
+        gradient = trace.gradients[0]
+        if gradient is not None:
+            out = values[gradient]
+            ctx.add_grad(ctx.node.argument("self"), out, owned=out is not grad and out.root == out.number)
+
+    @staticmethod
+    def _trace_of(ctx: NodeContext) -> _Trace:
+        name, *rest = ctx.node.arguments
+        if name[0] != "self" or any(True for _, value in rest for _ in refs_in(value)):
+            raise InternalError(f"{ctx.node.label}: not a function of one element")
+        overload = resolve_target(ctx.node.target)
+        positional = [a.name for a in overload._schema.arguments if not a.kwarg_only]
+        values = dict(rest)
+        arguments = tuple(values[key] for key in positional[1:] if key in values)
+        keywords = {a.name for a in overload._schema.arguments if a.kwarg_only and a.name in values}
+        if any(values[key] != _default(overload, key) for key in keywords):
+            raise InternalError(f"{ctx.node.label}: keyword arguments {sorted(keywords)} are not lowered")
+        return _trace_pointwise(ctx.node.target, arguments, ctx.scope.dtype)
+
+
+def _default(overload: Any, name: str) -> Any:
+    return next(a.default_value for a in overload._schema.arguments if a.name == name)
+
+
+class TracedWhole(_Traced):
+    """Any operator on whole tensors."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        names = list(dict.fromkeys(ctx.node.operands))
+        slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.whole(name) for name in names]
+        needs = [name in ctx.scope.requires_grad for name in names]
+        overload = resolve_target(ctx.node.target)
+        schema = overload._schema.arguments
+        given = dict(ctx.node.arguments)
+
+        def function(*tensors: torch.Tensor) -> torch.Tensor:
+            by_name = dict(zip(names, tensors, strict=True))
+            positional = [map_refs(given[a.name], by_name.__getitem__) for a in schema if not a.kwarg_only and a.name in given]
+            keywords = {a.name: map_refs(given[a.name], by_name.__getitem__) for a in schema if a.kwarg_only and a.name in given}
+            out: torch.Tensor = overload(*positional, **keywords)
+            return out
+
+        trace = _trace(function, [s.shape for s in slots], [s.dtype for s in slots], needs)
+        values = dict(enumerate(slots))
+        self._replay(ctx, trace.forward, values, None)
+        ctx.saved.update(trace=trace, values=values, names=names)
+        return values[trace.result]
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        trace, values = ctx.saved["trace"], ctx.saved["values"]
+        values[trace.num_inputs] = grad
+        self._replay(ctx, trace.backward, values, None)
+        for name, gradient in zip(ctx.saved["names"], trace.gradients, strict=True):
+            if gradient is not None and name in ctx.scope.requires_grad:
+                slot = values[gradient]
+                ctx.add_grad(Ref(name), slot, owned=slot.root == slot.number and slot is not grad)

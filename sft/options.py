@@ -1,0 +1,63 @@
+"""What a user may ask of the planner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sft.errors import InputError
+
+__all__ = ["Options"]
+
+_STRATEGIES = ("auto", "none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Wishes about the plan; ``None`` and ``"auto"`` leave the choice to the planner.
+
+    Attributes:
+        strategy: ``"auto"``, or ``"none"`` to run everything whole, as plain PyTorch does.
+        halo: how neighbouring strips get the rows between them: ``"carry"`` (``"auto"`` means the same for now).
+        backend: what runs the operators: ``"aten"`` (``"auto"`` means the same for now).
+        tile: strip height and panel width in pixels of the input, ``(rows, cols)``; forces streaming also where all would fit.
+            A ``cols`` of ``None`` is the full width.
+        state_every: keep the walk's state every so many strips.
+        batch_tile: batch elements that walk together.
+    """
+
+    strategy: str = "auto"
+    halo: str = "auto"
+    backend: str = "auto"
+    tile: tuple[int, int | None] | None = None
+    state_every: int | None = None
+    batch_tile: int | None = None
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.strategy not in _STRATEGIES:
+            problems.append(f"strategy {self.strategy!r}: choose one of {', '.join(_STRATEGIES)}")
+        if self.halo not in ("auto", "carry"):
+            problems.append(f"halo {self.halo!r}: choose 'auto' or 'carry'")
+        if self.backend not in ("auto", "aten"):
+            problems.append(f"backend {self.backend!r}: choose 'auto' or 'aten'")
+        if self.tile is not None:
+            if not isinstance(self.tile, tuple) or len(self.tile) != 2:
+                problems.append(f"tile {self.tile!r}: give (rows, cols)")
+            else:
+                problems += [
+                    f"tile {self.tile!r}: {name} must be a positive integer"
+                    for name, value in zip(("rows", "cols"), self.tile, strict=True)
+                    if not (_is_count(value) or (name == "cols" and value is None))
+                ]
+            if self.strategy == "none":
+                problems.append("tile forces streaming, strategy 'none' forbids it: drop one")
+        for name in ("state_every", "batch_tile"):
+            value = getattr(self, name)
+            if value is not None and not _is_count(value):
+                problems.append(f"{name} {value!r}: give a positive integer")
+        if problems:
+            raise InputError("; ".join(problems))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1

@@ -1,0 +1,1 @@
+"""From a byte budget to a plan."""

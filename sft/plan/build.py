@@ -1,0 +1,98 @@
+"""From decisions to a region that runs: schedules, scopes, and who reads and makes which value."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sft.analysis.graph import Node
+from sft.analysis.interval import Interval
+from sft.analysis.operators import window_of
+from sft.analysis.schedule import NodeRows, Read, Step, build_schedule
+from sft.lower.context import Scope
+from sft.plan.problem import Problem
+from sft.plan.types import SegmentChoice
+from sft.walk.region import Region
+from sft.walk.segments import TiledSegment, WholeSegment
+
+__all__ = ["build_region", "whole_step"]
+
+
+def build_region(problem: Problem, choices: Sequence[SegmentChoice], *, contiguous: bool = True) -> Region:
+    """A region for these decisions; no program is lowered before it is needed."""
+    graph = problem.graph
+    used = [tuple(dict.fromkeys(o for name in choice.nodes for o in graph[name].operands)) for choice in choices]
+    segments: list[TiledSegment | WholeSegment] = []
+    reads, makes = [], []
+    for index, choice in enumerate(choices):
+        inside = set(choice.nodes)
+        later = {name for names in used[index + 1 :] for name in names} | set(graph.outputs)
+        outputs = tuple(name for name in choice.nodes if name in later)
+        outside = tuple(name for name in used[index] if name not in inside)
+        segments.append(_segment(problem, choice, outputs, outside))
+        reads.append(outside)
+        makes.append(outputs)
+    return Region(
+        graph=graph,
+        segments=segments,
+        reads=reads,
+        makes=makes,
+        shapes=problem.shapes,
+        dtypes=problem.dtypes,
+        requires_grad=problem.requires_grad,
+        outputs=tuple(dict.fromkeys(graph.outputs)),
+        contiguous=contiguous,
+    )
+
+
+def _segment(
+    problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...]
+) -> TiledSegment | WholeSegment:
+    phases = problem.phases
+    sources = tuple(name for name in outside if name in phases.streamed)
+    sides = tuple(name for name in outside if name not in phases.streamed)
+    inputs = set(problem.graph.inputs)
+    tiled = choice.mode == "tiled"
+    lead = next(iter(sources), None) or choice.nodes[0]
+    scope = Scope(
+        graph=problem.graph,
+        rows=phases.rows,
+        streamed=phases.streamed,
+        names=choice.nodes,
+        shapes=problem.shapes,
+        requires_grad=problem.requires_grad,
+        outputs=outputs,
+        sources=sources,
+        in_layout=frozenset(
+            name for name in sources if name in problem.channels_last or (name not in inputs and name not in problem.graph.outputs)
+        ),
+        batch=choice.batch_tile if tiled else problem.num_batch,
+        dtype=problem.dtypes[lead],
+    )
+    if not tiled:
+        return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides)
+    extents = {name: problem.shapes[name][2] for name in phases.streamed}
+    schedule = build_schedule(problem.graph, choice.nodes, phases.rows, phases.streamed, extents, choice.strip_rows)
+    return TiledSegment(
+        scope=scope, schedule=schedule, state_every=choice.state_every, num_batch=problem.num_batch, sides=sides
+    )
+
+
+def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str]) -> Step:
+    """The step that is the whole image: every value gains all its rows at once and keeps none."""
+    nodes = []
+    for name in (*sources, *names):
+        streamed = name in problem.phases.streamed
+        rows = Interval(0, problem.shapes[name][2] if streamed else 0)
+        reads = () if name in sources else _whole_reads(problem, problem.graph[name])
+        nodes.append(NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), reads=reads))
+    return Step(index=0, nodes=tuple(nodes), signature=())
+
+
+def _whole_reads(problem: Problem, node: Node) -> tuple[Read, ...]:
+    window = window_of(node, 0)
+    low, high = (window.pad_low, window.pad_high) if window is not None else (0, 0)
+    return tuple(
+        Read(operand=name, rows=Interval(0, problem.shapes[name][2]), pad_low=low, pad_high=high)
+        for name in dict.fromkeys(node.operands)
+        if name in problem.phases.streamed
+    )

@@ -1,0 +1,111 @@
+"""What the planner is asked: a sorted graph at one input size, and which values need gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
+
+import sympy as sp
+import torch
+
+from sft.analysis.graph import Graph
+from sft.analysis.phases import Phases
+from sft.analysis.schedule import row_rates, total_stride
+from sft.errors import InputError
+
+__all__ = ["Problem", "concrete_shapes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A model at one input size.
+
+    Attributes:
+        phases: the sorted graph.
+        shapes: shape of every value.
+        requires_grad: values that need a gradient; empty for inference.
+        channels_last: model inputs that are laid out channels last.
+        resident_bytes: parameters, their gradients, buffers and optimizer state.
+    """
+
+    phases: Phases
+    shapes: Mapping[str, tuple[int, ...]]
+    requires_grad: frozenset[str]
+    channels_last: frozenset[str]
+    resident_bytes: int
+
+    @property
+    def graph(self) -> Graph:
+        """The graph, in execution order."""
+        return self.phases.graph
+
+    @property
+    def training(self) -> bool:
+        """Whether a backward pass follows."""
+        return bool(self.requires_grad)
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Element type of every value."""
+        return {node.name: getattr(torch, node.dtype) for node in self.graph.nodes}
+
+    @cached_property
+    def num_batch(self) -> int:
+        """Batch elements of the input."""
+        return self.shapes[self.graph.inputs[0]][0]
+
+    def value_bytes(self, name: str) -> int:
+        """Bytes of a whole value."""
+        size = self.graph[name].itemsize_bytes
+        for extent in self.shapes[name]:
+            size *= extent
+        return size
+
+    def rates(self, names: Sequence[str]) -> dict[str, Fraction]:
+        """Rows of each value of a run per row of its tallest source."""
+        inside = set(names)
+        streamed = self.phases.streamed
+        sources = [o for n in names for o in self.graph[n].operands if o in streamed and o not in inside]
+        if not sources:
+            return {}
+        height = max(self.shapes[name][2] for name in sources)
+        # Sources of one image stand in whole ratios up to rounding at the border.
+        known = {name: Fraction(1, max(1, round(height / self.shapes[name][2]))) for name in sources}
+        return row_rates(self.graph, names, known, self.phases.rows)
+
+    def stride(self, names: Sequence[str]) -> int:
+        """Rows of the run's tallest source after which the pattern of every value repeats."""
+        return total_stride(self.rates(names)) if names else 1
+
+
+def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shape of every value for the inputs' shapes ``given``.
+
+    Raises:
+        InputError: an operator's output would be empty.
+    """
+    shapes: dict[str, tuple[int, ...]] = dict(given)
+    graph = phases.graph
+    for node in graph.nodes:
+        if node.name in shapes:
+            continue
+        row = phases.rows.get(node.name)
+        operand = next((o for o in node.operands if o in phases.streamed), None)
+        if node.name in phases.streamed and row is not None and operand is not None:
+            # Of several streamed operands each has the output's extents (``cat`` differs in channels only).
+            extents = [row.extent(node, axis, shapes[operand][2 + axis]) for axis in range(2)]
+            if min(extents) < 1:
+                size = "x".join(map(str, shapes[operand]))
+                raise InputError(
+                    f"{node.label}: an input of {size} leaves no output (it would be {extents[0]} x {extents[1]}); "
+                    "give a larger image"
+                )
+            batch, channels = shapes[operand][0], int(node.shape[1])
+            shapes[node.name] = (batch, channels, extents[0], extents[1])
+        else:
+            shapes[node.name] = tuple(
+                extent if isinstance(extent, int) else int(extent.xreplace(dict(symbols))) for extent in node.shape
+            )
+    return shapes

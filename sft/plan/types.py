@@ -1,0 +1,160 @@
+"""Plans: frozen, printable, JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from sft.errors import InputError
+
+__all__ = ["Plan", "SegmentChoice", "SegmentPlan"]
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentChoice:
+    """What the planner decides about one segment.
+
+    Attributes:
+        nodes: its operators in order.
+        mode: ``"tiled"`` (strips, recomputed in the backward pass) or ``"whole"`` (everything kept).
+        strip_rows: rows of the segment's tallest source to a strip.
+        state_every: a state of the walk is kept every so many strips.
+        batch_tile: batch elements that walk together.
+    """
+
+    nodes: tuple[str, ...]
+    mode: Literal["tiled", "whole"]
+    strip_rows: int = 0
+    state_every: int = 1
+    batch_tile: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentPlan:
+    """A segment as planned.
+
+    Attributes:
+        nodes: its operators in order.
+        layers: first and last operator for people.
+        mode: ``"tiled"`` or ``"whole"``.
+        placement: where its outputs live.
+        strip_rows: rows of the tallest source to a strip (0 when whole).
+        panel_cols: columns to a panel: the full width.
+        state_every: a state of the walk is kept every so many strips.
+        batch_tile: batch elements that walk together.
+        num_steps: strips to a walk.
+        state_bytes: bytes of all states kept at once, for all walks.
+        working_bytes: most bytes that one strip's program adds.
+        output_bytes: bytes of the values it hands on.
+        flops: forward, recomputation and backward.
+        formulas: what the symbolic analysis says: halo, receptive field, carried rows, footprint.
+    """
+
+    nodes: tuple[str, ...]
+    layers: tuple[str, str]
+    mode: Literal["tiled", "whole"]
+    placement: str
+    strip_rows: int
+    panel_cols: int
+    state_every: int
+    batch_tile: int
+    num_steps: int
+    state_bytes: int
+    working_bytes: int
+    output_bytes: int
+    flops: int
+    formulas: tuple[tuple[str, str], ...]
+
+    @property
+    def choice(self) -> SegmentChoice:
+        """The decisions alone."""
+        return SegmentChoice(
+            nodes=self.nodes,
+            mode=self.mode,
+            strip_rows=self.strip_rows,
+            state_every=self.state_every,
+            batch_tile=self.batch_tile,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a model runs on inputs of one shape inside a byte budget.
+
+    Attributes:
+        input_shapes: shapes of the model's inputs.
+        dtype: their element type.
+        training: whether a backward pass is planned.
+        budget_bytes: the budget.
+        resident_bytes: parameters, their gradients, buffers, optimizer state.
+        projected_peak_bytes: most bytes above the resident ones: inputs, outputs, their gradients, cuts, states, strips, new
+            parameter gradients.
+        flops: what a step computes (convolutions and matrix products, as ``torch.utils.flop_counter`` counts them).
+        plain_flops: what plain PyTorch computes for the same step.
+        projected_seconds: ``None`` without a cost model.
+        segments: in order.
+    """
+
+    input_shapes: tuple[tuple[int, ...], ...]
+    dtype: str
+    training: bool
+    budget_bytes: int
+    resident_bytes: int
+    projected_peak_bytes: int
+    flops: int
+    plain_flops: int
+    projected_seconds: float | None = None
+    segments: tuple[SegmentPlan, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        """Resident bytes and the projected peak: what the card must hold."""
+        return self.resident_bytes + self.projected_peak_bytes
+
+    @property
+    def redundancy(self) -> float:
+        """FLOPs over those of plain PyTorch; recomputing one forward pass makes about 4/3."""
+        return self.flops / self.plain_flops if self.plain_flops else 1.0
+
+    def explain(self) -> str:
+        """The plan for people: one block a segment, and where the bytes go."""
+        from sft.report import explain
+
+        return explain(self)
+
+    def __str__(self) -> str:
+        return self.explain()
+
+    def to_json(self) -> str:
+        """The plan as JSON text; :meth:`from_json` reads it back."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            InputError: the text is not a plan.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("format", None) != _FORMAT:
+                raise InputError(f"this is not a plan of format {_FORMAT}; make a new one with sft.plan(...)")
+            segments = tuple(_from_dict(SegmentPlan, item) for item in data.pop("segments"))
+            return _from_dict(cls, {**data, "segments": segments})
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+            raise InputError(f"cannot read the plan: {error}; make a new one with sft.plan(...)") from error
+
+
+def _from_dict(cls: type[Any], data: dict[str, Any]) -> Any:
+    known = {field.name for field in fields(cls)}
+    if set(data) != known:
+        raise InputError(f"the plan's {cls.__name__} has fields {sorted(data)}, expected {sorted(known)}")
+    return cls(**{name: _tuples(value) for name, value in data.items()})
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

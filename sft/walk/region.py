@@ -1,0 +1,127 @@
+"""Running all segments of a model in order, and back.
+
+Cuts (the values between segments) are whole buffers. A cut lives from the segment that makes it to the backward pass of the first
+segment that reads it, since that one recomputes from it; its gradient lives from the backward pass of its last reader to that of its
+maker. Nothing outside is touched before the end: outputs, gradients of inputs and of parameters are buffers of the region's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft.analysis.graph import Graph
+from sft.walk.machine import Handle, Machine
+from sft.walk.segments import Gradients, TiledSegment, Values, WholeSegment
+
+__all__ = ["Region", "Tape"]
+
+Segment = TiledSegment | WholeSegment
+
+
+@dataclass(slots=True)
+class Tape:
+    """What a forward pass leaves for the backward pass: cuts, and each segment's own (row stores, or saved tensors)."""
+
+    values: Values = field(default_factory=Values)
+    kept: list[Any] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Region:
+    """A model cut into segments.
+
+    Attributes:
+        graph: the model.
+        segments: in order.
+        reads: for each segment the values it takes from outside: sources and side tensors.
+        makes: for each segment the values that others, or the caller, need.
+        shapes: shape of every value for this input.
+        dtypes: element type of every value (``torch.dtype``).
+        requires_grad: values that need a gradient.
+        outputs: the model's outputs, each once.
+        contiguous: outputs are laid out channels first.
+    """
+
+    graph: Graph
+    segments: Sequence[Segment]
+    reads: Sequence[tuple[str, ...]]
+    makes: Sequence[tuple[str, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, Any]
+    requires_grad: frozenset[str]
+    outputs: tuple[str, ...]
+    contiguous: bool = True
+
+    def forward(self, machine: Machine, given: Mapping[str, Handle], *, keep: bool) -> tuple[dict[str, Handle], Tape]:
+        """Compute the outputs from inputs, parameters and buffers.
+
+        Args:
+            machine: what runs the programs.
+            given: handles of inputs, parameters and buffers by value name.
+            keep: whether a backward pass follows.
+        """
+        tape = Tape(Values(dict(given)))
+        outputs: dict[str, Handle] = {name: given[name] for name in self.outputs if name in given}
+        for index, segment in enumerate(self.segments):
+            for name in self.makes[index]:
+                contiguous = self.contiguous and name in self.outputs
+                handle = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=contiguous)
+                tape.values.by_name[name] = handle
+                if name in self.outputs:
+                    outputs[name] = handle
+                del handle
+            tape.kept.append(segment.forward(machine, tape.values, keep=keep))
+            if not keep:
+                tape.kept.clear()
+            self._drop_values(tape.values, lambda name, i=index: self._read_after(name, i, keep))
+        return outputs, tape
+
+    def _read_after(self, name: str, index: int, keep: bool) -> bool:
+        """Whether a value is still read once segment ``index`` has run forward."""
+        return any(name in reads for i, reads in enumerate(self.reads) if i > index or keep)
+
+    def _drop_values(self, values: Values, wanted: Callable[[str], bool]) -> None:
+        for name in [n for n in values.by_name if not wanted(n)]:
+            del values.by_name[name]
+
+    def backward(
+        self,
+        machine: Machine,
+        tape: Tape,
+        output_grads: Mapping[str, Handle],
+        *,
+        consume: bool = True,
+    ) -> dict[str, Handle]:
+        """Gradients of the inputs and parameters that need one, given those of the outputs that need one."""
+        values = tape.values if consume else Values(dict(tape.values.by_name))
+        kept = tape.kept if consume else list(tape.kept)
+        grads = Gradients(dict(output_grads))
+        leaves = {node.name for node in self.graph.nodes if node.kind != "operator"}
+        for index in range(len(self.segments) - 1, -1, -1):
+            segment, saved = self.segments[index], kept.pop()
+            makes = [name for name in self.makes[index] if name in self.requires_grad]
+            if any(name in self.requires_grad for name in segment.scope.names) and makes:
+                for name in makes:
+                    if name not in grads.by_name:
+                        grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.dtypes[name])
+                self._make_accumulators(machine, index, values, grads)
+                segment.backward(machine, values, saved, grads, consume=consume)
+            del saved
+            for name in self.makes[index]:
+                grads.by_name.pop(name, None)
+            self._drop_values(values, lambda name, i=index: any(name in reads for reads in self.reads[:i]))
+        return {name: handle for name, handle in grads.by_name.items() if name in leaves}
+
+    def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients) -> None:
+        """Zeros to add to: for side tensors always, for sources where strips add to them."""
+        segment = self.segments[index]
+        tiled = isinstance(segment, TiledSegment)
+        for name in self.reads[index]:
+            if name not in self.requires_grad or name in grads.by_name:
+                continue
+            if name in segment.sides or tiled:
+                handle = values.by_name[name]
+                grads.by_name[name] = machine.zeros_like(handle, self.shapes[name], self.dtypes[name])
+                del handle

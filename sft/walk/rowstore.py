@@ -1,0 +1,64 @@
+"""Carried rows, stored once.
+
+Consecutive states of a walk overlap wherever a value's rows are carried over several strips (a skip connection). Rows are therefore
+kept in blocks, each holding rows that no earlier block holds, and a state is only a set of intervals: the blocks that intersect it
+are held for it and dropped with the last state that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sft.analysis.interval import Interval
+from sft.walk.machine import Handle
+
+__all__ = ["RowStore"]
+
+State = Mapping[str, Interval]
+
+
+@dataclass(slots=True)
+class _Block:
+    rows: Interval
+    handle: Handle
+    holders: int = 0
+
+
+@dataclass(slots=True)
+class RowStore:
+    """Blocks of carried rows by value, in row order."""
+
+    blocks: dict[str, list[_Block]] = field(default_factory=dict)
+
+    def append(self, name: str, rows: Interval, handle: Handle) -> None:
+        """Add rows that no block holds yet."""
+        self.blocks.setdefault(name, []).append(_Block(rows, handle))
+
+    def hold(self, state: State) -> None:
+        """Keep what a state needs."""
+        for name, rows in state.items():
+            for block in self._touching(name, rows):
+                block.holders += 1
+
+    def release(self, state: State) -> None:
+        """Drop what only this state needed."""
+        for name, rows in state.items():
+            for block in self._touching(name, rows):
+                block.holders -= 1
+            self.blocks[name] = [block for block in self.blocks[name] if block.holders > 0]
+
+    def pieces(self, name: str, rows: Interval) -> list[tuple[int, Interval, Handle]]:
+        """What to copy to gather ``rows``: offset in the gathered rows, rows within the block, block."""
+        found = []
+        for block in self._touching(name, rows):
+            part = block.rows.intersect(rows)
+            found.append((part.start - rows.start, part.shift(-block.rows.start), block.handle))
+        return found
+
+    def fork(self) -> RowStore:
+        """A store with the same blocks whose holders are counted apart."""
+        return RowStore({n: [_Block(b.rows, b.handle, b.holders) for b in blocks] for n, blocks in self.blocks.items()})
+
+    def _touching(self, name: str, rows: Interval) -> list[_Block]:
+        return [block for block in self.blocks.get(name, ()) if block.rows.intersect(rows)]

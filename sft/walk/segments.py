@@ -1,0 +1,270 @@
+"""Running one segment, forwards and backwards: strip by strip, or whole.
+
+Both kinds offer the same two calls. ``forward`` fills the segment's outputs and returns what the backward pass needs besides the
+sources; ``backward`` takes the outputs' gradients and adds to (or makes) the gradients of sources and side tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from sft.analysis.interval import Interval
+from sft.analysis.schedule import Schedule, Step
+from sft.lower.context import Scope
+from sft.lower.program import Port, Program
+from sft.lower.step import lower_finish, lower_strip, lower_whole
+from sft.walk.checkpoints import backward_actions, kept_states
+from sft.walk.machine import Handle, Machine, Saved
+from sft.walk.rowstore import RowStore
+
+__all__ = ["Gradients", "TiledSegment", "Values", "WholeSegment"]
+
+
+@dataclass(slots=True)
+class Values:
+    """Whole tensors by value name: cuts, parameters, buffers, global values."""
+
+    by_name: dict[str, Handle] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Gradients of whole tensors by value name."""
+
+    by_name: dict[str, Handle] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TiledSegment:
+    """A segment that never holds a whole inner value.
+
+    Attributes:
+        scope: what the lowering needs.
+        schedule: the strips.
+        state_every: a state is kept every so many strips.
+        num_batch: batch elements of the whole input; walks take ``scope.batch`` at a time.
+        sides: whole tensors that the segment reads.
+    """
+
+    scope: Scope
+    schedule: Schedule
+    state_every: int
+    num_batch: int
+    sides: tuple[str, ...]
+    _programs: dict[tuple[str, int, int], Program] = field(default_factory=dict, repr=False)
+    _steps: dict[int, Step] = field(default_factory=dict, repr=False)
+    _tails: dict[int, Scope] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def means(self) -> tuple[str, ...]:
+        """Global values that the segment computes."""
+        return tuple(name for name in self.scope.names if name not in self.scope.streamed)
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """States that the forward pass keeps."""
+        return kept_states(self.schedule.num_steps, self.state_every)
+
+    @cached_property
+    def chunks(self) -> tuple[Interval, ...]:
+        """The batch in walks."""
+        tile = self.scope.batch
+        return tuple(Interval(b, min(b + tile, self.num_batch)) for b in range(0, self.num_batch, tile))
+
+    def _scope(self, chunk: Interval) -> Scope:
+        if len(chunk) == self.scope.batch:
+            return self.scope
+        if len(chunk) not in self._tails:
+            fields = {name: getattr(self.scope, name) for name in self.scope.__dataclass_fields__}
+            self._tails[len(chunk)] = Scope(**{**fields, "batch": len(chunk)})
+        return self._tails[len(chunk)]
+
+    def _step(self, index: int) -> Step:
+        if index not in self._steps:
+            self._steps[index] = self.schedule.step(index)
+        return self._steps[index]
+
+    def _program(self, kind: str, index: int, chunk: Interval) -> Program:
+        key = (kind, int(self.schedule.kinds[1][index]), len(chunk))
+        if key not in self._programs:
+            self._programs[key] = lower_strip(self._scope(chunk), self._step(index), kind)  # type: ignore[arg-type]
+        return self._programs[key]
+
+    def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[RowStore]:
+        """Walk all strips; with ``keep`` the states for the backward walk stay in the returned stores."""
+        stores = []
+        for chunk in self.chunks:
+            store = RowStore()
+            scope = self._scope(chunk)
+            partial = {
+                name: machine.allocate((len(chunk), scope.shapes[name][1]), torch.float64, zero=True) for name in self.means
+            }
+            kept = self.kept if keep else frozenset()
+            for index in range(self.schedule.num_steps):
+                self._run_forward(machine, values, store, index, chunk, partial, write=True)
+                store.hold(self.schedule.carried_rows(index + 1))
+                if index not in kept:
+                    store.release(self.schedule.carried_rows(index))
+            store.release(self.schedule.carried_rows(self.schedule.num_steps))
+            for name in self.means:
+                finish = lower_finish(scope, name)
+                out = machine.view(values.by_name[name], chunk, None)
+                machine.run(finish, {Port("partial", name): partial[name], Port("out", name): out})
+            stores.append(store)
+        return stores
+
+    def _run_forward(
+        self,
+        machine: Machine,
+        values: Values,
+        store: RowStore,
+        index: int,
+        chunk: Interval,
+        partial: Mapping[str, Handle],
+        *,
+        write: bool,
+    ) -> None:
+        step, program = self._step(index), self._program("forward" if write else "restore", index, chunk)
+        bindings = self._bind(machine, program, step, chunk, values, store)
+        for port in program.ports:
+            if port.role == "out":
+                rows = next(n.new for n in step.nodes if n.name == port.name)
+                bindings[port] = machine.view(values.by_name[port.name], chunk, rows)
+            elif port.role == "partial":
+                bindings[port] = partial[port.name]
+        results, _ = machine.run(program, bindings)
+        for node in step.nodes:
+            block = results.pop(Port("append", node.name), None)
+            if block is not None:
+                store.append(node.name, node.appended, block)
+
+    def _bind(
+        self, machine: Machine, program: Program, step: Step, chunk: Interval, values: Values, store: RowStore
+    ) -> dict[Port, Handle]:
+        """The ports that forward and backward have in common."""
+        bindings: dict[Port, Handle] = {}
+        for port in program.ports:
+            if port.role == "source":
+                bindings[port] = machine.view(values.by_name[port.name], chunk, _rows_read(step, port.name))
+            elif port.role == "side":
+                bindings[port] = self._side(machine, values, port.name, chunk)
+            elif port.role == "carry":
+                rows = next(n.carried for n in step.nodes if n.name == port.name)
+                bindings[port] = store.pieces(port.name, rows)
+        return bindings
+
+    def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
+        handle = tensors.by_name[name]
+        if self.scope.graph[name].kind == "operator" and self._is_per_sample(name):
+            return machine.view(handle, chunk, None)
+        return handle
+
+    def _is_per_sample(self, name: str) -> bool:
+        shape = self.scope.shapes[name]
+        return len(shape) > 0 and shape[0] == self.num_batch and self.num_batch > 1
+
+    def backward(
+        self, machine: Machine, values: Values, stores: list[RowStore], grads: Gradients, *, consume: bool = True
+    ) -> None:
+        """Walk the strips in reverse.
+
+        Args:
+            machine: what runs the programs.
+            values: sources and side tensors.
+            stores: what ``forward`` returned.
+            grads: holds the outputs' gradients, and zeros to add to for sources and side tensors that need a gradient.
+            consume: whether the stores are no longer needed afterwards.
+        """
+        if not consume:
+            stores = [store.fork() for store in stores]
+        chunks = list(self.chunks)
+        while chunks:
+            self._backward_chunk(machine, values, stores.pop(), grads, chunks.pop())
+
+    def _backward_chunk(
+        self, machine: Machine, values: Values, store: RowStore, grads: Gradients, chunk: Interval
+    ) -> None:
+        schedule = self.schedule
+        carried: dict[str, Handle] = {}
+        for action in backward_actions(schedule.num_steps, self.state_every):
+            if action.kind == "forward":
+                self._run_forward(machine, values, store, action.strip, chunk, {}, write=False)
+                store.hold(schedule.carried_rows(action.strip + 1))
+                continue
+            step, program = self._step(action.strip), self._program("joint", action.strip, chunk)
+            bindings = self._bind(machine, program, step, chunk, values, store)
+            for port in program.ports:
+                if port.role == "grad_out":
+                    rows = next(n.new for n in step.nodes if n.name == port.name)
+                    streamed = port.name in self.scope.streamed
+                    bindings[port] = machine.view(grads.by_name[port.name], chunk, rows if streamed else None)
+                elif port.role == "grad_carry":
+                    bindings[port] = carried.pop(port.name)
+                elif port.role == "grad_source":
+                    bindings[port] = machine.view(grads.by_name[port.name], chunk, _rows_read(step, port.name))
+                elif port.role == "grad_side":
+                    bindings[port] = self._side(machine, grads, port.name, chunk)
+            results, _ = machine.run(program, bindings)
+            bindings.clear()
+            carried = {port.name: handle for port, handle in results.items()}
+            results.clear()
+            store.release(schedule.carried_rows(action.strip))
+
+
+def _rows_read(step: Step, name: str) -> Interval:
+    rows = Interval(0, 0)
+    for node in step.nodes:
+        for read in node.reads:
+            if read.operand == name:
+                rows = rows.hull(read.rows)
+    return rows
+
+
+@dataclass(kw_only=True)
+class WholeSegment:
+    """A segment that runs like plain PyTorch: everything that its backward needs is kept."""
+
+    scope: Scope
+    step: Step
+    sides: tuple[str, ...]
+    _programs: dict[bool, tuple[Program, Program | None]] = field(default_factory=dict, repr=False)
+
+    def programs(self, training: bool) -> tuple[Program, Program | None]:
+        """The forward and, when training, the backward program."""
+        if training not in self._programs:
+            self._programs[training] = lower_whole(self.scope, self.step, training=training)
+        return self._programs[training]
+
+    def forward(self, machine: Machine, values: Values, *, keep: bool) -> Saved:
+        """Run it; with ``keep`` what the backward needs is returned."""
+        program, _ = self.programs(keep)
+        bindings = {
+            port: values.by_name[port.name] for port in program.ports if port.role in ("source", "side", "out")
+        }
+        _, saved = machine.run(program, bindings)
+        return saved
+
+    def backward(self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True) -> None:
+        """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""
+        _, program = self.programs(True)
+        assert program is not None
+        bindings: dict[Port, Handle] = {}
+        for port in program.ports:
+            if port.role in ("source", "side") and port.name in values.by_name:
+                bindings[port] = values.by_name[port.name]
+            elif port.role in ("grad_out", "grad_side"):
+                bindings[port] = grads.by_name[port.name]
+        held = saved if consume else Saved(saved.values if not isinstance(saved.values, dict) else dict(saved.values))
+        results, _ = machine.run(program, bindings, held)
+        del held
+        for port in list(results):
+            handle = results.pop(port)
+            if port.name in grads.by_name:
+                machine.add(grads.by_name[port.name], handle)
+            else:
+                grads.by_name[port.name] = handle
+            del handle

@@ -1,0 +1,1 @@
+"""Symbolic analysis of a model's graph, imported as ``sft.analysis``."""

@@ -1,0 +1,64 @@
+# Everything runs from a fresh checkout: `make test` and `make demo` set up .venv by themselves, and do it again only
+# when pyproject.toml or constraints.txt change. Needs python3 (3.11 or newer) and make.
+#
+# Commands come from .venv/bin, never as `python -m ...` or `python -c ...`: those put the repository root on sys.path,
+# where our folders kernels/ and analysis/ would hide packages of the same name.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+ZOO_BIN := .venv-zoo/bin
+ZOO_READY := .venv-zoo/.ready
+INPUTS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint types format unit package bench zoo clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY) ## Create .venv with everything the other targets need
+
+$(READY): $(INPUTS)
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "sft needs Python 3.11 or newer, found " + sys.version.split()[0] + "; call make PYTHON=...")'
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,demo]'
+	touch $@
+
+demo: $(READY) ## Train on a slide inside a byte budget; the figures and tables go to out/demo
+	$(BIN)/python examples/slide_classification/main.py --out out/demo
+
+test: lint types unit package ## Lint, types, tests, and the packaging check
+
+lint: $(READY) ## Style and formatting
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY) ## mypy, strict
+	$(BIN)/mypy
+
+unit: $(READY) ## The tests and doctests alone
+	$(BIN)/pytest
+
+package: $(READY) ## Build the sdist and from it the wheel, and import the wheel elsewhere
+	$(BIN)/python tests/packaging/check_wheel.py
+
+format: $(READY) ## Rewrite the code in the house format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(READY) ## Run the benchmarks
+	$(BIN)/python benchmarks/run.py
+
+$(ZOO_READY): $(INPUTS)
+	$(PYTHON) -m venv --clear .venv-zoo
+	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo]'
+	touch $@
+
+zoo: $(ZOO_READY) ## The tests against torchvision, timm and MONAI models, in an environment of their own
+	$(ZOO_BIN)/pytest -m zoo
+
+clean: ## Remove everything that make made
+	rm -rf .venv .venv-zoo build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

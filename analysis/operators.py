@@ -104,6 +104,14 @@ class Operator:
             return "counted zeros" if node.argument("count_include_pad") else "not counted"
         return "zeros"
 
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        """Whether the derivative reads the streamed operands, and whether it reads the result."""
+        if self.name == "pointwise":
+            return (False, True) if node.target in ("aten.relu.default", "aten.leaky_relu.default") else (True, True)
+        if self.name == "binary":
+            return (node.target in ("aten.mul.Tensor", "aten.div.Tensor"), False)
+        return (self.name in ("convolution", "max_pool", "avg_pool", "frozen_norm"), False)
+
     def dimension_map(self, node: Node) -> tuple[int | None, ...]:
         """For each dimension of a streamed ``[N, C, H, W]`` operand the output dimension that it becomes, if any.
 

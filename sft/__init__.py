@@ -1,4 +1,26 @@
-"""Exact training of vision models on inputs that do not fit the device."""
+"""Exact training of convolutional networks on images that do not fit the device, inside a byte budget.
 
+>>> import torch, sft
+>>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3, padding=1), torch.nn.ReLU())
+>>> net = sft.compile(model, (1, 3, 64, 64), budget="4MiB")
+>>> net(torch.zeros(1, 3, 64, 64)).shape
+torch.Size([1, 8, 64, 64])
+"""
+
+from sft.compile import CheckReport as CheckReport
+from sft.compile import check as check
+from sft.compile import compile as compile
+from sft.compile import plan as plan
+from sft.errors import BudgetError as BudgetError
+from sft.errors import InputError as InputError
+from sft.errors import InternalError as InternalError
+from sft.errors import SftError as SftError
+from sft.errors import SourceError as SourceError
+from sft.errors import UnsupportedError as UnsupportedError
 from sft.memory import Peak as Peak
 from sft.memory import measure_peak as measure_peak
+from sft.options import Options as Options
+from sft.plan.types import Plan as Plan
+from sft.plan.types import SegmentPlan as SegmentPlan
+from sft.units import format_bytes as format_bytes
+from sft.units import parse_bytes as parse_bytes

@@ -88,7 +88,13 @@ class TiledSegment:
             self._steps[index] = self.schedule.step(index)
         return self._steps[index]
 
-    def _program(self, kind: str, index: int, chunk: Interval) -> Program:
+    @property
+    def working_bytes(self) -> int:
+        """The largest peak of the programs lowered so far."""
+        return max((program.peak_bytes for program in self._programs.values()), default=0)
+
+    def program(self, kind: str, index: int, chunk: Interval) -> Program:
+        """The program of a strip; strips of one signature share it."""
         key = (kind, int(self.schedule.kinds[1][index]), len(chunk))
         if key not in self._programs:
             self._programs[key] = lower_strip(self._scope(chunk), self._step(index), kind)  # type: ignore[arg-type]
@@ -128,7 +134,7 @@ class TiledSegment:
         *,
         write: bool,
     ) -> None:
-        step, program = self._step(index), self._program("forward" if write else "restore", index, chunk)
+        step, program = self._step(index), self.program("forward" if write else "restore", index, chunk)
         bindings = self._bind(machine, program, step, chunk, values, store)
         for port in program.ports:
             if port.role == "out":
@@ -195,7 +201,7 @@ class TiledSegment:
                 self._run_forward(machine, values, store, action.strip, chunk, {}, write=False)
                 store.hold(schedule.carried_rows(action.strip + 1))
                 continue
-            step, program = self._step(action.strip), self._program("joint", action.strip, chunk)
+            step, program = self._step(action.strip), self.program("joint", action.strip, chunk)
             bindings = self._bind(machine, program, step, chunk, values, store)
             for port in program.ports:
                 if port.role == "grad_out":

@@ -1,0 +1,165 @@
+"""Bytes of a strip as an expression in its height, and the strip height that a number of bytes allows.
+
+In the steady state of a walk each value ``v`` gains ``rate_v * h`` rows to a strip of ``h`` rows and carries a constant number of
+rows ``carry_v``. The backward pass of a strip is at its largest about where the recomputed forward ends: every value that some
+derivative reads is alive then, with one gradient beside it. Hence
+
+    working(h) = sum over kept v of row_bytes_v * (rate_v * h + carry_v)  +  max over v of 2 * row_bytes_v * (rate_v * h + carry_v)
+
+and a state of the walk, which a checkpoint keeps, is ``sum of row_bytes_v * carry_v``. Both are affine in ``h``. They choose strip
+heights; what a plan promises is projected from the lowered programs, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import sympy as sp
+
+from sft.analysis.graph import Graph
+from sft.analysis.operators import Operator
+from sft.analysis.schedule import row_rates, total_stride
+
+__all__ = ["Footprint", "ValueFootprint", "run_footprint"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueFootprint:
+    """One value of a run in the steady state.
+
+    Attributes:
+        name: the value.
+        row_bytes: bytes of one row (all channels and columns, one walk's batch elements).
+        rate: rows to one row of the walked input.
+        carried_rows: rows carried from strip to strip.
+        is_source: whether it comes from outside, whole, so that nothing of it is carried.
+        is_kept: whether the backward pass of a strip reads it.
+        extra_row_bytes: bytes kept beside it (a max pool's indices).
+    """
+
+    name: str
+    row_bytes: int
+    rate: Fraction
+    carried_rows: int
+    is_source: bool
+    is_kept: bool
+    extra_row_bytes: int = 0
+
+    def bytes_at(self, strip_rows: int) -> int:
+        """Bytes of its buffer in a strip."""
+        rows = -(-self.rate.numerator * strip_rows // self.rate.denominator)
+        return self.row_bytes * (rows + self.carried_rows) + self.extra_row_bytes * rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """The values of a run."""
+
+    values: tuple[ValueFootprint, ...]
+    training: bool
+
+    def working_bytes(self, strip_rows: int) -> int:
+        """Bytes that one strip's program needs beside what is carried into it."""
+        sizes = [value.bytes_at(strip_rows) for value in self.values]
+        if not sizes:
+            return 0
+        kept = sum(size for size, value in zip(sizes, self.values, strict=True) if value.is_kept) if self.training else 0
+        return kept + 2 * max(sizes)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one state: all carried rows."""
+        return sum(value.row_bytes * value.carried_rows for value in self.values if not value.is_source)
+
+    def states_bytes(self, num_steps: int, every: int, num_walks: int) -> int:
+        """Bytes of the states kept at once: one in ``every``, and one group's worth between two of them."""
+        if not self.training:
+            return 2 * self.state_bytes
+        return num_walks * self.state_bytes * min(num_steps, -(-num_steps // every) + every - 1)
+
+    def largest_strip(self, num_bytes: int, stride: int) -> int | None:
+        """The largest multiple of ``stride`` rows whose working bytes fit; ``None`` when not even one stride does."""
+        if self.working_bytes(stride) > num_bytes:
+            return None
+        low, high = 1, 2
+        while self.working_bytes(high * stride) <= num_bytes and high < 2**40:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.working_bytes(middle * stride) <= num_bytes else (low, middle)
+        return low * stride
+
+    def expr(self, strip_rows: sp.Expr) -> sp.Expr:
+        """``working(h)`` in SymPy, without the rounding of ``rate * h``."""
+        sizes = [
+            value.row_bytes * (sp.Rational(value.rate.numerator, value.rate.denominator) * strip_rows + value.carried_rows)
+            + sp.Rational(value.extra_row_bytes * value.rate.numerator, value.rate.denominator) * strip_rows
+            for value in self.values
+        ]
+        kept = sum(
+            (size for size, value in zip(sizes, self.values, strict=True) if value.is_kept and self.training), sp.Integer(0)
+        )
+        largest = max(range(len(sizes)), key=lambda i: self.values[i].bytes_at(1024))
+        return sp.expand(kept + 2 * sizes[largest])
+
+
+def run_footprint(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    requires_grad: Collection[str],
+    batch: int,
+) -> Footprint:
+    """The footprint of a run of streamed operators at one input size."""
+    inside = set(names)
+    sources = tuple(dict.fromkeys(o for n in names for o in graph[n].operands if o in streamed and o not in inside))
+    height = max(shapes[name][2] for name in sources)
+    known = {name: Fraction(1, max(1, round(height / shapes[name][2]))) for name in sources}
+    rates = row_rates(graph, names, known, rows)
+    carried = _steady_carries(graph, names, rows, rates, sources)
+    values = []
+    for name, rate in rates.items():
+        _, channels, _, width = shapes[name]
+        readers = [r for r in graph.users[name] if r in inside]
+        keeps_operand = any(r in requires_grad and rows[r].keeps(graph[r])[0] for r in readers)
+        keeps_result = name in inside and name in requires_grad and rows[name].keeps(graph[name])[1]
+        pooled = name in inside and rows[name].name == "max_pool"
+        values.append(
+            ValueFootprint(
+                name=name,
+                row_bytes=batch * channels * width * graph[name].itemsize_bytes,
+                rate=rate,
+                carried_rows=carried.get(name, 0),
+                is_source=name in sources,
+                is_kept=keeps_operand or keeps_result,
+                extra_row_bytes=batch * channels * width * 8 if pooled else 0,
+            )
+        )
+    return Footprint(values=tuple(values), training=any(name in requires_grad for name in names))
+
+
+def _steady_carries(
+    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], rates: Mapping[str, Fraction], sources: Sequence[str]
+) -> dict[str, int]:
+    """Carried rows of each value at strip boundaries that are multiples of the total stride, far from both borders."""
+    stride = total_stride(rates)
+    position = stride * 4096
+    front = {name: int(rates[name] * position) for name in sources}
+    lowest: dict[str, int] = {}
+    for name in names:
+        row = rows[name]
+        operands = [o for o in graph[name].operands if o in front]
+        if not operands:
+            continue
+        access = row.access(graph[name], 0)
+        if row.role == "reduce":
+            continue
+        front[name] = min(access.frontier(front[o]) for o in operands)
+        for operand in operands:
+            low = access.low(front[name])
+            lowest[operand] = min(lowest.get(operand, low), low)
+    return {name: max(0, front[name] - low) for name, low in lowest.items()}

@@ -1,0 +1,221 @@
+"""``sft.compile``, ``sft.plan`` and ``sft.check``.
+
+A compiled module is an instance of a subclass of the model's own class that shares the model's ``__dict__``: parameters, buffers,
+submodules, hooks and the training flag are the same objects under the same names, whichever of the two is asked or changed. The
+engine sits in a slot of its own, outside that dictionary, so ``state_dict`` and everything else that walks a module never sees it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from sft.engine import Engine
+from sft.errors import InputError, UnsupportedError
+from sft.options import Options
+from sft.plan.types import Plan
+from sft.units import parse_bytes
+
+__all__ = ["CheckReport", "check", "compile", "plan"]
+
+InputShape = Sequence[Any]
+
+
+def compile(
+    model: nn.Module,
+    input_shape: InputShape,
+    *,
+    budget: int | str,
+    device: torch.device | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    output: str = "device",
+    plan: Plan | None = None,
+    mesh: Any = None,
+    options: Options | None = None,
+) -> Any:
+    """A module that computes what ``model`` computes, with the same gradients, inside ``budget`` bytes.
+
+    Args:
+        model: any ``nn.Module`` of supported operators. It is shared, not copied.
+        input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. ``None`` stands for an
+            extent that varies; then planning waits for the first call. A new size re-plans on its first use.
+        budget: what the card may hold, in bytes or as ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
+            when ``optimizer`` is given, inputs, outputs, and all that the step makes.
+        device: where to run; the model is moved there. The model's own device by default.
+        optimizer: counts its state into the budget.
+        output: where outputs go; ``"device"``.
+        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape.
+        mesh: not supported yet.
+        options: wishes about the plan.
+
+    Raises:
+        UnsupportedError: operators without an exact rule, each with its module path and a remedy.
+        BudgetError: no plan fits.
+        InputError: an argument is wrong.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
+    if isinstance(model, _Compiled):
+        raise InputError("the model is compiled already; compile the original")
+    if output != "device":
+        raise InputError(f"output {output!r}: only 'device' is supported yet")
+    if mesh is not None:
+        raise InputError("mesh: several devices are not supported yet; leave it out")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
+    shapes = _shapes(input_shape)
+    budget_bytes = parse_bytes(budget)
+    if device is not None:
+        model.to(device)
+    engine = Engine(
+        model, budget_bytes=budget_bytes, options=options or Options(), optimizer=optimizer, plan=plan
+    )
+    net = _wrap(model, engine)
+    if all(extent is not None for shape in shapes for extent in shape):
+        engine.last_plan = engine.plan_for_shapes(shapes)
+    return net
+
+
+def plan(
+    model: nn.Module, input_shape: InputShape, *, budget: int | str, options: Options | None = None, **compile_arguments: Any
+) -> Plan:
+    """The plan that :func:`compile` would use; runs nothing. The model may be on the meta device.
+
+    Raises:
+        UnsupportedError, BudgetError, InputError: as :func:`compile`.
+    """
+    net = compile(model, input_shape, budget=budget, options=options, **compile_arguments)
+    if net._sft_engine.last_plan is None:
+        raise InputError(f"a plan needs every extent, got input_shape {input_shape!r}")
+    found: Plan = net._sft_engine.last_plan
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckReport:
+    """What of a model runs in strips.
+
+    Attributes:
+        ok: whether the model compiles.
+        problems: why not: one line an operator, with module path and remedy.
+        num_streamed: operators that run in strips.
+        num_whole: operators that run on whole tensors.
+        num_phases: runs between barriers (global values).
+    """
+
+    ok: bool
+    problems: tuple[str, ...] = ()
+    num_streamed: int = 0
+    num_whole: int = 0
+    num_phases: int = 0
+
+    def __str__(self) -> str:
+        if not self.ok:
+            return "cannot be compiled exactly:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
+        return (
+            f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"
+        )
+
+
+def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
+    """What of ``model`` can run in strips, what cannot, and what to do about it. Never raises."""
+    try:
+        engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
+        shapes = [tuple(256 if extent is None else extent for extent in shape) for shape in _shapes(input_shape)]
+        engine.plan_for_shapes(shapes)
+        phases = engine.phases()
+    except UnsupportedError as error:
+        return CheckReport(ok=False, problems=error.problems)
+    except Exception as error:
+        return CheckReport(ok=False, problems=(f"{type(error).__name__}: {error}",))
+    streamed = sum(len(phase.streamed) for phase in phases.phases)
+    whole = sum(len(phase.tail) for phase in phases.phases)
+    return CheckReport(ok=True, num_streamed=streamed, num_whole=whole, num_phases=len(phases.phases))
+
+
+def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
+    """One shape, or several, with ``None`` for extents that vary."""
+    if isinstance(input_shape, torch.Tensor):
+        return (tuple(input_shape.shape),)
+    if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
+        raise InputError(f"input_shape {input_shape!r}: give (N, C, H, W), or a sequence of such shapes")
+    items = list(input_shape)
+    if all(isinstance(item, torch.Tensor) for item in items):
+        shapes = [tuple(item.shape) for item in items]
+    elif all(isinstance(item, Sequence) and not isinstance(item, str) for item in items):
+        shapes = [tuple(item) for item in items]
+    else:
+        shapes = [tuple(items)]
+    for shape in shapes:
+        if len(shape) != 4:
+            raise InputError(f"input_shape {shape}: {len(shape)} extents, expected 4, (N, C, H, W)")
+        for extent in shape:
+            if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):
+                raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")
+    return tuple(shapes)
+
+
+class _Compiled:
+    """What a compiled module adds to its model's class."""
+
+    __slots__ = ()
+    _sft_engine: Engine
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """The model's output; inputs are tensors of shape ``[N, C, H, W]``."""
+        if keywords:
+            raise InputError(f"keyword inputs {sorted(keywords)} are not supported; pass tensors by position")
+        return self._sft_engine.run(inputs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last call, or of the shape given to ``compile``."""
+        found = self._sft_engine.last_plan
+        if found is None:
+            raise InputError("no plan yet: the input shape varies; call the module or plan_for(shape) first")
+        return found
+
+    def plan_for(self, *inputs: Any) -> Plan:
+        """The plan for these inputs, given as tensors or as shapes."""
+        if inputs and all(isinstance(value, torch.Tensor) for value in inputs):
+            return self._sft_engine.plan_for_inputs(inputs)
+        shapes = _shapes(inputs[0] if len(inputs) == 1 else inputs)
+        if any(extent is None for shape in shapes for extent in shape):
+            raise InputError(f"plan_for needs every extent, got {inputs!r}")
+        return self._sft_engine.plan_for_shapes(shapes)  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        engine = self._sft_engine
+        return _rebuild(copy.deepcopy(engine.model, memo), *_settings(engine))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        engine = self._sft_engine
+        return _rebuild, (engine.model, *_settings(engine))
+
+
+def _settings(engine: Engine) -> tuple[int, Options, Plan | None]:
+    return engine.budget_bytes, engine.options, engine.given_plan
+
+
+def _rebuild(model: nn.Module, budget_bytes: int, options: Options, plan: Plan | None) -> Any:
+    return _wrap(model, Engine(model, budget_bytes=budget_bytes, options=options, optimizer=None, plan=plan))
+
+
+def _wrap(model: nn.Module, engine: Engine) -> Any:
+    cls = _compiled_class(type(model))
+    net = cls.__new__(cls)
+    object.__setattr__(net, "__dict__", model.__dict__)
+    object.__setattr__(net, "_sft_engine", engine)
+    return net
+
+
+@lru_cache(maxsize=None)
+def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
+    return type(cls.__name__, (_Compiled, cls), {"__slots__": ("_sft_engine",), "__module__": cls.__module__, "__doc__": cls.__doc__})
+

@@ -1,0 +1,306 @@
+"""Plans and runs one model: captures it, plans each kind of call once, and executes it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from sft.analysis.annotate import annotated
+from sft.analysis.capture import Capture, capture
+from sft.analysis.phases import Phases, find_phases
+from sft.errors import InputError, UnsupportedError
+from sft.execute.function import run_region
+from sft.options import Options
+from sft.plan.build import build_region
+from sft.plan.describe import describe
+from sft.plan.planner import Planned, check_tile, plan_segments
+from sft.plan.problem import Problem, concrete_shapes
+from sft.plan.project import project
+from sft.plan.types import Plan, SegmentChoice
+from sft.walk.region import Region
+
+__all__ = ["Engine"]
+
+_LOG = logging.getLogger("sft")
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _CallKind:
+    """What a plan is made for."""
+
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+    device: torch.device
+    channels_last: tuple[bool, ...]
+    training_flags: tuple[bool, ...]
+    requires_grad: tuple[bool, ...]
+    input_grads: tuple[bool, ...]
+    with_grad: bool
+
+
+@dataclass(frozen=True)
+class _Captured:
+    capture: Capture
+    phases: Phases
+    training_flags: tuple[bool, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Ready:
+    plan: Plan
+    region: Region
+    captured: _Captured
+
+
+class Engine:
+    """Everything behind a compiled module; holds the model, never the other way round."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        budget_bytes: int,
+        options: Options,
+        optimizer: torch.optim.Optimizer | None,
+        plan: Plan | None,
+    ) -> None:
+        self.model, self.budget_bytes, self.options = model, budget_bytes, options
+        self.optimizer, self.given_plan = optimizer, plan
+        self.last_plan: Plan | None = None
+        self._captured: list[_Captured] = []
+        self._ready: dict[_CallKind, _Ready] = {}
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+
+    def plan_for_shapes(self, shapes: Sequence[Shape], input_grads: Sequence[bool] | None = None) -> Plan:
+        """The plan for inputs of these shapes, of the model's dtype and on its device, with gradients if grad mode is on."""
+        dtype, device = self._dtype_and_device()
+        kind = self._kind(tuple(shapes), dtype, device, (False,) * len(shapes), tuple(input_grads or (False,) * len(shapes)))
+        return self._prepare(kind).plan
+
+    def plan_for_inputs(self, inputs: Sequence[torch.Tensor]) -> Plan:
+        """The plan that a call with these inputs would use."""
+        return self._prepare(self._kind_of(inputs)).plan
+
+    def phases(self) -> Phases:
+        """The sorted graph of the last capture."""
+        return self._captured[-1].phases
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """The model's output."""
+        kind = self._kind_of(inputs)
+        ready = self._prepare(kind)
+        self.last_plan = ready.plan
+        names, tensors = self._bind(ready, inputs)
+        outputs = run_region(ready.region, names, tensors)
+        graph = ready.captured.capture.graph
+        return pytree.tree_unflatten([outputs[name] for name in graph.outputs], ready.captured.capture.out_spec)
+
+    def _bind(self, ready: _Ready, inputs: Sequence[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
+        arriving = iter(inputs)
+        names, tensors = [], []
+        for node in ready.captured.phases.graph.nodes:
+            if node.kind == "operator":
+                continue
+            if node.kind == "input":
+                tensor = next(arriving)
+            elif node.kind == "parameter":
+                tensor = self.model.get_parameter(node.target)
+            elif node.kind == "buffer":
+                tensor = self.model.get_buffer(node.target)
+            else:
+                tensor = _attribute(self.model, node.target)
+            names.append(node.name)
+            tensors.append(tensor)
+        return names, tensors
+
+    def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
+        tensors = [*self.model.parameters(), *self.model.buffers()]
+        first = next((t for t in tensors if t.is_floating_point()), None)
+        return (first.dtype, first.device) if first is not None else (torch.get_default_dtype(), torch.device("cpu"))
+
+    def _kind_of(self, inputs: Sequence[Any]) -> _CallKind:
+        dtype, device = self._dtype_and_device()
+        problems = []
+        for position, value in enumerate(inputs):
+            if not isinstance(value, torch.Tensor):
+                problems.append(f"input {position} is a {type(value).__name__}; give a tensor")
+            elif value.dtype != dtype:
+                problems.append(f"input {position} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()")
+            elif value.device != device:
+                problems.append(f"input {position} is on {value.device}, the model on {device}; move one of them with .to()")
+            elif value.dim() != 4:
+                problems.append(f"input {position} has {value.dim()} dimensions, expected 4 [N, C, H, W]; batch it with x[None]")
+            elif min(value.shape) < 1:
+                problems.append(f"input {position} has shape {tuple(value.shape)}; every extent must be at least 1")
+        if not inputs:
+            problems.append("no input given; call net(x) with a tensor of shape [N, C, H, W]")
+        if problems:
+            raise InputError("; ".join(problems))
+        return self._kind(
+            tuple(tuple(x.shape) for x in inputs),
+            dtype,
+            device,
+            tuple(x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in inputs),
+            tuple(x.requires_grad for x in inputs),
+        )
+
+    def _kind(
+        self,
+        shapes: tuple[Shape, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        channels_last: tuple[bool, ...],
+        input_grads: tuple[bool, ...],
+    ) -> _CallKind:
+        with_grad = torch.is_grad_enabled()
+        return _CallKind(
+            shapes=shapes,
+            dtype=dtype,
+            device=device,
+            channels_last=channels_last,
+            training_flags=tuple(module.training for module in self.model.modules()),
+            requires_grad=tuple(p.requires_grad for p in self.model.parameters()) if with_grad else (),
+            input_grads=input_grads if with_grad else (),
+            with_grad=with_grad,
+        )
+
+    def _prepare(self, kind: _CallKind) -> _Ready:
+        self._refuse_hooks()
+        ready = self._ready.get(kind)
+        if ready is None:
+            ready = self._ready[kind] = self._plan(kind)
+        return ready
+
+    def _refuse_hooks(self) -> None:
+        problems = [
+            f"{name}: {type(module).__name__} has a {what}; hooks on submodules do not run inside a compiled model, remove it"
+            for name, module in self.model.named_modules()
+            if name
+            for what, hooks in (
+                ("forward hook", module._forward_hooks),
+                ("forward pre-hook", module._forward_pre_hooks),
+                ("backward hook", module._backward_hooks),
+                ("backward pre-hook", module._backward_pre_hooks),
+            )
+            if hooks
+        ]
+        if problems:
+            raise UnsupportedError(problems)
+
+    def _plan(self, kind: _CallKind) -> _Ready:
+        captured, symbols = self._capture(kind)
+        phases = captured.phases
+        graph = phases.graph
+        inputs = [name for name in graph.inputs]
+        shapes = concrete_shapes(phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
+        problem = Problem(
+            phases=phases,
+            shapes=shapes,
+            requires_grad=self._requires_grad(kind, phases),
+            channels_last=frozenset(name for name, last in zip(inputs, kind.channels_last, strict=True) if last),
+            resident_bytes=self._resident_bytes(),
+        )
+        width = max((shapes[name][3] for name in inputs), default=0)
+        check_tile(self.options, width)
+        planned = self._given(problem) or plan_segments(problem, self.budget_bytes, self.options, kind.device.type)
+        whole = tuple(name for phase in phases.phases for name in (*phase.streamed, *phase.tail))
+        plain = build_region(problem, (SegmentChoice(nodes=whole, mode="whole"),)) if whole else planned.region
+        plan = describe(
+            problem, planned, budget_bytes=self.budget_bytes, plain_flops=project(problem, plain).flops
+        )
+        return _Ready(plan, planned.region, captured)
+
+    def _given(self, problem: Problem) -> Planned | None:
+        """The plan that the user handed in, where it is for this input."""
+        plan = self.given_plan
+        shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
+        if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
+            return None
+        known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
+        if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):
+            raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
+        choices = tuple(segment.choice for segment in plan.segments)
+        region = build_region(problem, choices, contiguous=not problem.channels_last)
+        return Planned(choices, region, project(problem, region))
+
+    def _capture(self, kind: _CallKind) -> tuple[_Captured, dict[Any, int]]:
+        for captured in self._captured:
+            if captured.training_flags == kind.training_flags and captured.dtype == kind.dtype:
+                symbols = captured.capture.bind(kind.shapes)
+                if symbols is not None:
+                    return captured, symbols
+        if self._captured:
+            _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
+        found = capture(self.model, kind.shapes, kind.dtype, kind.device)
+        found = replace(found, graph=annotated(found.graph))
+        captured = _Captured(found, find_phases(found.graph), kind.training_flags, kind.dtype)
+        symbols = found.bind(kind.shapes)
+        if symbols is None:
+            sizes = ", ".join("x".join(map(str, shape)) for shape in kind.shapes)
+            raise UnsupportedError([f"{type(self.model).__name__}: the capture at {sizes} does not hold for that very size"])
+        self._captured.append(captured)
+        return captured, symbols
+
+    def _requires_grad(self, kind: _CallKind, phases: Phases) -> frozenset[str]:
+        if not kind.with_grad:
+            return frozenset()
+        found: set[str] = set()
+        arriving = iter(kind.input_grads)
+        for node in phases.graph.nodes:
+            if node.kind == "input":
+                needs = next(arriving)
+            elif node.kind == "parameter":
+                needs = self.model.get_parameter(node.target).requires_grad
+            elif node.kind == "buffer":
+                needs = self.model.get_buffer(node.target).requires_grad
+            elif node.kind == "constant":
+                needs = False
+            else:
+                needs = any(name in found for name in node.operands)
+            if needs:
+                found.add(node.name)
+        return frozenset(found)
+
+    def _resident_bytes(self) -> int:
+        parameters = list(self.model.parameters())
+        size = sum(p.numel() * p.element_size() for p in parameters)
+        size += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
+        size += sum(b.numel() * b.element_size() for b in self.model.buffers())
+        return size + _optimizer_bytes(self.optimizer)
+
+
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Bytes of an optimizer's state: what it holds, or will hold after its first step."""
+    if optimizer is None:
+        return 0
+    held = sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    if held:
+        return held
+    total = 0
+    for group in optimizer.param_groups:
+        size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+        if isinstance(optimizer, torch.optim.SGD):
+            copies = 1 if group.get("momentum") else 0
+        else:
+            copies = 3 if group.get("amsgrad") else 2
+        total += copies * size
+    return total
+
+
+def _attribute(model: nn.Module, path: str) -> torch.Tensor:
+    value: Any = model
+    for part in path.split("."):
+        value = getattr(value, part)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+

@@ -1,0 +1,97 @@
+"""The finished plan: decisions with their projected numbers and the analysis' formulas."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from sft.analysis.footprint import run_footprint
+from sft.analysis.formulas import run_formulas
+from sft.plan.planner import Planned
+from sft.plan.problem import Problem
+from sft.plan.types import Plan, SegmentChoice, SegmentPlan
+from sft.walk.checkpoints import backward_actions
+from sft.walk.segments import TiledSegment, WholeSegment
+
+__all__ = ["describe"]
+
+
+def describe(problem: Problem, planned: Planned, *, budget_bytes: int, plain_flops: int) -> Plan:
+    """Write down a plan."""
+    graph = problem.graph
+    return Plan(
+        input_shapes=tuple(problem.shapes[name] for name in graph.inputs),
+        dtype=graph[graph.inputs[0]].dtype,
+        training=problem.training,
+        budget_bytes=budget_bytes,
+        resident_bytes=problem.resident_bytes,
+        projected_peak_bytes=planned.projection.peak_bytes,
+        flops=planned.projection.flops,
+        plain_flops=plain_flops,
+        segments=tuple(
+            _segment(problem, choice, segment, makes)
+            for choice, segment, makes in zip(planned.choices, planned.region.segments, planned.region.makes, strict=True)
+        ),
+    )
+
+
+def _segment(
+    problem: Problem, choice: SegmentChoice, segment: TiledSegment | WholeSegment, makes: tuple[str, ...]
+) -> SegmentPlan:
+    graph, phases = problem.graph, problem.phases
+    formulas: tuple[tuple[str, str], ...] = ()
+    num_steps, panel_cols, state_bytes = 1, 0, 0
+    if isinstance(segment, TiledSegment):
+        footprint = run_footprint(
+            graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
+        )
+        formulas = run_formulas(graph, choice.nodes, phases.rows, phases.streamed, footprint)
+        num_steps = segment.schedule.num_steps
+        panel_cols = max(problem.shapes[name][3] for name in segment.schedule.sources)
+        state_bytes = _state_bytes(problem, segment) if problem.training else footprint.state_bytes
+    working_bytes, flops = _working_and_flops(problem, segment)
+    return SegmentPlan(
+        nodes=choice.nodes,
+        layers=(graph[choice.nodes[0]].label, graph[choice.nodes[-1]].label),
+        mode=choice.mode,
+        placement="device",
+        strip_rows=segment.schedule.strip_rows if isinstance(segment, TiledSegment) else 0,
+        panel_cols=panel_cols,
+        state_every=choice.state_every,
+        batch_tile=choice.batch_tile if choice.mode == "tiled" else problem.num_batch,
+        num_steps=num_steps,
+        state_bytes=state_bytes,
+        working_bytes=working_bytes,
+        output_bytes=sum(problem.value_bytes(name) for name in makes),
+        flops=flops,
+        formulas=formulas,
+    )
+
+
+def _state_bytes(problem: Problem, segment: TiledSegment) -> int:
+    """Bytes of the rows that the states kept by the forward pass hold, each row once."""
+    schedule = segment.schedule
+    kept = np.array(sorted(segment.kept))
+    total = 0
+    for name in schedule.names:
+        if name in schedule.sources or name not in problem.phases.streamed:
+            continue
+        stop, start = schedule.frontier[name][kept], schedule.kept[name][kept]
+        before = np.concatenate([[0], stop[:-1]])
+        rows = int(np.maximum(0, stop - np.maximum(start, before)).sum())
+        _, channels, _, width = problem.shapes[name]
+        total += rows * channels * width * problem.graph[name].itemsize_bytes * problem.num_batch
+    return total
+
+
+def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment) -> tuple[int, int]:
+    if isinstance(segment, WholeSegment):
+        programs = [p for p in segment.programs(problem.training) if p is not None]
+        return max(p.peak_bytes for p in programs), sum(p.flops for p in programs)
+    flops = 0
+    for chunk in segment.chunks:
+        flops += sum(segment.program("forward", index, chunk).flops for index in range(segment.schedule.num_steps))
+        if problem.training and any(name in problem.requires_grad for name in segment.scope.names):
+            for action in backward_actions(segment.schedule.num_steps, segment.state_every):
+                kind = "joint" if action.kind == "joint" else "restore"
+                flops += segment.program(kind, action.strip, chunk).flops
+    return segment.working_bytes, flops

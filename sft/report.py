@@ -1,0 +1,49 @@
+"""Plans for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sft.units import format_bytes
+
+if TYPE_CHECKING:
+    from sft.plan.types import Plan, SegmentPlan
+
+__all__ = ["explain"]
+
+
+def explain(plan: Plan) -> str:
+    """The plan as text: the split of the budget, then one block a segment."""
+    shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
+    kind = "training step" if plan.training else "inference"
+    lines = [
+        f"Plan for a {kind} on {shapes} ({plan.dtype})",
+        f"  budget            {format_bytes(plan.budget_bytes):>12}",
+        f"  total             {format_bytes(plan.total_bytes):>12}  = resident + projected peak",
+        f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",
+        f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
+        f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
+    ]
+    for number, segment in enumerate(plan.segments):
+        lines += ["", *_segment(number, segment)]
+    return "\n".join(lines)
+
+
+def _segment(number: int, segment: SegmentPlan) -> list[str]:
+    first, last = segment.layers
+    lines = [
+        f"Segment {number}: {segment.mode}, {len(segment.nodes)} operators, {first} .. {last}",
+        f"  outputs           {format_bytes(segment.output_bytes):>12}  on the {segment.placement}",
+    ]
+    if segment.mode == "tiled":
+        lines += [
+            f"  strips            {segment.num_steps:>12}  of {segment.strip_rows} rows and {segment.panel_cols} columns, "
+            f"{segment.batch_tile} batch element(s) at a time",
+            f"  states            {format_bytes(segment.state_bytes):>12}  kept every {segment.state_every} strip(s)",
+        ]
+    lines += [
+        f"  working set       {format_bytes(segment.working_bytes):>12}",
+        f"  FLOPs             {segment.flops:>12.4g}",
+    ]
+    lines += [f"  {name}: {value}" for name, value in segment.formulas]
+    return lines

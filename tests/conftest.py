@@ -1,4 +1,4 @@
-"""Settings that every test shares: Hypothesis profiles, and ``tests/helpers`` as an importable package.
+"""Settings that every test shares: Hypothesis profiles.
 
 Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (the same, derandomised; taken when
 ``CI`` is set), ``quick`` (15) or ``deep`` (2000).
@@ -7,15 +7,11 @@ Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Under --import-mode=importlib pytest leaves sys.path alone, so the shared helpers are made importable here.
-sys.path.insert(0, str(Path(__file__).parent))
-pytest.register_assert_rewrite("helpers.exactness")
+pytest.register_assert_rewrite("tests.helpers.exactness")
 
 _SLOW_TO_DRAW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import sft
-from helpers.dags import Dag, DagNet, dags, tilings
-from helpers.exactness import assert_exact
 from hypothesis import given, note
 from hypothesis import strategies as st
+
+import sft
+
+from .helpers.dags import Dag, DagNet, dags, tilings
+from .helpers.exactness import assert_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 

@@ -22,7 +22,20 @@ from torch.utils import _pytree as pytree
 
 import sft
 
-__all__ = ["Activation", "AvgPool", "Conv", "Dag", "DagNet", "Head", "Join", "MaxPool", "Norm", "Upsample", "dags", "tilings"]
+__all__ = [
+    "Activation",
+    "AvgPool",
+    "Conv",
+    "Dag",
+    "DagNet",
+    "Head",
+    "Join",
+    "MaxPool",
+    "Norm",
+    "Upsample",
+    "dags",
+    "tilings",
+]
 
 Pair: TypeAlias = tuple[int, int]
 """(height, width)"""
@@ -337,7 +350,7 @@ class _Builder:
 
     def pool(self, source: int) -> None:
         draw = self.draw
-        channels, height, width = self.sizes[source]
+        _, height, width = self.sizes[source]
         rows = draw(_window(height, max_kernel=4, pool=True))
         cols = draw(_window(width, max_kernel=4, pool=True))
         k, s, p, d = (_pair(a, b) for a, b in zip(rows, cols, strict=True))
@@ -500,7 +513,7 @@ def _runs_in_eager(dag: Dag) -> bool:
     loss = sum((y.sum() for y in outputs if y.requires_grad), start=torch.zeros((), dtype=torch.float64))
     if not loss.requires_grad:
         return True
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     gradients = [p.grad for p in (x, *net.parameters()) if p.grad is not None]
     return all(bool(torch.isfinite(g).all()) for g in gradients)
 

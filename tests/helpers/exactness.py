@@ -3,12 +3,12 @@
 **The error rule.** Everything is compared with eager PyTorch in float64. The error of a tensor is its largest absolute
 difference, divided by a scale:
 
-* an output, a buffer, a parameter after the update, the input's gradient: the tensor's own largest absolute value. The
-  sums behind its elements have terms of about that size, so rounding is in proportion to it; an element that happens to
-  be near zero has no claim to a relative accuracy of its own.
-* a parameter's gradient: the larger of its own largest absolute value and the largest gradient *in the same module*. A
-  bias before a norm has the true gradient 0: what is left there is the rounding of a sum of large terms, and the
-  module's weight gradient is made of the same terms. Dividing by the bias gradient itself would compare noise with noise.
+* an output, a buffer, a parameter after the update, the input's gradient: the tensor's own largest absolute value.
+  The sums behind its elements have terms of about that size, so rounding is in proportion to it; an element that
+  happens to be near zero has no claim to a relative accuracy of its own.
+* a parameter's gradient: the larger of its own largest absolute value and the largest gradient in the same module.
+  A bias before a norm has the true gradient 0: what is left there is the rounding of a sum of large terms, and the
+  module's weight gradient is made of the same terms. Dividing by the bias gradient would compare noise with noise.
 
 A scale of zero asks for an error of zero. NaN and infinity are never within tolerance. Which gradients are ``None``, and
 which outputs require grad, must agree as well.
@@ -17,8 +17,10 @@ which outputs require grad, must agree as well.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +28,11 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 import sft
-from helpers.poison import poisoned
 from sft.units import format_bytes, parse_bytes
 
-__all__ = ["ExactReport", "assert_exact", "assert_within_budget", "gradient_errors", "relative_error"]
+from .poison import poisoned
+
+__all__ = ["ExactReport", "assert_exact", "assert_within_budget", "gradient_errors", "plan_of", "relative_error"]
 
 _LEARNING_RATE = 1e-2
 """Relative to the largest gradient: the parameters move visibly, and never so far that the next step overflows."""
@@ -74,7 +77,7 @@ def relative_error(ours: Tensor, reference: Tensor, *, scale: float | None = Non
         return 0.0
     scale = float(reference.detach().double().abs().max()) if scale is None else scale
     error = difference / scale if scale > 0.0 else float("inf")
-    return error if error == error else float("inf")  # noqa: PLR0124  (NaN differs from itself)
+    return float("inf") if math.isnan(error) else error
 
 
 def gradient_errors(ours: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -97,7 +100,7 @@ def gradient_errors(ours: Mapping[str, Tensor | None], reference: Mapping[str, T
     for name, gradient in reference.items():
         mine = ours[name]
         assert (mine is None) == (gradient is None), (
-            f"gradient of {name} is {'None' if mine is None else 'there'}, eager has it {'None' if gradient is None else 'there'}"
+            f"{name} has {'no' if mine is None else 'a'} gradient, in eager {'none' if gradient is None else 'one'}"
         )
         if mine is not None and gradient is not None:
             errors[name] = relative_error(mine, gradient, scale=module_scale.get(name.rpartition(".")[0], 0.0))
@@ -140,6 +143,12 @@ def _measured_step(net: nn.Module, x: Tensor, *, input_grad: bool) -> None:
     _backward(outputs, [torch.ones_like(y) for y in outputs])
 
 
+def plan_of(net: nn.Module, x: Tensor) -> sft.Plan:
+    """The plan by which the compiled model ``net`` would run ``x``."""
+    plan: sft.Plan = cast(Any, net).plan_for(x)
+    return plan
+
+
 def assert_within_budget(
     net: nn.Module, x: Tensor, *, budget: int | str, input_grad: bool = True
 ) -> tuple[int, int, sft.Plan]:
@@ -150,7 +159,7 @@ def assert_within_budget(
     Returns:
         Measured peak in bytes, counted FLOPs, and the plan.
     """
-    plan = net.plan_for(x.detach().clone().requires_grad_(input_grad))
+    plan = plan_of(net, x.detach().clone().requires_grad_(input_grad))
     net.zero_grad(set_to_none=True)
     with sft.measure_peak("cpu") as peak:
         _measured_step(net, x, input_grad=input_grad)
@@ -228,7 +237,9 @@ def assert_exact(
 
         at = f"step {step}, "
         found: dict[str, dict[str, float]] = {
-            "output": {f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(y_ours, y_eager, strict=True))},
+            "output": {
+                f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(y_ours, y_eager, strict=True))
+            },
             "input_grad": {},
             "param_grad": gradient_errors(_param_grads(net), _param_grads(eager)),
             "buffer": {},

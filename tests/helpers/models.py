@@ -19,7 +19,7 @@ def image(*shape: int, seed: int = 0) -> Tensor:
 
 
 def seeded(make: Callable[[], ModelT], *, seed: int = 0) -> ModelT:
-    """Build a float64 model whose parameters and norm statistics are fixed by ``seed``, leaving torch's generator alone."""
+    """Build a float64 model with parameters and norm statistics fixed by ``seed``; torch's generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make().double()

@@ -43,7 +43,7 @@ _ENTRY_POINTS: tuple[tuple[Any, str], ...] = (
 
 
 def _is_tracing() -> bool:
-    """Whether a mode other than ours is active: filling a buffer then would write a fill into somebody's traced program."""
+    """Whether a mode other than ours is active: a fill would then end up in somebody's traced program."""
     return any(not isinstance(mode, _PoisonMode) for mode in _get_current_dispatch_mode_stack())
 
 
@@ -91,5 +91,5 @@ def poisoned() -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name in _ENTRY_POINTS:
             stack.enter_context(patch.object(owner, name, _poisoning(getattr(owner, name))))
-        stack.enter_context(_PoisonMode())
+        stack.enter_context(_PoisonMode())  # type: ignore[no-untyped-call]
         yield

@@ -481,7 +481,10 @@ def dags(draw: st.DrawFn, *, min_nodes: int = 2, max_nodes: int = 10) -> Dag:
     while len(builder.nodes) < num_nodes:
         grow[draw(kinds)](builder.source())
     last = builder.last
-    outputs = [*draw(st.lists(st.integers(1, last), max_size=2, unique=True)), last]
+    # Either every result is used, or some nodes are dead and their parameters have no gradient.
+    ends = [value for value in range(1, last) if builder.readers[value] == 0]
+    extra = ends[-3:] if draw(st.booleans()) else draw(st.lists(st.integers(1, last), max_size=2, unique=True))
+    outputs = [*extra, last]
     head = None
     if draw(st.booleans()):
         head = Head(source=last, features=draw(st.integers(1, 4)), pool=draw(st.sampled_from(("adaptive", "mean"))))

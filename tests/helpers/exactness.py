@@ -10,7 +10,7 @@ difference, divided by a scale:
   A bias before a norm has the true gradient 0: what is left there is the rounding of a sum of large terms, and the
   module's weight gradient is made of the same terms. Dividing by the bias gradient would compare noise with noise.
 
-A scale of zero asks for an error of zero. NaN and infinity are never within tolerance. Which gradients are ``None``, and
+A scale of zero asks for an error of zero; NaN and infinity are never within tolerance. Which gradients are None, and
 which outputs require grad, must agree as well.
 """
 

@@ -1,0 +1,532 @@
+"""Random convolutional DAGs for Hypothesis.
+
+A network is a frozen description, :class:`Dag`; :class:`DagNet` runs it. A failing example therefore prints as one
+expression that rebuilds it: ``assert_exact(DagNet(Dag(...)), dag.image(), options=sft.Options(...))``.
+
+Values are numbered: 0 is the network's input, ``i + 1`` is what node ``i`` computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from hypothesis import assume
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import sft
+
+__all__ = [
+    "Activation",
+    "AvgPool",
+    "Conv",
+    "Dag",
+    "DagNet",
+    "Head",
+    "Join",
+    "MaxPool",
+    "Norm",
+    "Upsample",
+    "dags",
+    "tilings",
+]
+
+Pair: TypeAlias = tuple[int, int]
+"""(height, width)"""
+
+_MAX_CHANNELS = 8
+_MAX_EXTENT_PX = 90
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conv:
+    source: int
+    channels: int
+    """Of the output."""
+    kernel: Pair
+    stride: Pair = (1, 1)
+    padding: Pair | Literal["same"] = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    bias: bool = True
+    frozen: bool = False
+    """Weight and bias do not require grad."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxPool:
+    source: int
+    kernel: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    ceil_mode: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AvgPool:
+    source: int
+    kernel: Pair
+    stride: Pair
+    padding: Pair = (0, 0)
+    ceil_mode: bool = False
+    count_include_pad: bool = True
+    divisor_override: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upsample:
+    source: int
+    factor: Pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation:
+    source: int
+    name: str
+    inplace: bool = False
+    """The source's value is overwritten, also for whoever reads it later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    sources: tuple[int, ...]
+    how: Literal["add", "sub", "mul", "cat"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Norm:
+    """BatchNorm with frozen, random statistics."""
+
+    source: int
+    affine: bool = True
+    frozen: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """Global average pool and a linear layer."""
+
+    source: int
+    features: int
+    pool: Literal["adaptive", "mean"]
+
+
+Node: TypeAlias = Conv | MaxPool | AvgPool | Upsample | Activation | Join | Norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dag:
+    """A network with the shape of its input."""
+
+    shape: tuple[int, int, int, int]
+    """(batch, channels, height, width) of the input."""
+    nodes: tuple[Node, ...]
+    outputs: tuple[int, ...]
+    """Values returned, in order."""
+    head: Head | None = None
+    """Its result is one more output."""
+    structure: Literal["flat", "nested"] = "flat"
+    """Of the outputs: a tensor or a tuple, or a dict that holds a tuple."""
+    input_grad: bool = True
+    training: bool = False
+    """The root's flag; norms stay in eval mode."""
+    seed: int = field(default=0)
+    """Of parameters, statistics and input."""
+
+    def image(self) -> Tensor:
+        """The random float64 input."""
+        generator = torch.Generator().manual_seed(self.seed)
+        return torch.randn(self.shape, dtype=torch.float64, generator=generator)
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1),
+    "silu": F.silu,
+    "hardswish": F.hardswish,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+_INPLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda x: F.relu(x, inplace=True),
+    "leaky_relu": lambda x: F.leaky_relu(x, 0.1, inplace=True),
+    "silu": lambda x: F.silu(x, inplace=True),
+    "hardswish": lambda x: F.hardswish(x, inplace=True),
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+}
+
+
+def _join(how: str, values: list[Tensor]) -> Tensor:
+    if how == "cat":
+        return torch.cat(values, dim=1)
+    total = values[0]
+    for value in values[1:]:
+        total = total + value if how == "add" else total - value if how == "sub" else total * value
+    return total
+
+
+class DagNet(nn.Module):
+    """Runs a :class:`Dag`; float64, parameters and statistics drawn from its seed."""
+
+    def __init__(self, dag: Dag) -> None:
+        super().__init__()
+        self.dag = dag
+        self.layers = nn.ModuleDict()
+        channels = [dag.shape[1]]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(dag.seed)
+            for index, node in enumerate(dag.nodes):
+                layer, out_channels = _make_layer(node, channels)
+                channels.append(out_channels)
+                if layer is not None:
+                    self.layers[str(index)] = layer
+            self.head = None if dag.head is None else nn.Linear(channels[dag.head.source], dag.head.features)
+            self.double()
+        self.train(dag.training)
+
+    def train(self, mode: bool = True) -> DagNet:
+        super().train(mode)
+        for module in self.layers.values():
+            if isinstance(module, nn.BatchNorm2d):
+                module.eval()
+        return self
+
+    def extra_repr(self) -> str:
+        return repr(self.dag)
+
+    def forward(self, x: Tensor) -> object:
+        values = [x]
+        for index, node in enumerate(self.dag.nodes):
+            match node:
+                case Join():
+                    values.append(_join(node.how, [values[source] for source in node.sources]))
+                case Activation():
+                    activation = (_INPLACE if node.inplace else _ACTIVATIONS)[node.name]
+                    values.append(activation(values[node.source]))
+                case Upsample():
+                    factors = tuple(float(factor) for factor in node.factor)
+                    values.append(F.interpolate(values[node.source], scale_factor=factors, mode="nearest"))
+                case _:
+                    values.append(self.layers[str(index)](values[node.source]))
+        outputs = [values[output] for output in self.dag.outputs]
+        head = self.dag.head
+        if head is not None and self.head is not None:
+            value = values[head.source]
+            pooled = value.mean((2, 3)) if head.pool == "mean" else F.adaptive_avg_pool2d(value, 1).flatten(1)
+            outputs.append(self.head(pooled))
+        if self.dag.structure == "nested":
+            return {"last": outputs[-1], "others": tuple(outputs[:-1])}
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _make_layer(node: Node, channels: list[int]) -> tuple[nn.Module | None, int]:
+    """The node's module, if it has one, and its number of output channels."""
+    layer: nn.Module
+    match node:
+        case Join():
+            counts = [channels[source] for source in node.sources]
+            return None, sum(counts) if node.how == "cat" else counts[0]
+        case Activation() | Upsample():
+            return None, channels[node.source]
+        case Conv():
+            layer = nn.Conv2d(
+                channels[node.source],
+                node.channels,
+                node.kernel,
+                stride=node.stride,
+                padding=node.padding,
+                dilation=node.dilation,
+                groups=node.groups,
+                bias=node.bias,
+            )
+            return layer.requires_grad_(not node.frozen), node.channels
+        case Norm():
+            layer = nn.BatchNorm2d(channels[node.source], affine=node.affine)
+            assert layer.running_mean is not None and layer.running_var is not None
+            nn.init.normal_(layer.running_mean)
+            nn.init.uniform_(layer.running_var, 0.5, 2.0)
+            if node.affine:
+                nn.init.uniform_(layer.weight, 0.5, 1.5)
+                nn.init.normal_(layer.bias)
+            return layer.requires_grad_(not node.frozen), channels[node.source]
+        case MaxPool():
+            layer = nn.MaxPool2d(
+                node.kernel,
+                stride=node.stride,
+                padding=node.padding,
+                dilation=node.dilation,
+                ceil_mode=node.ceil_mode,
+            )
+            return layer, channels[node.source]
+        case AvgPool():
+            layer = nn.AvgPool2d(
+                node.kernel,
+                stride=node.stride,
+                padding=node.padding,
+                ceil_mode=node.ceil_mode,
+                count_include_pad=node.count_include_pad,
+                divisor_override=node.divisor_override,
+            )
+            return layer, channels[node.source]
+
+
+def _pair(height: int, width: int) -> Pair:
+    return (height, width)
+
+
+@st.composite
+def _window(draw: st.DrawFn, extent_px: int, *, max_kernel: int, pool: bool) -> tuple[int, int, int, int]:
+    """Kernel, stride, padding and dilation along one axis, legal for this extent."""
+    dilation = draw(st.integers(1, 2))
+    kernel = draw(st.integers(1, max_kernel))
+    # Pools allow half of the (dilated) kernel as padding; the undilated half is legal either way.
+    max_padding = kernel // 2 if pool else kernel
+    if dilation * (kernel - 1) + 1 > extent_px + 2 * max_padding:
+        dilation, kernel = 1, min(kernel, extent_px)
+        max_padding = kernel // 2 if pool else kernel
+    min_padding = max(0, math.ceil((dilation * (kernel - 1) + 1 - extent_px) / 2))
+    padding = draw(st.integers(min_padding, max(min_padding, max_padding)))
+    return kernel, draw(st.integers(1, 3)), padding, dilation
+
+
+class _Builder:
+    """Grows a description node by node, keeping the size of every value."""
+
+    def __init__(self, draw: st.DrawFn, shape: tuple[int, int, int, int]) -> None:
+        self.draw = draw
+        self.nodes: list[Node] = []
+        self.sizes: list[tuple[int, int, int]] = [shape[1:]]
+        self.readers: list[int] = [0]
+
+    @property
+    def last(self) -> int:
+        return len(self.sizes) - 1
+
+    def add(self, node: Node, size: tuple[int, int, int]) -> None:
+        for source in node.sources if isinstance(node, Join) else (node.source,):
+            self.readers[source] += 1
+        self.nodes.append(node)
+        self.sizes.append(size)
+        self.readers.append(0)
+
+    def source(self) -> int:
+        """Mostly the newest value, sometimes an older one: a second branch."""
+        return self.last if self.draw(st.integers(0, 3)) else self.draw(st.integers(0, self.last))
+
+    def conv(self, source: int) -> None:
+        draw = self.draw
+        in_channels, height, width = self.sizes[source]
+        groups = draw(st.sampled_from([n for n in range(1, in_channels + 1) if in_channels % n == 0]))
+        channels = groups * draw(st.integers(1, max(1, 6 // groups)))
+        frozen = draw(st.integers(0, 5)) == 5
+        if draw(st.integers(0, 5)) == 5:
+            kernel = _pair(draw(st.integers(1, 5)), draw(st.integers(1, 5)))
+            dilation = _pair(draw(st.integers(1, 2)), draw(st.integers(1, 2)))
+            node = Conv(
+                source=source, channels=channels, kernel=kernel, padding="same", dilation=dilation, groups=groups,
+                bias=draw(st.booleans()), frozen=frozen,
+            )  # fmt: skip
+            self.add(node, (channels, height, width))
+            return
+        rows = draw(_window(height, max_kernel=5, pool=False))
+        cols = draw(_window(width, max_kernel=5, pool=False))
+        k, s, p, d = (_pair(a, b) for a, b in zip(rows, cols, strict=True))
+        node = Conv(
+            source=source, channels=channels, kernel=k, stride=s, padding=p, dilation=d, groups=groups,
+            bias=draw(st.booleans()), frozen=frozen,
+        )  # fmt: skip
+        out = [(n + 2 * p[i] - d[i] * (k[i] - 1) - 1) // s[i] + 1 for i, n in enumerate((height, width))]
+        self.add(node, (channels, out[0], out[1]))
+
+    def pool(self, source: int) -> None:
+        draw = self.draw
+        _, height, width = self.sizes[source]
+        rows = draw(_window(height, max_kernel=4, pool=True))
+        cols = draw(_window(width, max_kernel=4, pool=True))
+        k, s, p, d = (_pair(a, b) for a, b in zip(rows, cols, strict=True))
+        ceil_mode = draw(st.booleans())
+        if draw(st.booleans()):
+            self._add_pool(MaxPool(source=source, kernel=k, stride=s, padding=p, dilation=d, ceil_mode=ceil_mode))
+            return
+        # An average pool has no dilation; a kernel that fitted dilated fits undilated with the same padding.
+        self._add_pool(
+            AvgPool(
+                source=source,
+                kernel=k,
+                stride=s,
+                padding=p,
+                ceil_mode=ceil_mode,
+                count_include_pad=draw(st.booleans()),
+                divisor_override=draw(st.none() | st.integers(1, 5)),
+            )
+        )
+
+    def _add_pool(self, node: MaxPool | AvgPool) -> None:
+        """Add a pool at the size that PyTorch itself gives it (ceil_mode drops windows that start in the padding)."""
+        layer, channels = _make_layer(node, [size[0] for size in self.sizes])
+        assert layer is not None
+        out = layer(torch.empty((1, *self.sizes[node.source]), device="meta"))
+        self.add(node, (channels, out.shape[2], out.shape[3]))
+
+    def upsample(self, source: int) -> None:
+        channels, height, width = self.sizes[source]
+        factor = _pair(self.draw(st.integers(1, 3)), self.draw(st.integers(1, 3)))
+        if factor == (1, 1) or height * factor[0] > _MAX_EXTENT_PX or width * factor[1] > _MAX_EXTENT_PX:
+            self.activation(source)
+            return
+        self.add(Upsample(source=source, factor=factor), (channels, height * factor[0], width * factor[1]))
+
+    def activation(self, source: int) -> None:
+        # In place only over a value that nobody has read yet and whose operator does not save its own result.
+        maker = self.nodes[source - 1] if source else None
+        may_overwrite = (
+            self.readers[source] == 0
+            and isinstance(maker, Conv | Norm | AvgPool | Upsample | Join)
+            and not (isinstance(maker, Join) and maker.how == "mul")
+        )
+        inplace = may_overwrite and self.draw(st.booleans())
+        name = self.draw(st.sampled_from(sorted(_INPLACE if inplace else _ACTIVATIONS)))
+        self.add(Activation(source=source, name=name, inplace=inplace), self.sizes[source])
+
+    def norm(self, source: int) -> None:
+        draw = self.draw
+        self.add(Norm(source=source, affine=draw(st.booleans()), frozen=draw(st.booleans())), self.sizes[source])
+
+    def join(self, source: int) -> None:
+        """Join with another value of the same size, aligning a smaller one as a U-Net does if there is none."""
+        draw = self.draw
+        channels, height, width = self.sizes[source]
+        same = [v for v, (_, *size) in enumerate(self.sizes) if size == [height, width] and v != source]
+        if not same:
+            self.align(source)
+            return
+        other = draw(st.sampled_from(same))
+        how: Literal["add", "sub", "mul", "cat"] = "cat"
+        if self.sizes[other][0] == channels:
+            how = draw(st.sampled_from(("add", "sub", "mul", "cat")))
+        if how == "cat" and self.sizes[other][0] + channels > _MAX_CHANNELS:
+            self.activation(source)
+            return
+        # No a - a in disguise: the difference of two equal values has a true gradient of 0 everywhere, hence no scale.
+        if how == "sub" and self._same_value(source, other):
+            how = "add"
+        total = channels + self.sizes[other][0] if how == "cat" else channels
+        sources = draw(st.permutations((source, other)))
+        self.add(Join(sources=tuple(sources), how=how), (total, height, width))
+
+    def _same_value(self, first: int, second: int) -> bool:
+        """Whether one is the other, overwritten in place."""
+        return self._buffer(first) == self._buffer(second)
+
+    def _buffer(self, value: int) -> int:
+        while value:
+            node = self.nodes[value - 1]
+            if not (isinstance(node, Activation) and node.inplace):
+                break
+            value = node.source
+        return value
+
+    def align(self, source: int) -> None:
+        """Upsample beyond the size of an older, larger value, trim by a valid convolution, and join the two."""
+        _, height, width = self.sizes[source]
+        larger = []
+        for value, (_, rows, cols) in enumerate(self.sizes):
+            factor = _pair(math.ceil(rows / height), math.ceil(cols / width))
+            excess = _pair(factor[0] * height - rows, factor[1] * width - cols)
+            if (rows, cols) != (height, width) and max(factor) <= 3 and max(excess) <= 4:
+                larger.append((value, factor, excess))
+        if not larger:
+            self.conv(source)
+            return
+        value, factor, excess = self.draw(st.sampled_from(larger))
+        channels, rows, cols = self.sizes[value]
+        if factor != (1, 1):
+            size = (self.sizes[source][0], height * factor[0], width * factor[1])
+            self.add(Upsample(source=source, factor=factor), size)
+            source = self.last
+        node = Conv(source=source, channels=channels, kernel=_pair(excess[0] + 1, excess[1] + 1))
+        self.add(node, (channels, rows, cols))
+        self.join(self.last)
+
+
+@st.composite
+def dags(draw: st.DrawFn, *, min_nodes: int = 2, max_nodes: int = 10) -> Dag:
+    """A valid random network: eager PyTorch runs it forward and backward, and everything stays finite.
+
+    At most two nodes more than ``max_nodes`` (an alignment adds three at once).
+    """
+    shape = (draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(5, 40)), draw(st.integers(3, 24)))
+    builder = _Builder(draw, shape)
+    grow = {
+        "conv": builder.conv,
+        "pool": builder.pool,
+        "activation": builder.activation,
+        "norm": builder.norm,
+        "upsample": builder.upsample,
+        "join": builder.join,
+    }
+    kinds = st.sampled_from(("conv", "conv", "conv", "pool", "activation", "join", "join", "norm", "upsample"))
+    num_nodes = draw(st.integers(min_nodes, max_nodes))
+    builder.conv(0)
+    while len(builder.nodes) < num_nodes:
+        grow[draw(kinds)](builder.source())
+    last = builder.last
+    # Either every result is used, or some nodes are dead and their parameters have no gradient.
+    ends = [value for value in range(1, last) if builder.readers[value] == 0]
+    extra = ends[-3:] if draw(st.booleans()) else draw(st.lists(st.integers(1, last), max_size=2, unique=True))
+    outputs = [*extra, last]
+    head = None
+    if draw(st.booleans()):
+        head = Head(source=last, features=draw(st.integers(1, 4)), pool=draw(st.sampled_from(("adaptive", "mean"))))
+        outputs = outputs[:-1] if draw(st.booleans()) else outputs
+    dag = Dag(
+        shape=shape,
+        nodes=tuple(builder.nodes),
+        outputs=tuple(dict.fromkeys(outputs)),
+        head=head,
+        structure=draw(st.sampled_from(("flat", "nested"))),
+        input_grad=draw(st.integers(0, 4)) < 4,
+        training=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**16)),
+    )
+    assume(_runs_in_eager(dag))
+    return dag
+
+
+def _runs_in_eager(dag: Dag) -> bool:
+    """Whether eager PyTorch accepts the network and keeps every output and gradient finite.
+
+    Left to reject: a dilated pool whose window lies in the padding only (-inf), and overflow.
+    """
+    net = DagNet(dag)
+    x = dag.image().requires_grad_(dag.input_grad)
+    outputs = [y for y in pytree.tree_leaves(net(x)) if isinstance(y, Tensor)]
+    if not all(bool(torch.isfinite(y).all()) and y.numel() for y in outputs):
+        return False
+    loss = sum((y.sum() for y in outputs if y.requires_grad), start=torch.zeros((), dtype=torch.float64))
+    if not loss.requires_grad:
+        return True
+    loss.backward()
+    gradients = [p.grad for p in (x, *net.parameters()) if p.grad is not None]
+    return all(bool(torch.isfinite(g).all()) for g in gradients)
+
+
+@st.composite
+def tilings(draw: st.DrawFn, dag: Dag) -> sft.Options:
+    """Forced strips of 1 to height + 3 rows over the full width, a state kept every k-th strip, a batch tile."""
+    batch, _, height, width = dag.shape
+    return sft.Options(
+        tile=(draw(st.integers(1, height + 3)), width),
+        state_every=draw(st.none() | st.integers(1, 5)),
+        batch_tile=draw(st.none() | st.integers(1, batch)),
+    )

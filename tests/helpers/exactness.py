@@ -1,0 +1,279 @@
+"""The one rule for "exact", and the one helper that asserts it.
+
+**The error rule.** Everything is compared with eager PyTorch in float64. The error of a tensor is its largest absolute
+difference, divided by a scale:
+
+* an output, a buffer, a parameter after the update, the input's gradient: the tensor's own largest absolute value.
+  The sums behind its elements have terms of about that size, so rounding is in proportion to it; an element that
+  happens to be near zero has no claim to a relative accuracy of its own.
+* a parameter's gradient: the larger of its own largest absolute value and the largest gradient in the same module.
+  A bias before a norm has the true gradient 0: what is left there is the rounding of a sum of large terms, and the
+  module's weight gradient is made of the same terms. Dividing by the bias gradient would compare noise with noise.
+
+A scale of zero asks for an error of zero; NaN and infinity are never within tolerance. Which gradients are None, and
+which outputs require grad, must agree as well.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+import sft
+from sft.units import format_bytes, parse_bytes
+
+from .poison import poisoned
+
+__all__ = ["ExactReport", "assert_exact", "assert_within_budget", "gradient_errors", "plan_of", "relative_error"]
+
+_LEARNING_RATE = 1e-2
+"""Relative to the largest gradient: the parameters move visibly, and never so far that the next step overflows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExactReport:
+    """What :func:`assert_exact` has measured; errors follow the module's rule and are the worst over all steps."""
+
+    output_error: float
+    """Over all outputs."""
+    input_grad_error: float
+    """0 where the input's gradient was not asked for."""
+    param_grad_error: float
+    """Over all parameters."""
+    buffer_error: float
+    """Over all buffers."""
+    param_error: float
+    """Over all parameters after the updates."""
+    measured_peak_bytes: int
+    """Of one training step, input, outputs and output gradients included."""
+    projected_peak_bytes: int
+    """Of the same step, by the plan."""
+    flops: int
+    """Counted in one training step."""
+    plan: sft.Plan
+    """The plan of that step."""
+
+
+def relative_error(ours: Tensor, reference: Tensor, *, scale: float | None = None) -> float:
+    """Largest absolute difference over ``scale`` (the largest absolute reference value); infinite for NaN.
+
+    Raises:
+        AssertionError: the two differ in shape or dtype.
+    """
+    assert ours.shape == reference.shape, f"shape {tuple(ours.shape)} instead of {tuple(reference.shape)}"
+    assert ours.dtype == reference.dtype, f"dtype {ours.dtype} instead of {reference.dtype}"
+    if reference.numel() == 0:
+        return 0.0
+    difference = float((ours.detach().double() - reference.detach().double()).abs().max())
+    if difference == 0.0:
+        return 0.0
+    scale = float(reference.detach().double().abs().max()) if scale is None else scale
+    error = difference / scale if scale > 0.0 else float("inf")
+    return float("inf") if math.isnan(error) else error
+
+
+def gradient_errors(ours: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Error of each parameter's gradient, by the module's rule.
+
+    Args:
+        ours: gradients by parameter name (``"body.0.weight"``), None where there is none.
+        reference: the same of eager PyTorch.
+
+    Raises:
+        AssertionError: the names differ, or one has a gradient where the other has none.
+    """
+    assert ours.keys() == reference.keys(), f"parameters {sorted(ours)} instead of {sorted(reference)}"
+    module_scale: dict[str, float] = {}
+    for name, gradient in reference.items():
+        if gradient is not None and gradient.numel():
+            module = name.rpartition(".")[0]
+            module_scale[module] = max(module_scale.get(module, 0.0), float(gradient.abs().max()))
+    errors = {}
+    for name, gradient in reference.items():
+        mine = ours[name]
+        assert (mine is None) == (gradient is None), (
+            f"{name} has {'no' if mine is None else 'a'} gradient, in eager {'none' if gradient is None else 'one'}"
+        )
+        if mine is not None and gradient is not None:
+            errors[name] = relative_error(mine, gradient, scale=module_scale.get(name.rpartition(".")[0], 0.0))
+    return errors
+
+
+def _leaves(tree: object) -> list[Tensor]:
+    leaves = pytree.tree_leaves(tree)
+    assert all(isinstance(leaf, Tensor) for leaf in leaves), f"outputs are {[type(leaf) for leaf in leaves]}"
+    return leaves
+
+
+def _backward(outputs: list[Tensor], gradients: list[Tensor]) -> None:
+    pairs = [(y, g) for y, g in zip(outputs, gradients, strict=True) if y.requires_grad]
+    if pairs:
+        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+
+
+def _param_grads(module: nn.Module) -> dict[str, Tensor | None]:
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+def _sgd_step(module: nn.Module, rate: float) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=rate)
+
+
+def _worst(errors: Mapping[str, float], tolerance: float, what: str) -> float:
+    bad = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not bad, f"{what}: relative error above {tolerance:g}: " + ", ".join(f"{n} {e:.3g}" for n, e in bad.items())
+    return max(errors.values(), default=0.0)
+
+
+def _measured_step(net: nn.Module, x: Tensor, *, input_grad: bool) -> None:
+    """One training step whose input, outputs and output gradients are its own: what a plan's peak speaks of."""
+    x = x.clone().requires_grad_(input_grad)
+    outputs = _leaves(net(x))
+    _backward(outputs, [torch.ones_like(y) for y in outputs])
+
+
+def plan_of(net: nn.Module, x: Tensor) -> sft.Plan:
+    """The plan by which the compiled model ``net`` would run ``x``."""
+    plan: sft.Plan = cast(Any, net).plan_for(x)
+    return plan
+
+
+def assert_within_budget(
+    net: nn.Module, x: Tensor, *, budget: int | str, input_grad: bool = True
+) -> tuple[int, int, sft.Plan]:
+    """Assert measured peak <= projected peak, projected tight, total <= budget, FLOPs as planned.
+
+    The parameters' ``.grad`` are None before each of the two runs, so that accumulators and ``.grad`` are measured too.
+
+    Returns:
+        Measured peak in bytes, counted FLOPs, and the plan.
+    """
+    plan = plan_of(net, x.detach().clone().requires_grad_(input_grad))
+    net.zero_grad(set_to_none=True)
+    with sft.measure_peak("cpu") as peak:
+        _measured_step(net, x, input_grad=input_grad)
+    net.zero_grad(set_to_none=True)
+    with FlopCounterMode(display=False) as counter:
+        _measured_step(net, x, input_grad=input_grad)
+    net.zero_grad(set_to_none=True)
+
+    measured, projected = peak.num_bytes, plan.projected_peak_bytes
+    assert measured > 0, "the meter saw nothing"
+    assert measured <= projected, f"measured {format_bytes(measured)}, projected only {format_bytes(projected)}"
+    slack = max(measured // 100, 64 * 1024)
+    assert projected <= measured + slack, f"projected {format_bytes(projected)}, measured only {format_bytes(measured)}"
+    assert plan.total_bytes <= parse_bytes(budget), f"plan needs {format_bytes(plan.total_bytes)}, budget is {budget}"
+    flops = counter.get_total_flops()
+    assert flops == plan.flops, f"counted {flops} FLOPs, planned {plan.flops}"
+    return measured, flops, plan
+
+
+def assert_exact(
+    model: nn.Module,
+    x: Tensor,
+    *,
+    budget: int | str = "4GiB",
+    options: sft.Options | None = None,
+    tolerance: float = 1e-10,
+    steps: int = 2,
+    input_grad: bool = True,
+    seed: int = 0,
+) -> ExactReport:
+    """Assert that the compiled model equals eager PyTorch in float64, inside its budget, at the FLOPs it planned.
+
+    The model is copied, never changed. Both copies take ``steps`` training steps on the same data with the same random
+    output gradients and the same plain SGD update between (a stale buffer shows in the second step only). Our run
+    happens in poisoned memory.
+
+    Args:
+        model: any module whose outputs are tensors in nested tuples, lists and dicts; its training flags are kept.
+        x: the input; converted to float64.
+        budget: what the compiled model may use.
+        options: passed on to ``sft.compile``.
+        tolerance: largest relative error, by the rule in this module's docstring.
+        steps: number of training steps.
+        input_grad: whether the input requires grad.
+        seed: of the output gradients and of the second step's data.
+
+    Raises:
+        AssertionError: naming what differs, by how much.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    eager = copy.deepcopy(model).double()
+    net = sft.compile(copy.deepcopy(model).double(), tuple(x.shape), budget=budget, options=options)
+    x = x.detach().double()
+    worst = dict.fromkeys(("output", "input_grad", "param_grad", "buffer", "param"), 0.0)
+
+    for step in range(steps):
+        if step:
+            x = torch.randn(x.shape, dtype=x.dtype, generator=generator)
+        x_eager, x_ours = (x.clone().requires_grad_(input_grad) for _ in range(2))
+
+        tree_eager = eager(x_eager)
+        y_eager = _leaves(tree_eager)
+        gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in y_eager]
+        with poisoned():
+            tree_ours = net(x_ours)
+        y_ours = _leaves(tree_ours)
+        assert pytree.tree_structure(tree_ours) == pytree.tree_structure(tree_eager), "the outputs' structure differs"
+        assert [y.requires_grad for y in y_ours] == [y.requires_grad for y in y_eager], (
+            "which outputs require grad differs"
+        )
+        before = [y.detach().clone() for y in y_ours]
+        _backward(y_eager, gradients)
+        with poisoned():
+            _backward(y_ours, gradients)
+
+        at = f"step {step}, "
+        found: dict[str, dict[str, float]] = {
+            "output": {
+                f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(y_ours, y_eager, strict=True))
+            },
+            "input_grad": {},
+            "param_grad": gradient_errors(_param_grads(net), _param_grads(eager)),
+            "buffer": {},
+        }
+        assert all(torch.equal(y, kept) for y, kept in zip(y_ours, before, strict=True)), (
+            f"{at}the backward changed an output"
+        )
+        assert (x_ours.grad is None) == (x_eager.grad is None), f"{at}only one of the two has an input gradient"
+        if x_ours.grad is not None and x_eager.grad is not None:
+            found["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad)
+        assert torch.equal(x_ours, x), f"{at}the input was changed"
+        buffers = dict(net.named_buffers())
+        assert buffers.keys() == dict(eager.named_buffers()).keys(), f"{at}the buffers' names differ"
+        found["buffer"] = {name: relative_error(buffers[name], b) for name, b in eager.named_buffers()}
+        for what, errors in found.items():
+            worst[what] = max(worst[what], _worst(errors, tolerance, at + what))
+
+        largest = max((float(g.abs().max()) for g in _param_grads(eager).values() if g is not None), default=0.0)
+        for module in (eager, net):
+            _sgd_step(module, _LEARNING_RATE / max(largest, 1e-300))
+            module.zero_grad(set_to_none=True)
+        updated = dict(net.named_parameters())
+        moved = {name: relative_error(updated[name], p) for name, p in eager.named_parameters()}
+        worst["param"] = max(worst["param"], _worst(moved, tolerance, at + "parameter after the update"))
+
+    measured, flops, plan = assert_within_budget(net, x, budget=budget, input_grad=input_grad)
+    return ExactReport(
+        output_error=worst["output"],
+        input_grad_error=worst["input_grad"],
+        param_grad_error=worst["param_grad"],
+        buffer_error=worst["buffer"],
+        param_error=worst["param"],
+        measured_peak_bytes=measured,
+        projected_peak_bytes=plan.projected_peak_bytes,
+        flops=flops,
+        plan=plan,
+    )

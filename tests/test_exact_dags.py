@@ -1,0 +1,27 @@
+"""Random networks under random tilings are exact, inside their projected bytes, at their planned FLOPs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, note
+from hypothesis import strategies as st
+
+import sft
+
+from .helpers.dags import Dag, DagNet, dags, tilings
+from .helpers.exactness import assert_exact
+
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
+
+
+@st.composite
+def _cases(draw: st.DrawFn) -> tuple[Dag, sft.Options]:
+    dag = draw(dags())
+    return dag, draw(tilings(dag))
+
+
+@given(case=_cases())
+def test_any_dag_any_tiling(case: tuple[Dag, sft.Options]) -> None:
+    dag, options = case
+    report = assert_exact(DagNet(dag), dag.image(), options=options, input_grad=dag.input_grad)
+    note(str(report.plan))

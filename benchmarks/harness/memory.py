@@ -1,0 +1,164 @@
+"""How much memory a step takes: two meters, because each sees what the other cannot.
+
+- *Metered peak* (`sft.measure_peak`): live tensor storages above the start of the step, gradients included. Exact and
+  repeatable, but blind to what operators allocate inside themselves.
+- *Process peak*: the process's own high-water mark above what it held once model and input were built. It sees
+  operator scratch, allocator slack and, for `ours`, the planning too. It is read from `VmHWM` of a fresh process:
+  `ru_maxrss` of a spawned child starts at its parent's high-water mark on Linux, so it serves only where there is no
+  `/proc`.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import sft
+from harness.cases import Case, PlanNumbers, build, prepare
+from sft.units import format_bytes
+
+__all__ = ["MemoryReading", "PlainNeed", "measure_memory", "misfit", "predict_plain", "probe_case"]
+
+#: Side of the probe from which plain's memory is predicted: large enough that activations dominate.
+PROBE_PX = 256
+
+#: Three float32 channels.
+INPUT_BYTES_PER_PX = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainNeed:
+    """What plain PyTorch needs for a step."""
+
+    activation_bytes: int
+    resident_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Everything, operator scratch apart."""
+        return self.activation_bytes + self.resident_bytes
+
+    def budget_bytes(self, fraction: float) -> int:
+        """The budget that grants `fraction` of the activation peak on top of what is resident anyway."""
+        return self.resident_bytes + round(fraction * self.activation_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReading:
+    """One method's memory and work for one step."""
+
+    metered_bytes: int
+    """Peak of live storages above the step's start, parameter gradients included."""
+    gradient_bytes: int
+    """The parameters' gradients, held by every method."""
+    resident_bytes: int
+    """Parameters, gradients, buffers and input."""
+    process_bytes: int
+    """High-water mark of the process after its first step, above its size with model and input built."""
+    flops: int
+    """Counted by torch's FlopCounterMode over one step."""
+    prepare_seconds: float
+    """Capture and planning; 0 for methods that have none to do."""
+    plan: PlanNumbers | None
+
+    @property
+    def activation_bytes(self) -> int:
+        """The metered peak without the parameters' gradients."""
+        return self.metered_bytes - self.gradient_bytes
+
+    @property
+    def need(self) -> PlainNeed:
+        """This reading as what plain needs."""
+        return PlainNeed(activation_bytes=self.activation_bytes, resident_bytes=self.resident_bytes)
+
+
+def predict_plain(case: Case, probe_reading: MemoryReading) -> PlainNeed:
+    """Scale plain's memory from the probe's image to the case's: activations and input grow with the area."""
+    probe = probe_case(case)
+    new_px = case.height * case.width
+    old_px = probe.height * probe.width
+    return PlainNeed(
+        activation_bytes=probe_reading.activation_bytes * new_px // old_px,
+        resident_bytes=probe_reading.resident_bytes + INPUT_BYTES_PER_PX * (new_px - old_px),
+    )
+
+
+def probe_case(case: Case) -> Case:
+    """The plain case on the probe's image."""
+    return replace(case, method="plain", height=PROBE_PX, width=PROBE_PX)
+
+
+def _status_bytes(path: str, key: str) -> int | None:
+    try:
+        text = Path(path).read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _peak_rss_bytes() -> int:
+    peak = _status_bytes("/proc/self/status", "VmHWM")
+    if peak is not None:
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def _rss_bytes() -> int:
+    rss = _status_bytes("/proc/self/status", "VmRSS")
+    return _peak_rss_bytes() if rss is None else rss
+
+
+def _available_bytes() -> int | None:
+    """Memory that the machine could still give, or None where the system does not say."""
+    return _status_bytes("/proc/meminfo", "MemAvailable")
+
+
+def misfit(need: PlainNeed, max_plain_gib: float | None) -> str | None:
+    """Why plain would not fit, or None: by the caller's limit, and by what the machine has free less a tenth."""
+    free = _available_bytes()
+    limits = [] if free is None else [free * 9 // 10]
+    if max_plain_gib is not None:
+        limits.append(round(max_plain_gib * 2**30))
+    if not limits or need.total_bytes <= min(limits):
+        return None
+    return f"predicted {format_bytes(need.total_bytes)}, limit {format_bytes(min(limits))}"
+
+
+def measure_memory(case: Case) -> MemoryReading:
+    """Measure one case; call it in a fresh process.
+
+    Three steps: one bare for the process peak, one under the byte meter, one under the FLOP counter. None is timed.
+    """
+    torch.set_num_threads(case.threads)
+    built = build(case)
+    start_bytes = _rss_bytes()
+    started = time.perf_counter()
+    step, plan = prepare(case, built)
+    prepare_seconds = time.perf_counter() - started
+    step()
+    process_bytes = _peak_rss_bytes() - start_bytes
+    built.body.zero_grad(set_to_none=True)
+    with sft.measure_peak("cpu") as peak:
+        step()
+    counter = FlopCounterMode(display=False)
+    with counter:
+        step()
+    return MemoryReading(
+        metered_bytes=peak.num_bytes,
+        gradient_bytes=built.gradient_bytes,
+        resident_bytes=built.resident_bytes,
+        process_bytes=process_bytes,
+        flops=counter.get_total_flops(),
+        prepare_seconds=0.0 if plan is None else prepare_seconds,
+        plan=plan,
+    )

@@ -1,0 +1,153 @@
+"""Results as files: raw JSON, a Markdown table and a plot under one dated name, each written aside and renamed into
+place.
+
+The JSON holds every round and enough of the environment to judge and repeat the run; the table and the plot are views
+of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rich.markup
+import rich.table
+from matplotlib.figure import Figure
+
+__all__ = ["Table", "add_common_arguments", "environment", "mib", "positive_int", "result_stem", "write_results"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table that prints on a terminal and in Markdown."""
+
+    title: str
+    headers: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def markdown(self) -> str:
+        """The table in Markdown, without its title."""
+        lines = [self.headers, ["---"] * len(self.headers), *self.rows]
+        return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+    def terminal(self) -> rich.table.Table:
+        """The table for a rich console."""
+        table = rich.table.Table(*self.headers, title=self.title)
+        for row in self.rows:
+            table.add_row(*(rich.markup.escape(cell) for cell in row))
+        return table
+
+
+def mib(num_bytes: float) -> str:
+    """Bytes as a cell in MiB."""
+    return f"{num_bytes / 2**20:,.1f}"
+
+
+def positive_int(text: str) -> int:
+    """An argparse type: an integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that every script has."""
+    default_out = Path(__file__).resolve().parents[1] / "results"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parser.add_argument(
+        "--out", type=Path, default=default_out, help="folder for the results (default: benchmarks/results)"
+    )
+    parser.add_argument(
+        "--threads", type=positive_int, default=cores, help="threads that torch may use (default: all cores)"
+    )
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The short commit of this checkout, with a plus sign when files differ from it."""
+    describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(describe, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def _command() -> str:
+    """The command line without the output folder, which is the caller's own."""
+    bare = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    bare.add_argument("--out")
+    _, arguments = bare.parse_known_args()
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+
+
+def environment(threads: int) -> dict[str, str | int]:
+    """What a reader must know about where the numbers come from."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "command": _command(),
+        "commit": _commit(),
+        "torch": importlib.metadata.version("torch"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count() or 1,
+        "threads": threads,
+        "memory": f"{memory_bytes / 2**30:.0f} GiB",
+    }
+
+
+def result_stem(folder: Path, theme: str) -> Path:
+    """Where a result goes, without its suffix: `<folder>/<date>-cpu-<theme>`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{datetime.date.today().isoformat()}-cpu-{theme}"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_results(stem: Path, raw: dict[str, Any], tables: Sequence[Table], notes: str, figure: Figure | None) -> str:
+    """Write `<stem>.json`, `<stem>.md` and, with a figure, `<stem>.png`; returns their names for the terminal."""
+    _replace(stem.with_name(stem.name + ".json"), (json.dumps(raw, indent=1) + "\n").encode())
+    parts = [f"# {stem.name}", notes]
+    for table in tables:
+        parts += [f"## {table.title}", table.markdown()]
+    picture = stem.with_name(stem.name + ".png")
+    if figure is None:
+        picture.unlink(missing_ok=True)
+    else:
+        temporary = picture.with_name(f".{picture.stem}.{os.getpid()}.tmp.png")
+        try:
+            figure.savefig(temporary, dpi=150)
+            os.replace(temporary, picture)
+        finally:
+            temporary.unlink(missing_ok=True)
+        parts.append(f"![plot]({picture.name})")
+    parts.append("## Environment")
+    parts.append("\n".join(f"- {key}: {value}" for key, value in raw["environment"].items()))
+    _replace(stem.with_name(stem.name + ".md"), ("\n\n".join(parts) + "\n").encode())
+    return f"written: {stem.name}.json, .md" + (", .png" if figure is not None else "")

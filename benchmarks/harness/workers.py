@@ -1,0 +1,208 @@
+"""One process for each measurement, and pairs of processes that take turns.
+
+A fresh process starts with an empty allocator and no warm caches, and what the kernel kills for want of memory is the
+worker, not the benchmark. Timings come in pairs: the plain worker and the other method's worker both hold their model;
+the coordinator lets one of them run one step, then the other, and changes who goes first each round. Only one computes
+at any time. A machine that slows down (other users, heat) then slows both steps of a round, and the ratio within a
+round stays.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+import sft
+from harness.cases import Case, build, prepare
+
+__all__ = ["Round", "StepWorker", "WorkerError", "call_in_process", "run_pairs"]
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a worker has no result."""
+
+    kind: str
+    """`does not fit`, `no plan` or `failed`."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One step of each of two methods, one right after the other."""
+
+    plain_seconds: float | None
+    """None where plain does not fit."""
+    other_seconds: float
+    plain_first: bool
+
+    @property
+    def ratio(self) -> float | None:
+        """The other method's time over plain's."""
+        return None if self.plain_seconds is None else self.other_seconds / self.plain_seconds
+
+
+class WorkerError(Exception):
+    """There is no result; `kind` says in two words why, as in `Failure`."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        self.kind = kind
+        super().__init__(message)
+
+
+def _explain(error: Exception) -> Failure:
+    message = str(error).strip() or type(error).__name__
+    if isinstance(error, sft.BudgetError):
+        return Failure(kind="no plan", message=message)
+    if isinstance(error, MemoryError) or "can't allocate memory" in message or "not enough memory" in message:
+        return Failure(kind="does not fit", message=message.splitlines()[0])
+    return Failure(kind="failed", message=f"{type(error).__name__}: {message}")
+
+
+def _answer(connection: Connection, case: Case, function: Callable[[Case], Any]) -> None:
+    """A worker's life for one question."""
+    try:
+        connection.send(function(case))
+    except Exception as error:  # the coordinator raises it
+        connection.send(_explain(error))
+
+
+def _serve_steps(connection: Connection, case: Case) -> None:
+    """A worker's life for timing: run one step whenever asked, answer with its seconds, until told to stop."""
+    try:
+        torch.set_num_threads(case.threads)
+        built = build(case)
+        step, _ = prepare(case, built)
+        connection.send(None)
+        while connection.recv():
+            gc.collect()
+            started = time.perf_counter()
+            step()
+            connection.send(time.perf_counter() - started)
+            built.body.zero_grad(set_to_none=True)
+    except EOFError:
+        pass  # the coordinator has gone
+    except Exception as error:  # the coordinator raises it
+        connection.send(_explain(error))
+
+
+class _Process:
+    """A spawned worker and the pipe to it."""
+
+    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process.start()
+        theirs.close()  # so that a worker that dies ends the pipe
+
+    def receive(self) -> Any:
+        """What the worker sends next.
+
+        Raises:
+            WorkerError: it failed, or was killed.
+        """
+        try:
+            answer = self.connection.recv()
+        except EOFError:
+            self.process.join()
+            code = self.process.exitcode
+            kind = "does not fit" if code == -9 else "failed"
+            raise WorkerError(kind, f"the worker ended with exit code {code}") from None
+        if isinstance(answer, Failure):
+            raise WorkerError(answer.kind, answer.message)
+        return answer
+
+    def close(self) -> None:
+        """End the worker."""
+        self.connection.close()
+        self.process.join(timeout=10)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+def call_in_process(function: Callable[[Case], Result], case: Case) -> Result:
+    """Return `function(case)`, run in a process of its own.
+
+    Raises:
+        WorkerError: the function raised, or its process was killed.
+    """
+    process = _Process(_answer, case, function)
+    try:
+        result: Result = process.receive()
+    finally:
+        process.close()
+    return result
+
+
+class StepWorker:
+    """A process that holds one case ready and runs a step when told to."""
+
+    def __init__(self, case: Case) -> None:
+        self._process = _Process(_serve_steps, case)
+
+    def __enter__(self) -> StepWorker:
+        try:
+            self._process.receive()
+        except WorkerError:
+            self._process.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._process.connection.send(False)
+        except OSError:
+            pass  # it is gone already; its own error is on its way up
+        self._process.close()
+
+    def step(self) -> float:
+        """Run one step; returns its seconds as the worker saw them."""
+        self._process.connection.send(True)
+        return float(self._process.receive())
+
+
+def run_pairs(plain: Case | None, other: Case, num_rounds: int, after_round: Callable[[], None]) -> list[Round]:
+    """Alternate steps of plain and another method.
+
+    Args:
+        plain: the plain case; None where it does not fit, then the other runs alone.
+        other: the case compared with it.
+        num_rounds: rounds to return, the first of which is the warm-up.
+        after_round: called after every round.
+
+    Raises:
+        WorkerError: a worker failed.
+    """
+    rounds = []
+    with StepWorker(other) as other_worker:
+        if plain is None:
+            for _ in range(num_rounds):
+                rounds.append(Round(plain_seconds=None, other_seconds=other_worker.step(), plain_first=False))
+                after_round()
+            return rounds
+        with StepWorker(plain) as plain_worker:
+            for index in range(num_rounds):
+                plain_first = index % 2 == 0
+                if plain_first:
+                    plain_seconds = plain_worker.step()
+                    other_seconds = other_worker.step()
+                else:
+                    other_seconds = other_worker.step()
+                    plain_seconds = plain_worker.step()
+                rounds.append(Round(plain_seconds=plain_seconds, other_seconds=other_seconds, plain_first=plain_first))
+                after_round()
+    return rounds

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,11 +38,13 @@ class Capture:
         graph: the model; dead operators are gone.
         out_spec: the pytree of the model's return value, over ``graph.outputs``.
         bounds: for each symbol the smallest and largest value that the capture holds for.
+        guards: relations between the symbols under which the model took the path that was captured.
     """
 
     graph: Graph
     out_spec: pytree.TreeSpec
     bounds: tuple[tuple[sp.Symbol, int, int | None], ...]
+    guards: tuple[sp.Basic, ...]
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """The symbols' values for these input shapes; ``None`` when the capture does not hold for them."""
@@ -64,7 +66,7 @@ class Capture:
             value = values.get(symbol)
             if value is not None and (value < low or (high is not None and value > high)):
                 return None
-        return values
+        return values if all(guard.subs(values) == True for guard in self.guards) else None  # noqa: E712 (SymPy's true)
 
 
 def capture(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Capture:
@@ -79,6 +81,7 @@ def capture(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
         graph=_without_dead_operators(_graph(program)),
         out_spec=program.call_spec.out_spec,  # type: ignore[arg-type]
         bounds=_bounds(program),
+        guards=_guards(program),
     )
 
 
@@ -168,6 +171,14 @@ def _bounds(program: ExportedProgram) -> tuple[tuple[sp.Symbol, int, int | None]
     return tuple(bounds)
 
 
+def _guards(program: ExportedProgram) -> tuple[sp.Basic, ...]:
+    for node in program.graph.nodes:
+        for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
+            if isinstance(size, torch.SymInt):
+                return tuple(dict.fromkeys(_plain_expr(guard.expr) for guard in size.node.shape_env.guards))
+    return ()
+
+
 def _plain_symbol(symbol: sp.Symbol) -> sp.Symbol:
     return sp.Symbol(symbol.name, integer=True, positive=True)
 
@@ -183,10 +194,22 @@ def _extent(size: int | torch.SymInt) -> sp.Expr | int:
 
 def _plain_expr(expr: sp.Expr) -> sp.Expr:
     """Torch's own integer division in SymPy's words, on our symbols."""
-    plain = expr.replace(
-        lambda e: type(e).__name__ in ("FloorDiv", "CleanDiv"), lambda e: sp.floor(e.args[0] / e.args[1])
-    )
+    plain = expr
+    for name, meaning in _TORCH_FUNCTIONS.items():
+        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
     return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
+
+
+#: The exporter's own SymPy functions.
+_TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
+    "FloorDiv": lambda a, b: sp.floor(a / b),
+    "CleanDiv": lambda a, b: a / b,
+    "CeilDiv": lambda a, b: sp.ceiling(a / b),
+    "PythonMod": lambda a, b: a - b * sp.floor(a / b),
+    "Mod": lambda a, b: a - b * sp.floor(a / b),
+    "Max": lambda *a: sp.Max(*a),
+    "Min": lambda *a: sp.Min(*a),
+}
 
 
 def _graph(program: ExportedProgram) -> Graph:
@@ -233,6 +256,8 @@ def _graph(program: ExportedProgram) -> Graph:
             nodes.append(_node(fx_node.name, kind, target, value))
         elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool)):
             scalars[fx_node.name] = _extent(value) if isinstance(value, torch.SymInt) else value
+        elif value is None and not fx_node.users:
+            continue  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
         elif fx_node.op != "call_function":
             problems.append(f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators")
         elif fx_node.target is __import__("operator").getitem:
@@ -250,7 +275,7 @@ def _graph(program: ExportedProgram) -> Graph:
         else:
             arguments = tuple((name, convert(arg)) for name, arg in _named_arguments(fx_node))
             target = str(fx_node.target)
-            if target in _IDENTITY:
+            if target in _IDENTITY or (target in _CASTS and value.dtype == fx_node.args[0].meta["val"].dtype):
                 alias[fx_node.name] = next(iter(map_refs_list(arguments)))
                 continue
             sample = value[0] if isinstance(value, (tuple, list)) else value
@@ -262,6 +287,9 @@ def _graph(program: ExportedProgram) -> Graph:
 
 #: Copies and markers that change neither values nor gradients.
 _IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.lift_fresh_copy.default"})
+
+#: Casts, which change nothing where the type is the same already.
+_CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
 
 #: Operators of which only the first result matters to a gradient-exact run.
 _FIRST_ONLY = frozenset({"aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit_functional.default"})

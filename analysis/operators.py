@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
-import sympy as sp
 
 from sft.analysis.access import AxisMap
 from sft.analysis.graph import Graph, Node, refs_in
@@ -275,7 +274,7 @@ def _binary_problems(node: Node, graph: Graph, streamed: Collection[str]) -> lis
     for name in node.operands:
         shape = graph[name].shape
         if name in streamed:
-            if not _same(shape[2:], own):
+            if any(extent == 1 and out != 1 for extent, out in zip(shape[2:], own, strict=True)):
                 return [f"{node.label}: operand {name} broadcasts along the image ({shape} to {node.shape}); expand it first"]
         elif len(shape) >= 2 and any(extent != 1 for extent in shape[-2:]) or len(shape) == 1 and shape[0] != 1:
             return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its height and width 1"]
@@ -332,7 +331,3 @@ _PROBLEMS = {
     "frozen_norm": _norm_problems,
     "convolution": _convolution_problems,
 }
-
-
-def _same(left: tuple[Any, ...], right: tuple[Any, ...]) -> bool:
-    return len(left) == len(right) and all(sp.simplify(a - b) == 0 for a, b in zip(left, right, strict=True))

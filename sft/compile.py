@@ -26,12 +26,15 @@ __all__ = ["CheckReport", "check", "compile", "plan"]
 
 InputShape = Sequence[Any]
 
+#: The memory of a small card.
+DEFAULT_BUDGET = "11GiB"
+
 
 def compile(
     model: nn.Module,
     input_shape: InputShape,
     *,
-    budget: int | str,
+    budget: int | str = DEFAULT_BUDGET,
     device: torch.device | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     output: str = "device",
@@ -83,7 +86,7 @@ def compile(
 
 
 def plan(
-    model: nn.Module, input_shape: InputShape, *, budget: int | str, options: Options | None = None, **compile_arguments: Any
+    model: nn.Module, input_shape: InputShape, *, budget: int | str = DEFAULT_BUDGET, options: Options | None = None, **compile_arguments: Any
 ) -> Plan:
     """The plan that :func:`compile` would use; runs nothing. The model may be on the meta device.
 

@@ -204,7 +204,7 @@ def test_to_float64() -> None:
 
 def test_a_new_size_plans_anew() -> None:
     model, net = _pair()
-    for shape in ((2, 3, 20, 12), (1, 3, 33, 17), (3, 3, 9, 12), (2, 3, 20, 12)):
+    for shape in ((2, 3, 20, 12), (1, 3, 33, 11), (3, 3, 9, 12), (2, 3, 20, 12)):
         assert relative_error(net(image(*shape)), model(image(*shape))) <= 1e-12
 
 

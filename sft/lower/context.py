@@ -104,8 +104,10 @@ class NodeContext:
 
     def strip(self, operand: str) -> Slot:
         """The rows read of a streamed operand: a view of its buffer."""
-        slot, first_row = self.values[operand]
         rows = self.read_of(operand).rows
+        if not rows:  # the strip lies in the padding
+            return self.emitter.empty(self.scope.strip_shape(operand, 0))
+        slot, first_row = self.values[operand]
         return self.emitter.narrow(slot, 2, rows.start - first_row, len(rows))
 
     def operand_slot(self, value: Any) -> Any:

@@ -32,11 +32,13 @@ class Rule(ABC):
         saves_input: whether the backward reads the streamed operands' values.
         saves_output: whether the backward reads the operator's own value.
         in_place: whether ``forward`` can write into a destination.
+        overwrites: whether ``forward`` can write over its only operand.
     """
 
     saves_input: ClassVar[bool] = True
     saves_output: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, ctx: NodeContext) -> Slot:
@@ -443,6 +445,7 @@ class ResultActivation(Rule):
     saves_input = False
     saves_output = True
     in_place = True
+    overwrites = True
 
     def _slope(self, ctx: NodeContext) -> float | None:
         return None if ctx.node.target == "aten.relu.default" else float(ctx.node.argument("negative_slope"))

@@ -143,7 +143,7 @@ class _StepLowering:
             out = e.port("out", node.name, scope.strip_shape(node.name, len(rows.new)))
         tail = e.narrow(held, 2, len(rows.carried), len(rows.new)) if held is not None else None
         ctx = self._context(node, rows, tail if rule.in_place else None)
-        ctx.overwrite = self._overwritable(node) if rule.in_place and tail is None else None
+        ctx.overwrite = self._overwritable(node) if rule.overwrites and tail is None else None
         result = rule.forward(ctx)
         if tail is not None:
             if result is not tail:

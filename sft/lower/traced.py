@@ -158,9 +158,11 @@ def _values(items: Any) -> list[_Value]:
 
 
 @lru_cache(maxsize=512)
-def _trace_pointwise(target: str, arguments: tuple[Any, ...], dtype: torch.dtype) -> _Trace:
+def _trace_pointwise(
+    target: str, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...], dtype: torch.dtype
+) -> _Trace:
     overload = resolve_target(target)
-    return _trace(lambda x: overload(x, *arguments), [_TINY], [dtype], [True])
+    return _trace(lambda x: overload(x, *arguments, **dict(keywords)), [_TINY], [dtype], [True])
 
 
 class _Traced(Rule):
@@ -214,14 +216,8 @@ class TracedPointwise(_Traced):
         positional = [a.name for a in overload._schema.arguments if not a.kwarg_only]
         values = dict(rest)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
-        keywords = {a.name for a in overload._schema.arguments if a.kwarg_only and a.name in values}
-        if any(values[key] != _default(overload, key) for key in keywords):
-            raise InternalError(f"{ctx.node.label}: keyword arguments {sorted(keywords)} are not lowered")
-        return _trace_pointwise(ctx.node.target, arguments, ctx.scope.dtype)
-
-
-def _default(overload: Any, name: str) -> Any:
-    return next(a.default_value for a in overload._schema.arguments if a.name == name)
+        keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
+        return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype)
 
 
 class TracedWhole(_Traced):

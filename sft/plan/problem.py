@@ -94,7 +94,10 @@ def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Map
         row = phases.rows.get(node.name)
         operand = next((o for o in node.operands if o in phases.streamed), None)
         if node.name in phases.streamed and row is not None and operand is not None:
-            # Of several streamed operands each has the output's extents (``cat`` differs in channels only).
+            sizes = {shapes[o][2:] for o in node.operands if o in phases.streamed}
+            if len(sizes) > 1:
+                listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
+                raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
             extents = [row.extent(node, axis, shapes[operand][2 + axis]) for axis in range(2)]
             if min(extents) < 1:
                 size = "x".join(map(str, shapes[operand]))

@@ -9,9 +9,13 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 pytest.register_assert_rewrite("tests.helpers.exactness")
+
+# Tensors here are tiny: handing them to a second thread costs more than it saves, much more on a busy machine.
+torch.set_num_threads(1)
 
 _SLOW_TO_DRAW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 

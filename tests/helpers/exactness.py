@@ -140,7 +140,8 @@ def _measured_step(net: nn.Module, x: Tensor, *, input_grad: bool) -> None:
     """One training step whose input, outputs and output gradients are its own: what a plan's peak speaks of."""
     x = x.clone().requires_grad_(input_grad)
     outputs = _leaves(net(x))
-    _backward(outputs, [torch.ones_like(y) for y in outputs])
+    wanted = [y for y in outputs if y.requires_grad]
+    _backward(wanted, [torch.ones_like(y) for y in wanted])
 
 
 def plan_of(net: nn.Module, x: Tensor) -> sft.Plan:

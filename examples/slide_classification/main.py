@@ -51,7 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--slide", type=Path, default=DEFAULT_SLIDE, help="a file that OpenSlide reads")
     parser.add_argument("--out", type=Path, default=Path("out/slide_classification"), help="folder for the results")
     parser.add_argument("--steps", type=_positive, default=3, help="training steps")
-    parser.add_argument("--budget", default="300MiB", help="bytes for parameters, gradients, input and activations")
+    parser.add_argument("--budget", default="350MiB", help="bytes for parameters, gradients, input and activations")
     parser.add_argument("--lr", type=float, default=3e-4, help="learning rate of SGD")
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights")
     return parser.parse_args()

@@ -1,0 +1,1 @@
+"""Runnable examples, and the model builders that tests and benchmarks share with them."""

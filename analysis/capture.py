@@ -39,12 +39,14 @@ class Capture:
         out_spec: the pytree of the model's return value, over ``graph.outputs``.
         bounds: for each symbol the smallest and largest value that the capture holds for.
         guards: relations between the symbols under which the model took the path that was captured.
+        shapes: the inputs' shapes at capture, for which it holds by definition.
     """
 
     graph: Graph
     out_spec: pytree.TreeSpec
     bounds: tuple[tuple[sp.Symbol, int, int | None], ...]
     guards: tuple[sp.Basic, ...]
+    shapes: tuple[tuple[int, ...], ...]
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """The symbols' values for these input shapes; ``None`` when the capture does not hold for them."""
@@ -66,7 +68,9 @@ class Capture:
             value = values.get(symbol)
             if value is not None and (value < low or (high is not None and value > high)):
                 return None
-        return values if all(guard.subs(values) == True for guard in self.guards) else None  # noqa: E712 (SymPy's true)
+        if tuple(shapes) == self.shapes or all(guard.subs(values) is sp.true for guard in self.guards):
+            return values
+        return None
 
 
 def capture(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Capture:
@@ -82,6 +86,7 @@ def capture(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
         out_spec=program.call_spec.out_spec,  # type: ignore[arg-type]
         bounds=_bounds(program),
         guards=_guards(program),
+        shapes=tuple(shapes),
     )
 
 
@@ -175,7 +180,8 @@ def _guards(program: ExportedProgram) -> tuple[sp.Basic, ...]:
     for node in program.graph.nodes:
         for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
             if isinstance(size, torch.SymInt):
-                return tuple(dict.fromkeys(_plain_expr(guard.expr) for guard in size.node.shape_env.guards))
+                env = size.node.shape_env
+                return tuple(dict.fromkeys(_plain_expr(env.replace(guard.expr)) for guard in env.guards))
     return ()
 
 

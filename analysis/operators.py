@@ -270,13 +270,9 @@ def _nearest_problems(node: Node, graph: Graph, streamed: Collection[str]) -> li
 
 
 def _binary_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-    own = tuple(node.shape[2:])
     for name in node.operands:
         shape = graph[name].shape
-        if name in streamed:
-            if any(extent == 1 and out != 1 for extent, out in zip(shape[2:], own, strict=True)):
-                return [f"{node.label}: operand {name} broadcasts along the image ({shape} to {node.shape}); expand it first"]
-        elif len(shape) >= 2 and any(extent != 1 for extent in shape[-2:]) or len(shape) == 1 and shape[0] != 1:
+        if name not in streamed and any(extent != 1 for extent in shape[-2:]):
             return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its height and width 1"]
     if node.argument("rounding_mode") is not None:
         return [f"{node.label}: rounded division has no gradient rule; divide without rounding_mode"]

@@ -13,7 +13,7 @@ import torch
 from sft.analysis.graph import Graph
 from sft.analysis.phases import Phases
 from sft.analysis.schedule import row_rates, total_stride
-from sft.errors import InputError
+from sft.errors import InputError, UnsupportedError
 
 __all__ = ["Problem", "concrete_shapes"]
 
@@ -84,7 +84,8 @@ def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Map
     """The shape of every value for the inputs' shapes ``given``.
 
     Raises:
-        InputError: an operator's output would be empty.
+        InputError: an operator's output would be empty, or operands differ in size.
+        UnsupportedError: an operand broadcasts along the image.
     """
     shapes: dict[str, tuple[int, ...]] = dict(given)
     graph = phases.graph
@@ -96,6 +97,8 @@ def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Map
         if node.name in phases.streamed and row is not None and operand is not None:
             sizes = {shapes[o][2:] for o in node.operands if o in phases.streamed}
             if len(sizes) > 1:
+                if any(1 in size for size in sizes):
+                    raise UnsupportedError([f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"])
                 listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
                 raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
             extents = [row.extent(node, axis, shapes[operand][2 + axis]) for axis in range(2)]

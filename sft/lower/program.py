@@ -311,6 +311,7 @@ def _flops(
     formula = flop_registry.get(getattr(function, "overloadpacket", None))
     if formula is None:
         return 0
-    shapes = tuple(torch.Size(a.shape) if isinstance(a, Slot) else a for a in arguments)
-    out = tuple(None if slot is None else torch.Size(slot.shape) for slot in outputs)
-    return int(formula(*shapes, out_val=out[0] if len(out) == 1 else out))
+    # The registered formula takes tensors; what it wraps takes shapes.
+    shapes = tuple(a.shape if isinstance(a, Slot) else a for a in arguments)
+    out = tuple(None if slot is None else slot.shape for slot in outputs)
+    return int(formula.__wrapped__(*shapes, out_shape=out[0] if len(out) == 1 else out))

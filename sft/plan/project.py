@@ -1,12 +1,21 @@
-"""Projected bytes and FLOPs: the region's own code on the phantom machine."""
+"""Projected bytes and FLOPs of a step: the region's own code on the phantom machine.
+
+Tiled segments are replaced by their profile (``sft.walk.profile``), which is the same walk summed up in arrays; ``exactly`` walks them
+strip by strip instead and is what the profile is tested against.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from sft.lower.context import Scope
 from sft.plan.problem import Problem
-from sft.walk.machine import Phantom, PhantomMachine
+from sft.walk.machine import Machine, Phantom, PhantomMachine
+from sft.walk.profile import WalkProfile, profile_walk
 from sft.walk.region import Region
+from sft.walk.segments import Gradients, TiledSegment, Values
 
 __all__ = ["Projection", "project"]
 
@@ -24,8 +33,11 @@ class Projection:
     flops: int
 
 
-def project(problem: Problem, region: Region) -> Projection:
+def project(problem: Problem, region: Region, *, exactly: bool = False) -> Projection:
     """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out."""
+    if not exactly:
+        segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
+        region = replace(region, segments=segments)
     machine = PhantomMachine()
     meter = machine.meter
     inputs = set(problem.graph.inputs)
@@ -43,3 +55,49 @@ def project(problem: Problem, region: Region) -> Projection:
     return Projection(peak_bytes=meter.peak_bytes, flops=meter.flops)
 
 
+class _Projected:
+    """A tiled segment that is only added up."""
+
+    accumulates = True
+
+    def __init__(self, segment: TiledSegment, problem: Problem) -> None:
+        self.segment = segment
+        self.differentiate = any(name in problem.requires_grad for name in segment.scope.names)
+        self.profiles: dict[int, WalkProfile] = {}
+
+    @property
+    def scope(self) -> Scope:
+        return self.segment.scope
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        return self.segment.sides
+
+    def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
+        assert isinstance(machine, PhantomMachine)
+        stores = []
+        for chunk in self.segment.chunks:
+            if len(chunk) not in self.profiles:
+                self.profiles[len(chunk)] = profile_walk(
+                    self.segment, chunk, keep=keep, differentiate=keep and self.differentiate
+                )
+            profile = self.profiles[len(chunk)]
+            shapes = [(len(chunk), self.scope.shapes[name][1]) for name in self.segment.means]
+            sums = [machine.allocate(shape, torch.float64, zero=True) for shape in shapes]
+            machine.meter.spike(profile.forward_peak_bytes)
+            machine.meter.flops += profile.forward_flops
+            stores.append(Phantom(machine.meter, profile.store_bytes))
+            for name in self.segment.means:
+                machine.meter.spike(self.segment.finish(name, chunk).peak_bytes)
+            del sums
+        return stores
+
+    def backward(
+        self, machine: Machine, values: Values, stores: list[Phantom], grads: Gradients, *, consume: bool = True
+    ) -> None:
+        assert isinstance(machine, PhantomMachine)
+        for chunk in reversed(self.segment.chunks):
+            del stores[-1]
+            profile = self.profiles[len(chunk)]
+            machine.meter.spike(profile.backward_peak_bytes)
+            machine.meter.flops += profile.backward_flops

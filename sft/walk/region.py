@@ -9,15 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from sft.analysis.graph import Graph
+from sft.lower.context import Scope
 from sft.walk.machine import Handle, Machine
-from sft.walk.segments import Gradients, TiledSegment, Values, WholeSegment
+from sft.walk.segments import Gradients, Values
 
 __all__ = ["Region", "Tape"]
 
-Segment = TiledSegment | WholeSegment
+
+class Segment(Protocol):
+    """What a region asks of its segments."""
+
+    @property
+    def accumulates(self) -> bool: ...
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def sides(self) -> tuple[str, ...]: ...
+    def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
+    def backward(self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
 
 
 @dataclass(slots=True)
@@ -45,7 +57,7 @@ class Region:
     """
 
     graph: Graph
-    segments: Sequence[Segment]
+    segments: Sequence[Any]
     reads: Sequence[tuple[str, ...]]
     makes: Sequence[tuple[str, ...]]
     shapes: Mapping[str, tuple[int, ...]]
@@ -117,11 +129,10 @@ class Region:
     def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients) -> None:
         """Zeros to add to: for side tensors always, for sources where strips add to them."""
         segment = self.segments[index]
-        tiled = isinstance(segment, TiledSegment)
         for name in self.reads[index]:
             if name not in self.requires_grad or name in grads.by_name:
                 continue
-            if name in segment.sides or tiled:
+            if name in segment.sides or segment.accumulates:
                 handle = values.by_name[name]
                 grads.by_name[name] = machine.zeros_like(handle, self.shapes[name], self.dtypes[name])
                 del handle

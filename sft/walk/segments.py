@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -50,6 +51,9 @@ class TiledSegment:
         sides: whole tensors that the segment reads.
     """
 
+    #: gradients of sources are added to buffers that must exist
+    accumulates: ClassVar[bool] = True
+
     scope: Scope
     schedule: Schedule
     state_every: int
@@ -75,6 +79,10 @@ class TiledSegment:
         tile = self.scope.batch
         return tuple(Interval(b, min(b + tile, self.num_batch)) for b in range(0, self.num_batch, tile))
 
+    def finish(self, name: str, chunk: Interval) -> Program:
+        """The program that turns a running sum into a global value."""
+        return lower_finish(self._scope(chunk), name)
+
     def _scope(self, chunk: Interval) -> Scope:
         if len(chunk) == self.scope.batch:
             return self.scope
@@ -87,6 +95,11 @@ class TiledSegment:
         if index not in self._steps:
             self._steps[index] = self.schedule.step(index)
         return self._steps[index]
+
+    def row_bytes(self, name: str, num_batch: int) -> int:
+        """Bytes of one row of a streamed value for ``num_batch`` batch elements."""
+        _, channels, _, width = self.scope.shapes[name]
+        return num_batch * channels * width * self.scope.graph[name].itemsize_bytes
 
     @property
     def working_bytes(self) -> int:
@@ -117,9 +130,8 @@ class TiledSegment:
                     store.release(self.schedule.carried_rows(index))
             store.release(self.schedule.carried_rows(self.schedule.num_steps))
             for name in self.means:
-                finish = lower_finish(scope, name)
                 out = machine.view(values.by_name[name], chunk, None)
-                machine.run(finish, {Port("partial", name): partial[name], Port("out", name): out})
+                machine.run(self.finish(name, chunk), {Port("partial", name): partial[name], Port("out", name): out})
             stores.append(store)
         return stores
 
@@ -233,6 +245,9 @@ def _rows_read(step: Step, name: str) -> Interval:
 @dataclass(kw_only=True)
 class WholeSegment:
     """A segment that runs like plain PyTorch: everything that its backward needs is kept."""
+
+    #: gradients of sources come out as buffers of their own
+    accumulates: ClassVar[bool] = False
 
     scope: Scope
     step: Step

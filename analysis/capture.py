@@ -145,7 +145,9 @@ def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: t
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep export's warnings and logs off the user's terminal; a failure is raised, not logged."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")]
+    loggers = [
+        logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
+    ]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -202,7 +204,9 @@ def _plain_expr(expr: sp.Expr) -> sp.Expr:
     """Torch's own integer division in SymPy's words, on our symbols."""
     plain = expr
     for name, meaning in _TORCH_FUNCTIONS.items():
-        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
+        plain = plain.replace(
+            lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args)
+        )
     return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
 
 
@@ -265,7 +269,9 @@ def _graph(program: ExportedProgram) -> Graph:
         elif value is None and not fx_node.users:
             continue  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
         elif fx_node.op != "call_function":
-            problems.append(f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators")
+            problems.append(
+                f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators"
+            )
         elif fx_node.target is __import__("operator").getitem:
             source, index = fx_node.args
             if index == 0 and _first_output_only(source):
@@ -277,7 +283,9 @@ def _graph(program: ExportedProgram) -> Graph:
             elif index != 0 and _first_output_only(source):
                 continue
             else:
-                nodes.append(_node(fx_node.name, "operator", "getitem", value, (("source", convert(source)), ("index", index))))
+                nodes.append(
+                    _node(fx_node.name, "operator", "getitem", value, (("source", convert(source)), ("index", index)))
+                )
         else:
             arguments = tuple((name, convert(arg)) for name, arg in _named_arguments(fx_node))
             target = str(fx_node.target)
@@ -292,13 +300,17 @@ def _graph(program: ExportedProgram) -> Graph:
 
 
 #: Copies and markers that change neither values nor gradients.
-_IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.lift_fresh_copy.default"})
+_IDENTITY = frozenset(
+    {"aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.lift_fresh_copy.default"}
+)
 
 #: Casts, which change nothing where the type is the same already.
 _CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
 
 #: Operators of which only the first result matters to a gradient-exact run.
-_FIRST_ONLY = frozenset({"aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit_functional.default"})
+_FIRST_ONLY = frozenset(
+    {"aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit_functional.default"}
+)
 
 
 def _first_output_only(source: Any) -> bool:

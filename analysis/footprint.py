@@ -65,7 +65,9 @@ class Footprint:
         sizes = [value.bytes_at(strip_rows) for value in self.values]
         if not sizes:
             return 0
-        kept = sum(size for size, value in zip(sizes, self.values, strict=True) if value.is_kept) if self.training else 0
+        kept = (
+            sum(size for size, value in zip(sizes, self.values, strict=True) if value.is_kept) if self.training else 0
+        )
         return kept + 2 * max(sizes)
 
     @property
@@ -94,12 +96,14 @@ class Footprint:
     def expr(self, strip_rows: sp.Expr) -> sp.Expr:
         """``working(h)`` in SymPy, without the rounding of ``rate * h``."""
         sizes = [
-            value.row_bytes * (sp.Rational(value.rate.numerator, value.rate.denominator) * strip_rows + value.carried_rows)
+            value.row_bytes
+            * (sp.Rational(value.rate.numerator, value.rate.denominator) * strip_rows + value.carried_rows)
             + sp.Rational(value.extra_row_bytes * value.rate.numerator, value.rate.denominator) * strip_rows
             for value in self.values
         ]
         kept = sum(
-            (size for size, value in zip(sizes, self.values, strict=True) if value.is_kept and self.training), sp.Integer(0)
+            (size for size, value in zip(sizes, self.values, strict=True) if value.is_kept and self.training),
+            sp.Integer(0),
         )
         largest = max(range(len(sizes)), key=lambda i: self.values[i].bytes_at(1024))
         return sp.expand(kept + 2 * sizes[largest])
@@ -143,7 +147,11 @@ def run_footprint(
 
 
 def _steady_carries(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], rates: Mapping[str, Fraction], sources: Sequence[str]
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    rates: Mapping[str, Fraction],
+    sources: Sequence[str],
 ) -> dict[str, int]:
     """Carried rows of each value at strip boundaries that are multiples of the total stride, far from both borders."""
     stride = total_stride(rates)

@@ -89,7 +89,9 @@ def run_formulas(
     last = [name for name in names if name in fields][-1]
     frontier = frontiers(graph, names, rows, streamed)[last]
     shown = str(frontier.expr(rows_symbol)) if frontier.terms else "not a single floor (rates that do not divide)"
-    carried = [(value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source]
+    carried = [
+        (value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source
+    ]
     most = max(carried, key=lambda item: item[1], default=("", 0))
     expression = footprint.expr(height)
     return (

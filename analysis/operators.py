@@ -157,23 +157,90 @@ _TABLE: dict[str, Operator] = {
     "aten.mean.dim": _MEAN,
 }
 #: Unary functions of one element: any of them streams, and torch's own derivative is traced for it.
-_UNARY = (
-    "relu relu6 leaky_relu sigmoid tanh silu gelu hardswish hardsigmoid hardtanh elu celu selu softplus mish log_sigmoid neg "
-    "abs exp sqrt rsqrt square sin cos erf clamp clamp_min clamp_max reciprocal softshrink hardshrink threshold log log1p expm1"
-).split()
+_UNARY = [
+    "relu",
+    "relu6",
+    "leaky_relu",
+    "sigmoid",
+    "tanh",
+    "silu",
+    "gelu",
+    "hardswish",
+    "hardsigmoid",
+    "hardtanh",
+    "elu",
+    "celu",
+    "selu",
+    "softplus",
+    "mish",
+    "log_sigmoid",
+    "neg",
+    "abs",
+    "exp",
+    "sqrt",
+    "rsqrt",
+    "square",
+    "sin",
+    "cos",
+    "erf",
+    "clamp",
+    "clamp_min",
+    "clamp_max",
+    "reciprocal",
+    "softshrink",
+    "hardshrink",
+    "threshold",
+    "log",
+    "log1p",
+    "expm1",
+]
 _TABLE.update({f"aten.{name}.default": _POINTWISE for name in _UNARY})
 _TABLE.update(
-    {f"aten.{name}": _POINTWISE for name in ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar")}
+    {
+        f"aten.{name}": _POINTWISE
+        for name in ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar")
+    }
 )
 _TABLE["aten.div.Tensor"] = _BINARY
 #: What may stand in the tail, behind the last streamed value, and runs whole.
 _TAIL = frozenset(
-    "aten.view.default aten.reshape.default aten.flatten.using_ints aten.squeeze.dim aten.squeeze.dims aten.squeeze.default "
-    "aten.unsqueeze.default aten.permute.default aten.transpose.int aten.t.default aten.linear.default aten.matmul.default "
-    "aten.mm.default aten.bmm.default aten.addmm.default aten.softmax.int aten.log_softmax.int aten.layer_norm.default "
-    "aten.expand.default aten.sum.dim_IntList aten.sum.default aten.mean.default aten.stack.default aten.select.int "
-    "aten.slice.Tensor aten.amax.default aten.prelu.default aten.linalg_vector_norm.default aten.where.self aten.glu.default "
-    "aten.unflatten.int aten.cumsum.default aten.logsumexp.default aten.pow.Tensor_Tensor aten.maximum.default".split()
+    [
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten.flatten.using_ints",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.squeeze.default",
+        "aten.unsqueeze.default",
+        "aten.permute.default",
+        "aten.transpose.int",
+        "aten.t.default",
+        "aten.linear.default",
+        "aten.matmul.default",
+        "aten.mm.default",
+        "aten.bmm.default",
+        "aten.addmm.default",
+        "aten.softmax.int",
+        "aten.log_softmax.int",
+        "aten.layer_norm.default",
+        "aten.expand.default",
+        "aten.sum.dim_IntList",
+        "aten.sum.default",
+        "aten.mean.default",
+        "aten.stack.default",
+        "aten.select.int",
+        "aten.slice.Tensor",
+        "aten.amax.default",
+        "aten.prelu.default",
+        "aten.linalg_vector_norm.default",
+        "aten.where.self",
+        "aten.glu.default",
+        "aten.unflatten.int",
+        "aten.cumsum.default",
+        "aten.logsumexp.default",
+        "aten.pow.Tensor_Tensor",
+        "aten.maximum.default",
+    ]
 )
 
 _REMEDIES = {
@@ -234,7 +301,12 @@ def pool_window(node: Node, axis: int) -> Window:
     padding = _pair(node.argument("padding"))[axis]
     dilation = _pair(node.argument("dilation", 1))[axis]
     return Window(
-        kernel=kernel, stride=stride, pad_low=padding, pad_high=padding, dilation=dilation, ceil=node.argument("ceil_mode")
+        kernel=kernel,
+        stride=stride,
+        pad_low=padding,
+        pad_high=padding,
+        dilation=dilation,
+        ceil=node.argument("ceil_mode"),
     )
 
 
@@ -258,7 +330,9 @@ def _upsample_factors(node: Node) -> tuple[int, int]:
 def _nearest_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
     factors = node.argument("factors")
     if factors is None:
-        return [f"{node.label}: the factor is not a whole number; upsample by an integer factor (or to an integer multiple)"]
+        return [
+            f"{node.label}: the factor is not a whole number; upsample by an integer factor (or to an integer multiple)"
+        ]
     for axis, factor in enumerate(factors):
         # ATen finds the source index in float32; beyond some size or for some factors that is not floor(i / factor).
         extent = node.shape[2 + axis]
@@ -273,7 +347,9 @@ def _binary_problems(node: Node, graph: Graph, streamed: Collection[str]) -> lis
     for name in node.operands:
         shape = graph[name].shape
         if name not in streamed and any(extent != 1 for extent in shape[-2:]):
-            return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its height and width 1"]
+            return [
+                f"{node.label}: operand {name} of shape {shape} varies along the image; make its height and width 1"
+            ]
     if node.argument("rounding_mode") is not None:
         return [f"{node.label}: rounded division has no gradient rule; divide without rounding_mode"]
     return []
@@ -281,7 +357,9 @@ def _binary_problems(node: Node, graph: Graph, streamed: Collection[str]) -> lis
 
 def _cat_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
     if node.argument("dim") not in (1, -3):
-        return [f"{node.label}: cat along dimension {node.argument('dim')}; only channels (dim=1) can be joined in strips"]
+        return [
+            f"{node.label}: cat along dimension {node.argument('dim')}; only channels (dim=1) can be joined in strips"
+        ]
     whole = [name for name in node.operands if name not in streamed]
     return [f"{node.label}: operand {whole[0]} is not an image of the same size; expand it first"] if whole else []
 

@@ -89,7 +89,9 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
         for p in range(num_phases)
     )
     leaves = tuple(node for node in graph.nodes if node.kind != "operator")
-    ordered: tuple[Node, ...] = leaves + tuple(graph[name] for phase in phases for name in (*phase.streamed, *phase.tail))
+    ordered: tuple[Node, ...] = leaves + tuple(
+        graph[name] for phase in phases for name in (*phase.streamed, *phase.tail)
+    )
     return Phases(graph=Graph(nodes=ordered, outputs=graph.outputs), phases=phases, streamed=streamed, rows=rows)
 
 
@@ -103,7 +105,13 @@ def _level(graph: Graph, name: str, level: dict[str, int], runs: dict[str, bool]
 
 def _is_global(graph: Graph, name: str) -> bool:
     shape = graph[name].shape
-    return len(shape) == _STREAMED_RANK and shape[2] == 1 and shape[3] == 1 and graph[name].target in (
-        "aten.mean.dim",
-        "aten.adaptive_avg_pool2d.default",
+    return (
+        len(shape) == _STREAMED_RANK
+        and shape[2] == 1
+        and shape[3] == 1
+        and graph[name].target
+        in (
+            "aten.mean.dim",
+            "aten.adaptive_avg_pool2d.default",
+        )
     )

@@ -176,7 +176,9 @@ def _read(operand: str, low: int, high: int, extent: int) -> Read:
     return Read(operand=operand, rows=rows, pad_low=pad_low, pad_high=high - low - pad_low - len(rows))
 
 
-def row_rates(graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction], rows: Mapping[str, Operator]) -> dict[str, Fraction]:
+def row_rates(
+    graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction], rows: Mapping[str, Operator]
+) -> dict[str, Fraction]:
     """Rows of each value per row of the walked input, given the sources' rates (global values have none)."""
     rates = dict(sources)
     for name in names:
@@ -215,7 +217,10 @@ def build_schedule(
     inside = set(names)
     sources = tuple(
         dict.fromkeys(
-            operand for name in names for operand in graph[name].operands if operand in streamed and operand not in inside
+            operand
+            for name in names
+            for operand in graph[name].operands
+            if operand in streamed and operand not in inside
         )
     )
     height = max(extents[name] for name in sources)

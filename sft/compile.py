@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -76,9 +76,7 @@ def compile(
     budget_bytes = parse_bytes(budget)
     if device is not None:
         model.to(device)
-    engine = Engine(
-        model, budget_bytes=budget_bytes, options=options or Options(), optimizer=optimizer, plan=plan
-    )
+    engine = Engine(model, budget_bytes=budget_bytes, options=options or Options(), optimizer=optimizer, plan=plan)
     net = _wrap(model, engine)
     if all(extent is not None for shape in shapes for extent in shape):
         engine.last_plan = engine.plan_for_shapes(shapes)
@@ -86,7 +84,12 @@ def compile(
 
 
 def plan(
-    model: nn.Module, input_shape: InputShape, *, budget: int | str = DEFAULT_BUDGET, options: Options | None = None, **compile_arguments: Any
+    model: nn.Module,
+    input_shape: InputShape,
+    *,
+    budget: int | str = DEFAULT_BUDGET,
+    options: Options | None = None,
+    **compile_arguments: Any,
 ) -> Plan:
     """The plan that :func:`compile` would use; runs nothing. The model may be on the meta device.
 
@@ -121,9 +124,7 @@ class CheckReport:
     def __str__(self) -> str:
         if not self.ok:
             return "cannot be compiled exactly:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
-        return (
-            f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"
-        )
+        return f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"
 
 
 def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
@@ -160,7 +161,9 @@ def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
             raise InputError(f"input_shape {shape}: {len(shape)} extents, expected 4, (N, C, H, W)")
         for extent in shape:
             if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):
-                raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")
+                raise InputError(
+                    f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)"
+                )
     return tuple(shapes)
 
 
@@ -218,7 +221,10 @@ def _wrap(model: nn.Module, engine: Engine) -> Any:
     return net
 
 
-@lru_cache(maxsize=None)
+@cache
 def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
-    return type(cls.__name__, (_Compiled, cls), {"__slots__": ("_sft_engine",), "__module__": cls.__module__, "__doc__": cls.__doc__})
-
+    return type(
+        cls.__name__,
+        (_Compiled, cls),
+        {"__slots__": ("_sft_engine",), "__module__": cls.__module__, "__doc__": cls.__doc__},
+    )

@@ -210,8 +210,10 @@ class AvgPool(_Windowed):
         read = ctx.read_of(operand)
         override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
         whole = ctx.is_whole and 2 * rows.pad_low <= rows.kernel and 2 * columns.pad_low <= columns.kernel
-        native = whole or override is not None or (
-            not (read.pad_low or read.pad_high) or (counted and read.pad_high <= rows.pad_high)
+        native = (
+            whole
+            or override is not None
+            or (not (read.pad_low or read.pad_high) or (counted and read.pad_high <= rows.pad_high))
         )
         e = ctx.emitter
         if native:
@@ -269,7 +271,9 @@ class Nearest(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         strip = ctx.strip(next(refs_in(ctx.node.argument("input"))))
         factors = ctx.node.argument("factors")
-        assert strip.shape[2] * factors[0] == ctx.new_rows, "a strip of an upsampled value begins and ends at input rows"
+        assert strip.shape[2] * factors[0] == ctx.new_rows, (
+            "a strip of an upsampled value begins and ends at input rows"
+        )
         ctx.saved["shape"] = strip.shape
         return ctx.emitter.call(
             aten.upsample_nearest2d.default, strip, list(ctx.out_shape[2:]), *map(float, factors), shape=ctx.out_shape
@@ -379,7 +383,9 @@ class FrozenNorm(Rule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         node = ctx.node
-        arguments = [ctx.operand_slot(node.argument(name)) for name in ("input", "weight", "bias", "running_mean", "running_var")]
+        arguments = [
+            ctx.operand_slot(node.argument(name)) for name in ("input", "weight", "bias", "running_mean", "running_var")
+        ]
         out = ctx.emitter.slot(ctx.out_shape)
         ctx.emitter.call_many(
             aten._native_batch_norm_legit_no_training.default,
@@ -425,7 +431,13 @@ class Mean(Rule):
         _, channels, height, width = ctx.scope.shapes[operand]
         rows = ctx.read_of(operand).rows
         scaled = e.call(aten.div.Scalar, grad, height * width, shape=grad.shape)
-        flat = e.call(aten.view.default, scaled, [grad.shape[0], channels, 1, 1], shape=(grad.shape[0], channels, 1, 1), view_of=scaled)
+        flat = e.call(
+            aten.view.default,
+            scaled,
+            [grad.shape[0], channels, 1, 1],
+            shape=(grad.shape[0], channels, 1, 1),
+            view_of=scaled,
+        )
         shape = (grad.shape[0], channels, len(rows), width)
         ctx.add_grad(image, e.call(aten.expand.default, flat, list(shape), shape=shape, view_of=flat), owned=False)
 

@@ -168,7 +168,9 @@ def _trace_pointwise(
 class _Traced(Rule):
     """Shared replay of a trace's calls."""
 
-    def _replay(self, ctx: NodeContext, calls: Sequence[_Call], values: dict[int, Slot], shape: tuple[int, ...] | None) -> None:
+    def _replay(
+        self, ctx: NodeContext, calls: Sequence[_Call], values: dict[int, Slot], shape: tuple[int, ...] | None
+    ) -> None:
         def convert(item: Any) -> Any:
             if isinstance(item, _Value):
                 return values[item.index]
@@ -216,7 +218,9 @@ class TracedPointwise(_Traced):
         positional = [a.name for a in overload._schema.arguments if not a.kwarg_only]
         values = dict(rest)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
-        keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
+        keywords = tuple(
+            (a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values
+        )
         return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype)
 
 
@@ -233,8 +237,12 @@ class TracedWhole(_Traced):
 
         def function(*tensors: torch.Tensor) -> torch.Tensor:
             by_name = dict(zip(names, tensors, strict=True))
-            positional = [map_refs(given[a.name], by_name.__getitem__) for a in schema if not a.kwarg_only and a.name in given]
-            keywords = {a.name: map_refs(given[a.name], by_name.__getitem__) for a in schema if a.kwarg_only and a.name in given}
+            positional = [
+                map_refs(given[a.name], by_name.__getitem__) for a in schema if not a.kwarg_only and a.name in given
+            ]
+            keywords = {
+                a.name: map_refs(given[a.name], by_name.__getitem__) for a in schema if a.kwarg_only and a.name in given
+            }
             out: torch.Tensor = overload(*positional, **keywords)
             return out
 

@@ -63,7 +63,9 @@ def _segment(
         outputs=outputs,
         sources=sources,
         in_layout=frozenset(
-            name for name in sources if name in problem.channels_last or (name not in inputs and name not in problem.graph.outputs)
+            name
+            for name in sources
+            if name in problem.channels_last or (name not in inputs and name not in problem.graph.outputs)
         ),
         batch=choice.batch_tile if tiled else problem.num_batch,
         dtype=problem.dtypes[lead],

@@ -29,7 +29,9 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, plain_flo
         plain_flops=plain_flops,
         segments=tuple(
             _segment(problem, choice, segment, makes)
-            for choice, segment, makes in zip(planned.choices, planned.region.segments, planned.region.makes, strict=True)
+            for choice, segment, makes in zip(
+                planned.choices, planned.region.segments, planned.region.makes, strict=True
+            )
         ),
     )
 

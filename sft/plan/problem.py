@@ -80,7 +80,9 @@ class Problem:
         return total_stride(self.rates(names)) if names else 1
 
 
-def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def concrete_shapes(
+    phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
     """The shape of every value for the inputs' shapes ``given``.
 
     Raises:
@@ -98,9 +100,13 @@ def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Map
             sizes = {shapes[o][2:] for o in node.operands if o in phases.streamed}
             if len(sizes) > 1:
                 if any(1 in size for size in sizes):
-                    raise UnsupportedError([f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"])
+                    raise UnsupportedError(
+                        [f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"]
+                    )
                 listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
-                raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
+                raise InputError(
+                    f"{node.label}: operands of different size, {listed}; choose an input size at which they agree"
+                )
             extents = [row.extent(node, axis, shapes[operand][2 + axis]) for axis in range(2)]
             if min(extents) < 1:
                 size = "x".join(map(str, shapes[operand]))

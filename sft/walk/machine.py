@@ -41,7 +41,9 @@ class Machine(Protocol):
     def add(self, target: Handle, source: Handle) -> None:
         """Add in place."""
 
-    def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+    def run(
+        self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None
+    ) -> tuple[dict[Port, Handle], Saved]:
         """Run a program; returns its results, and what it saved for its second half."""
 
 

@@ -29,7 +29,9 @@ class Segment(Protocol):
     @property
     def sides(self) -> tuple[str, ...]: ...
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
-    def backward(self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
+    def backward(
+        self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -117,7 +119,9 @@ class Region:
             if any(name in self.requires_grad for name in segment.scope.names) and makes:
                 for name in makes:
                     if name not in grads.by_name:
-                        grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.dtypes[name])
+                        grads.by_name[name] = machine.zeros_like(
+                            values.by_name.get(name), self.shapes[name], self.dtypes[name]
+                        )
                 self._make_accumulators(machine, index, values, grads)
                 segment.backward(machine, values, saved, grads, consume=consume)
             del saved

@@ -120,7 +120,8 @@ class TiledSegment:
             store = RowStore()
             scope = self._scope(chunk)
             partial = {
-                name: machine.allocate((len(chunk), scope.shapes[name][1]), torch.float64, zero=True) for name in self.means
+                name: machine.allocate((len(chunk), scope.shapes[name][1]), torch.float64, zero=True)
+                for name in self.means
             }
             kept = self.kept if keep else frozenset()
             for index in range(self.schedule.num_steps):
@@ -263,13 +264,13 @@ class WholeSegment:
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Saved:
         """Run it; with ``keep`` what the backward needs is returned."""
         program, _ = self.programs(keep)
-        bindings = {
-            port: values.by_name[port.name] for port in program.ports if port.role in ("source", "side", "out")
-        }
+        bindings = {port: values.by_name[port.name] for port in program.ports if port.role in ("source", "side", "out")}
         _, saved = machine.run(program, bindings)
         return saved
 
-    def backward(self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True) -> None:
+    def backward(
+        self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True
+    ) -> None:
         """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""
         _, program = self.programs(True)
         assert program is not None

@@ -36,8 +36,7 @@ def _factors(node: Node, source: Node) -> tuple[int, int] | None:
     scales = node.argument("scale_factors")
     if scales is None:
         scales = [
-            sp.simplify(sp.sympify(out) / sp.sympify(size))
-            for out, size in zip(node.shape[2:], source.shape[2:], strict=True)
+            sp.simplify(sp.sympify(out) / sp.sympify(size)) for out, size in zip(node.shape[2:], source.shape[2:], strict=True)
         ]
     factors = []
     for scale in scales:

@@ -83,7 +83,7 @@ def capture(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
     program = _export(model, shapes, dtype, device)
     return Capture(
         graph=_without_dead_operators(_graph(program)),
-        out_spec=program.call_spec.out_spec,  # type: ignore[arg-type]
+        out_spec=program.call_spec.out_spec,
         bounds=_bounds(program),
         guards=_guards(program),
         shapes=tuple(shapes),
@@ -95,9 +95,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _export(
-    model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device
-) -> ExportedProgram:
+def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> ExportedProgram:
     on_meta = device.type == "meta"
     with contextlib.nullcontext() if on_meta else FakeTensorMode():
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
@@ -110,7 +108,8 @@ def _export(
     with _quiet():
         try:
             exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
-            return exported.run_decompositions({})
+            decomposed: ExportedProgram = exported.run_decompositions({})
+            return decomposed
         except Exception as error:
             # Tell a model that cannot take this input at all from one that only export cannot follow.
             reason = _eager_refusal(model, shapes, dtype)
@@ -145,9 +144,7 @@ def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: t
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep export's warnings and logs off the user's terminal; a failure is raised, not logged."""
-    loggers = [
-        logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")
-    ]
+    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
@@ -204,9 +201,7 @@ def _plain_expr(expr: sp.Expr) -> sp.Expr:
     """Torch's own integer division in SymPy's words, on our symbols."""
     plain = expr
     for name, meaning in _TORCH_FUNCTIONS.items():
-        plain = plain.replace(
-            lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args)
-        )
+        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
     return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
 
 
@@ -269,9 +264,7 @@ def _graph(program: ExportedProgram) -> Graph:
         elif value is None and not fx_node.users:
             continue  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
         elif fx_node.op != "call_function":
-            problems.append(
-                f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators"
-            )
+            problems.append(f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators")
         elif fx_node.target is __import__("operator").getitem:
             source, index = fx_node.args
             if index == 0 and _first_output_only(source):
@@ -283,9 +276,7 @@ def _graph(program: ExportedProgram) -> Graph:
             elif index != 0 and _first_output_only(source):
                 continue
             else:
-                nodes.append(
-                    _node(fx_node.name, "operator", "getitem", value, (("source", convert(source)), ("index", index)))
-                )
+                nodes.append(_node(fx_node.name, "operator", "getitem", value, (("source", convert(source)), ("index", index))))
         else:
             arguments = tuple((name, convert(arg)) for name, arg in _named_arguments(fx_node))
             target = str(fx_node.target)
@@ -300,17 +291,13 @@ def _graph(program: ExportedProgram) -> Graph:
 
 
 #: Copies and markers that change neither values nor gradients.
-_IDENTITY = frozenset(
-    {"aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.lift_fresh_copy.default"}
-)
+_IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.lift_fresh_copy.default"})
 
 #: Casts, which change nothing where the type is the same already.
 _CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
 
 #: Operators of which only the first result matters to a gradient-exact run.
-_FIRST_ONLY = frozenset(
-    {"aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit_functional.default"}
-)
+_FIRST_ONLY = frozenset({"aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit_functional.default"})
 
 
 def _first_output_only(source: Any) -> bool:
@@ -363,6 +350,4 @@ def _without_dead_operators(graph: Graph) -> Graph:
     for node in reversed(graph.nodes):
         if node.name in needed:
             needed.update(node.operands)
-    return Graph(
-        nodes=tuple(node for node in graph.nodes if node.name in needed or node.kind == "input"), outputs=graph.outputs
-    )
+    return Graph(nodes=tuple(node for node in graph.nodes if node.name in needed or node.kind == "input"), outputs=graph.outputs)

@@ -65,9 +65,7 @@ class Footprint:
         sizes = [value.bytes_at(strip_rows) for value in self.values]
         if not sizes:
             return 0
-        kept = (
-            sum(size for size, value in zip(sizes, self.values, strict=True) if value.is_kept) if self.training else 0
-        )
+        kept = sum(size for size, value in zip(sizes, self.values, strict=True) if value.is_kept) if self.training else 0
         return kept + 2 * max(sizes)
 
     @property
@@ -96,8 +94,7 @@ class Footprint:
     def expr(self, strip_rows: sp.Expr) -> sp.Expr:
         """``working(h)`` in SymPy, without the rounding of ``rate * h``."""
         sizes = [
-            value.row_bytes
-            * (sp.Rational(value.rate.numerator, value.rate.denominator) * strip_rows + value.carried_rows)
+            value.row_bytes * (sp.Rational(value.rate.numerator, value.rate.denominator) * strip_rows + value.carried_rows)
             + sp.Rational(value.extra_row_bytes * value.rate.numerator, value.rate.denominator) * strip_rows
             for value in self.values
         ]

@@ -38,9 +38,7 @@ class ReceptiveField:
         return max(0, self.num_rows - max(1, int(self.jump)))
 
 
-def frontiers(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
-) -> dict[str, Frontier]:
+def frontiers(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> dict[str, Frontier]:
     """The frontier of every value of a run as a function of the rows ``R`` of its sources, in the normal form."""
     inside = set(names)
     found: dict[str, Frontier] = {}
@@ -89,9 +87,7 @@ def run_formulas(
     last = [name for name in names if name in fields][-1]
     frontier = frontiers(graph, names, rows, streamed)[last]
     shown = str(frontier.expr(rows_symbol)) if frontier.terms else "not a single floor (rates that do not divide)"
-    carried = [
-        (value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source
-    ]
+    carried = [(value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source]
     most = max(carried, key=lambda item: item[1], default=("", 0))
     expression = footprint.expr(height)
     return (

@@ -196,10 +196,7 @@ _UNARY = [
 ]
 _TABLE.update({f"aten.{name}.default": _POINTWISE for name in _UNARY})
 _TABLE.update(
-    {
-        f"aten.{name}": _POINTWISE
-        for name in ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar")
-    }
+    {f"aten.{name}": _POINTWISE for name in ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar")}
 )
 _TABLE["aten.div.Tensor"] = _BINARY
 #: What may stand in the tail, behind the last streamed value, and runs whole.
@@ -330,9 +327,7 @@ def _upsample_factors(node: Node) -> tuple[int, int]:
 def _nearest_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
     factors = node.argument("factors")
     if factors is None:
-        return [
-            f"{node.label}: the factor is not a whole number; upsample by an integer factor (or to an integer multiple)"
-        ]
+        return [f"{node.label}: the factor is not a whole number; upsample by an integer factor (or to an integer multiple)"]
     for axis, factor in enumerate(factors):
         # ATen finds the source index in float32; beyond some size or for some factors that is not floor(i / factor).
         extent = node.shape[2 + axis]
@@ -347,9 +342,7 @@ def _binary_problems(node: Node, graph: Graph, streamed: Collection[str]) -> lis
     for name in node.operands:
         shape = graph[name].shape
         if name not in streamed and any(extent != 1 for extent in shape[-2:]):
-            return [
-                f"{node.label}: operand {name} of shape {shape} varies along the image; make its height and width 1"
-            ]
+            return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its height and width 1"]
     if node.argument("rounding_mode") is not None:
         return [f"{node.label}: rounded division has no gradient rule; divide without rounding_mode"]
     return []
@@ -357,9 +350,7 @@ def _binary_problems(node: Node, graph: Graph, streamed: Collection[str]) -> lis
 
 def _cat_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
     if node.argument("dim") not in (1, -3):
-        return [
-            f"{node.label}: cat along dimension {node.argument('dim')}; only channels (dim=1) can be joined in strips"
-        ]
+        return [f"{node.label}: cat along dimension {node.argument('dim')}; only channels (dim=1) can be joined in strips"]
     whole = [name for name in node.operands if name not in streamed]
     return [f"{node.label}: operand {whole[0]} is not an image of the same size; expand it first"] if whole else []
 

@@ -89,9 +89,7 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
         for p in range(num_phases)
     )
     leaves = tuple(node for node in graph.nodes if node.kind != "operator")
-    ordered: tuple[Node, ...] = leaves + tuple(
-        graph[name] for phase in phases for name in (*phase.streamed, *phase.tail)
-    )
+    ordered: tuple[Node, ...] = leaves + tuple(graph[name] for phase in phases for name in (*phase.streamed, *phase.tail))
     return Phases(graph=Graph(nodes=ordered, outputs=graph.outputs), phases=phases, streamed=streamed, rows=rows)
 
 

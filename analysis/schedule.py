@@ -217,10 +217,7 @@ def build_schedule(
     inside = set(names)
     sources = tuple(
         dict.fromkeys(
-            operand
-            for name in names
-            for operand in graph[name].operands
-            if operand in streamed and operand not in inside
+            operand for name in names for operand in graph[name].operands if operand in streamed and operand not in inside
         )
     )
     height = max(extents[name] for name in sources)

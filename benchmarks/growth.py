@@ -98,12 +98,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--heights", nargs="+", type=positive_int, default=[1024, 2048, 4096, 8192], help="pixels")
     parser.add_argument("--width", type=positive_int, default=512, help="pixels")
     parser.add_argument("--rows", type=positive_int, default=64, help="strip height, pixels of the input")
-    parser.add_argument(
-        "--budget-mib", type=positive_int, help="a budget for the planner to thin states under (default: none)"
-    )
-    parser.add_argument(
-        "--max-plain-gib", type=float, help="skip plain above this (default: what the machine has free)"
-    )
+    parser.add_argument("--budget-mib", type=positive_int, help="a budget for the planner to thin states under (default: none)")
+    parser.add_argument("--max-plain-gib", type=float, help="skip plain above this (default: what the machine has free)")
     add_common_arguments(parser)
     return parser.parse_args()
 
@@ -130,9 +126,7 @@ def main() -> int:
         console.print(f"{error.kind}: {error}", markup=False)
         return 1
     if not check.passed:
-        console.print(
-            f"gradients are wrong: {check.worst_tensor} is off by {check.worst_error:.1e}, allowed {TOLERANCE:.0e}"
-        )
+        console.print(f"gradients are wrong: {check.worst_tensor} is off by {check.worst_error:.1e}, allowed {TOLERANCE:.0e}")
         return 1
     rows = []
     for height in track(args.heights, description="heights", console=console):

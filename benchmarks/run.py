@@ -75,9 +75,7 @@ class Bench:
         for model in self.args.models:
             for size in self.args.sizes:
                 args = self.args
-                plain = Case(
-                    model=model, height=size, width=size, method="plain", threads=args.threads, fraction=args.fraction
-                )
+                plain = Case(model=model, height=size, width=size, method="plain", threads=args.threads, fraction=args.fraction)
                 self.measure_size(plain)
                 self.write()
 
@@ -126,9 +124,7 @@ class Bench:
         record.check = call_in_process(check_gradients, case)
         if not record.check.passed:
             record.status = "check failed"
-            record.note = (
-                f"{record.check.worst_tensor} is off by {record.check.worst_error:.1e}, allowed {TOLERANCE:.0e}"
-            )
+            record.note = f"{record.check.worst_tensor} is off by {record.check.worst_error:.1e}, allowed {TOLERANCE:.0e}"
             return
         self.progress.advance(self.bar)
         self.say(case, "memory")
@@ -236,24 +232,12 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Step time and memory against plain PyTorch, in paired runs.")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument(
-        "--sizes", nargs="+", type=positive_int, default=[1024, 2048], help="sides of the images, pixels"
-    )
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHODS[1:], default=list(METHODS[1:]), help="compared with plain"
-    )
-    parser.add_argument(
-        "--rounds", type=positive_int, default=5, help=f"rounds that count, after {NUM_WARMUPS} warm-up"
-    )
-    parser.add_argument(
-        "--fraction", type=_fraction, default=0.2, help="our budget as a share of plain's activation peak"
-    )
-    parser.add_argument(
-        "--max-plain-gib", type=float, help="skip plain above this (default: what the machine has free)"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="one small size and two rounds: does it run, not how fast is it"
-    )
+    parser.add_argument("--sizes", nargs="+", type=positive_int, default=[1024, 2048], help="sides of the images, pixels")
+    parser.add_argument("--methods", nargs="+", choices=METHODS[1:], default=list(METHODS[1:]), help="compared with plain")
+    parser.add_argument("--rounds", type=positive_int, default=5, help=f"rounds that count, after {NUM_WARMUPS} warm-up")
+    parser.add_argument("--fraction", type=_fraction, default=0.2, help="our budget as a share of plain's activation peak")
+    parser.add_argument("--max-plain-gib", type=float, help="skip plain above this (default: what the machine has free)")
+    parser.add_argument("--quick", action="store_true", help="one small size and two rounds: does it run, not how fast is it")
     add_common_arguments(parser)
     args = parser.parse_args()
     if args.quick:

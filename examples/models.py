@@ -222,9 +222,7 @@ def freeze_norm(model: _Model) -> _Model:
     for module in model.modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, _FrozenMixin):
             if type(module) not in _FROZEN:
-                raise TypeError(
-                    f"cannot freeze {type(module).__name__}: known are BatchNorm1d, 2d and 3d. Convert it first."
-                )
+                raise TypeError(f"cannot freeze {type(module).__name__}: known are BatchNorm1d, 2d and 3d. Convert it first.")
             module.__class__ = _FROZEN[type(module)]
             module.eval()
     return model

@@ -79,7 +79,7 @@ def compile(
     engine = Engine(model, budget_bytes=budget_bytes, options=options or Options(), optimizer=optimizer, plan=plan)
     net = _wrap(model, engine)
     if all(extent is not None for shape in shapes for extent in shape):
-        engine.last_plan = engine.plan_for_shapes(shapes)
+        engine.last_plan = engine.plan_for_shapes([tuple(e for e in shape if e is not None) for shape in shapes])
     return net
 
 
@@ -124,7 +124,9 @@ class CheckReport:
     def __str__(self) -> str:
         if not self.ok:
             return "cannot be compiled exactly:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
-        return f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"
+        return (
+            f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"
+        )
 
 
 def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
@@ -145,8 +147,6 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
 
 def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
     """One shape, or several, with ``None`` for extents that vary."""
-    if isinstance(input_shape, torch.Tensor):
-        return (tuple(input_shape.shape),)
     if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
         raise InputError(f"input_shape {input_shape!r}: give (N, C, H, W), or a sequence of such shapes")
     items = list(input_shape)
@@ -161,9 +161,7 @@ def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
             raise InputError(f"input_shape {shape}: {len(shape)} extents, expected 4, (N, C, H, W)")
         for extent in shape:
             if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):
-                raise InputError(
-                    f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)"
-                )
+                raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")
     return tuple(shapes)
 
 
@@ -222,7 +220,7 @@ def _wrap(model: nn.Module, engine: Engine) -> Any:
 
 
 @cache
-def _compiled_class(cls: type[nn.Module]) -> type[nn.Module]:
+def _compiled_class(cls: Any) -> type[nn.Module]:
     return type(
         cls.__name__,
         (_Compiled, cls),

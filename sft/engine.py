@@ -83,9 +83,7 @@ class Engine:
     def plan_for_shapes(self, shapes: Sequence[Shape], input_grads: Sequence[bool] | None = None) -> Plan:
         """The plan for inputs of these shapes, of the model's dtype and on its device, with gradients if grad mode is on."""
         dtype, device = self._dtype_and_device()
-        kind = self._kind(
-            tuple(shapes), dtype, device, (False,) * len(shapes), tuple(input_grads or (False,) * len(shapes))
-        )
+        kind = self._kind(tuple(shapes), dtype, device, (False,) * len(shapes), tuple(input_grads or (False,) * len(shapes)))
         return self._prepare(kind).plan
 
     def plan_for_inputs(self, inputs: Sequence[torch.Tensor]) -> Plan:
@@ -136,17 +134,11 @@ class Engine:
             if not isinstance(value, torch.Tensor):
                 problems.append(f"input {position} is a {type(value).__name__}; give a tensor")
             elif value.dtype != dtype:
-                problems.append(
-                    f"input {position} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()"
-                )
+                problems.append(f"input {position} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()")
             elif value.device != device:
-                problems.append(
-                    f"input {position} is on {value.device}, the model on {device}; move one of them with .to()"
-                )
+                problems.append(f"input {position} is on {value.device}, the model on {device}; move one of them with .to()")
             elif value.dim() != 4:
-                problems.append(
-                    f"input {position} has {value.dim()} dimensions, expected 4 [N, C, H, W]; batch it with x[None]"
-                )
+                problems.append(f"input {position} has {value.dim()} dimensions, expected 4 [N, C, H, W]; batch it with x[None]")
             elif min(value.shape) < 1:
                 problems.append(f"input {position} has shape {tuple(value.shape)}; every extent must be at least 1")
         if not inputs:
@@ -233,9 +225,7 @@ class Engine:
             return None
         known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
         if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):
-            raise InputError(
-                "the plan names other operators than the model has; make a new one with sft.plan(model, ...)"
-            )
+            raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
         choices = tuple(segment.choice for segment in plan.segments)
         region = build_region(problem, choices, contiguous=not problem.channels_last)
         return Planned(choices, region, project(problem, region))
@@ -254,9 +244,7 @@ class Engine:
         symbols = found.bind(kind.shapes)
         if symbols is None:
             sizes = ", ".join("x".join(map(str, shape)) for shape in kind.shapes)
-            raise UnsupportedError(
-                [f"{type(self.model).__name__}: the capture at {sizes} does not hold for that very size"]
-            )
+            raise UnsupportedError([f"{type(self.model).__name__}: the capture at {sizes} does not hold for that very size"])
         self._captured.append(captured)
         return captured, symbols
 
@@ -292,12 +280,7 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
     """Bytes of an optimizer's state: what it holds, or will hold after its first step."""
     if optimizer is None:
         return 0
-    held = sum(
-        v.numel() * v.element_size()
-        for s in optimizer.state.values()
-        for v in s.values()
-        if isinstance(v, torch.Tensor)
-    )
+    held = sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
     if held:
         return held
     total = 0

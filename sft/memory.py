@@ -112,8 +112,7 @@ def _resolve(device: torch.device | str) -> torch.device:
     num_devices = torch.cuda.device_count()
     if num_devices == 0 or (resolved.index or 0) >= num_devices:
         raise InputError(
-            f"cannot measure on {str(resolved)!r}: this machine has {num_devices} CUDA devices; "
-            "use one of them, or 'cpu' or 'meta'"
+            f"cannot measure on {str(resolved)!r}: this machine has {num_devices} CUDA devices; use one of them, or 'cpu' or 'meta'"
         )
     return torch.device("cuda", torch.cuda.current_device()) if resolved.index is None else resolved
 
@@ -163,9 +162,7 @@ class _DispatchMeter(TorchDispatchMode):
             if id(storage) not in input_keys:  # else it is older than the block: an alias is not an allocation
                 self._count(storage, base_bytes=0)
         for storage, num_bytes in before:
-            if id(storage) in self._counted or (
-                storage.nbytes() > num_bytes and storage.device.type == self._device_type
-            ):
+            if id(storage) in self._counted or (storage.nbytes() > num_bytes and storage.device.type == self._device_type):
                 self._count(storage, base_bytes=num_bytes)
         return result
 

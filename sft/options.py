@@ -41,7 +41,7 @@ class Options:
         if self.backend not in ("auto", "aten"):
             problems.append(f"backend {self.backend!r}: choose 'auto' or 'aten'")
         if self.tile is not None:
-            if not isinstance(self.tile, tuple) or len(self.tile) != 2:
+            if len(self.tile) != 2:
                 problems.append(f"tile {self.tile!r}: give (rows, cols)")
             else:
                 problems += [

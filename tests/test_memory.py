@@ -264,9 +264,7 @@ def test_dry_run_measures_what_the_real_run_measures() -> None:
         model(image).square().mean().backward()
 
     def make() -> nn.Module:
-        return nn.Sequential(
-            nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 3, stride=2), nn.Flatten(), nn.Linear(392, 3)
-        )
+        return nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 3, stride=2), nn.Flatten(), nn.Linear(392, 3))
 
     image = torch.randn(1, 3, 17, 19)
     real = make()

@@ -82,10 +82,7 @@ def test_a_slide_says_what_it_is(slide: Slide) -> None:
 def test_known_pixels(slide: Slide) -> None:
     pixels = slide.read(1000, 1400, 64, 48)
     assert pixels.shape == (48, 64, 3) and pixels.dtype == np.uint8 and pixels.flags.c_contiguous
-    assert (
-        hashlib.sha256(pixels.tobytes()).hexdigest()
-        == "b0c811b7858784030e9920044b4873a2f26086a5a8f378c84a2dae33f59fcc4e"
-    )
+    assert hashlib.sha256(pixels.tobytes()).hexdigest() == "b0c811b7858784030e9920044b4873a2f26086a5a8f378c84a2dae33f59fcc4e"
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -164,9 +161,7 @@ def test_a_corrupt_tile_is_named_and_the_rest_stays_readable(damaged: tuple[Path
     good = Slide(SLIDE)
     with Slide(path) as slide:
         for _ in range(2):
-            with pytest.raises(
-                SourceError, match=rf"columns \[{x + 7}, {x + 17}\) and rows \[{y + 3}, {y + 8}\).*damaged"
-            ):
+            with pytest.raises(SourceError, match=rf"columns \[{x + 7}, {x + 17}\) and rows \[{y + 3}, {y + 8}\).*damaged"):
                 slide.read(x + 7, y + 3, 10, 5)
             # OpenSlide latches the error; a fresh handle must serve the next read.
             assert np.array_equal(slide.read(x - 50, y, 50, 300), good.read(x - 50, y, 50, 300))

@@ -52,9 +52,7 @@ def tradeoff_figure(points: Sequence[Point]) -> Figure:
         color = COLORS[point.model]
         axes.errorbar(point.memory_ratio, middle, yerr=spread, fmt=MARKERS[point.method], color=color, capsize=3)
         label = f"{point.model} {point.size}² {point.method}"
-        axes.annotate(
-            label, (point.memory_ratio, middle), xytext=(7, 3), textcoords="offset points", fontsize=7, color=color
-        )
+        axes.annotate(label, (point.memory_ratio, middle), xytext=(7, 3), textcoords="offset points", fontsize=7, color=color)
     axes.axhline(1, color="gray", linewidth=0.5)
     axes.axvline(1, color="gray", linewidth=0.5)
     axes.set_xlim(left=0, right=1.25)

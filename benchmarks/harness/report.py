@@ -66,12 +66,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that every script has."""
     default_out = Path(__file__).resolve().parents[1] / "results"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parser.add_argument(
-        "--out", type=Path, default=default_out, help="folder for the results (default: benchmarks/results)"
-    )
-    parser.add_argument(
-        "--threads", type=positive_int, default=cores, help="threads that torch may use (default: all cores)"
-    )
+    parser.add_argument("--out", type=Path, default=default_out, help="folder for the results (default: benchmarks/results)")
+    parser.add_argument("--threads", type=positive_int, default=cores, help="threads that torch may use (default: all cores)")
 
 
 def _cpu_name() -> str:

@@ -9,6 +9,7 @@ round stays.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import time
@@ -160,13 +161,9 @@ class StepWorker:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with contextlib.suppress(OSError):  # it is gone already; its own error is on its way up
             self._process.connection.send(False)
-        except OSError:
-            pass  # it is gone already; its own error is on its way up
         self._process.close()
 
     def step(self) -> float:

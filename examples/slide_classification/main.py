@@ -68,9 +68,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
     with slide:
         image = load_image(slide)
     model = build_model(image, arguments.seed)
-    console.print(
-        f"norm statistics: measured on {NUM_CROPS} crops of the slide, then frozen; all other parameters train"
-    )
+    console.print(f"norm statistics: measured on {NUM_CROPS} crops of the slide, then frozen; all other parameters train")
 
     net = sft.compile(model, image.shape, budget=arguments.budget)
     plan: sft.Plan = net.plan

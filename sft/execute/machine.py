@@ -27,9 +27,7 @@ class TorchMachine:
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
 
-    def allocate(
-        self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False
-    ) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> torch.Tensor:
         layout = torch.channels_last if len(shape) == 4 and not contiguous else torch.contiguous_format
         out = torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
         return out.zero_() if zero else out

@@ -169,9 +169,7 @@ class Emitter:
         self._append(function, arguments, keywords or {}, (out,))
         return out
 
-    def call_many(
-        self, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: tuple[Slot | None, ...]
-    ) -> None:
+    def call_many(self, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: tuple[Slot | None, ...]) -> None:
         """Emit an operation with several results."""
         self._append(function, arguments, {}, outputs)
 
@@ -193,9 +191,7 @@ class Emitter:
             return slot
         shape = list(slot.shape)
         shape[dim] = length
-        return self.call(
-            torch.ops.aten.slice.Tensor, slot, dim, start, start + length, shape=shape, view_of=slot, dtype=slot.dtype
-        )
+        return self.call(torch.ops.aten.slice.Tensor, slot, dim, start, start + length, shape=shape, view_of=slot, dtype=slot.dtype)
 
     def copy(self, destination: Slot, source: Slot) -> Slot:
         """Copy ``source`` into ``destination``."""
@@ -228,9 +224,7 @@ class Emitter:
         keep = _live(self.instructions, external | results)
         live = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
         turn = sum(keep[:turn])
-        sized = {
-            out.number: out.num_bytes for i in live for out in i.outputs if out is not None and out.root == out.number
-        }
+        sized = {out.number: out.num_bytes for i in live for out in i.outputs if out is not None and out.root == out.number}
         last: dict[int, int] = {}
         members: dict[int, list[int]] = {}
         for position, instruction in enumerate(live):

@@ -138,9 +138,7 @@ class Convolution(_Windowed):
             for wanted, shape in zip(mask, (padded.shape, weight_slot.shape, (weight_slot.shape[0],)), strict=True)
         )
         sizes = None if bias is None else [weight_slot.shape[0]]
-        e.call_many(
-            aten.convolution_backward.default, (grad, padded, weight_slot, sizes, *self._geometry(ctx), mask), out
-        )
+        e.call_many(aten.convolution_backward.default, (grad, padded, weight_slot, sizes, *self._geometry(ctx), mask), out)
         if out[0] is not None:
             ctx.add_grad(image, self._unpadded(ctx, operand, out[0]), owned=True)
         if out[1] is not None:
@@ -174,9 +172,7 @@ class MaxPool(_Windowed):
         )
         out = ctx.emitter.slot(ctx.out_shape)
         ctx.saved["indices"] = ctx.emitter.slot(ctx.out_shape, torch.int64)
-        ctx.emitter.call_many(
-            aten.max_pool2d_with_indices.default, (padded, *ctx.saved["geometry"]), (out, ctx.saved["indices"])
-        )
+        ctx.emitter.call_many(aten.max_pool2d_with_indices.default, (padded, *ctx.saved["geometry"]), (out, ctx.saved["indices"]))
         return out
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
@@ -211,9 +207,7 @@ class AvgPool(_Windowed):
         override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
         whole = ctx.is_whole and 2 * rows.pad_low <= rows.kernel and 2 * columns.pad_low <= columns.kernel
         native = (
-            whole
-            or override is not None
-            or (not (read.pad_low or read.pad_high) or (counted and read.pad_high <= rows.pad_high))
+            whole or override is not None or (not (read.pad_low or read.pad_high) or (counted and read.pad_high <= rows.pad_high))
         )
         e = ctx.emitter
         if native:
@@ -224,9 +218,7 @@ class AvgPool(_Windowed):
                 padded = _pad(ctx, ctx.strip(operand), read.pad_low, read.pad_high, 0, 0, 0.0)
                 padding = (0, columns.pad_low)
                 ctx.saved["offset"] = (read.pad_low, 0)
-            ctx.saved.update(
-                padded=padded, counts=None, geometry=self._arguments(windows, padding, rows.ceil, counted, override)
-            )
+            ctx.saved.update(padded=padded, counts=None, geometry=self._arguments(windows, padding, rows.ceil, counted, override))
             return e.call(aten.avg_pool2d.default, padded, *ctx.saved["geometry"], shape=ctx.out_shape)
         width = ctx.scope.shapes[operand][3]
         out_width = ctx.out_shape[3]
@@ -271,9 +263,7 @@ class Nearest(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         strip = ctx.strip(next(refs_in(ctx.node.argument("input"))))
         factors = ctx.node.argument("factors")
-        assert strip.shape[2] * factors[0] == ctx.new_rows, (
-            "a strip of an upsampled value begins and ends at input rows"
-        )
+        assert strip.shape[2] * factors[0] == ctx.new_rows, "a strip of an upsampled value begins and ends at input rows"
         ctx.saved["shape"] = strip.shape
         return ctx.emitter.call(
             aten.upsample_nearest2d.default, strip, list(ctx.out_shape[2:]), *map(float, factors), shape=ctx.out_shape
@@ -383,9 +373,7 @@ class FrozenNorm(Rule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         node = ctx.node
-        arguments = [
-            ctx.operand_slot(node.argument(name)) for name in ("input", "weight", "bias", "running_mean", "running_var")
-        ]
+        arguments = [ctx.operand_slot(node.argument(name)) for name in ("input", "weight", "bias", "running_mean", "running_var")]
         out = ctx.emitter.slot(ctx.out_shape)
         ctx.emitter.call_many(
             aten._native_batch_norm_legit_no_training.default,

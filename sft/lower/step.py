@@ -244,13 +244,9 @@ class _StepLowering:
 
     def _backward_streamed(self, node: Node, gradient: _Gradient) -> None:
         scope, e, rows = self.scope, self.emitter, self.rows[node.name]
-        parts = [
-            (slot, interval, owned) for slot, interval, owned in gradient.parts if interval is not None and interval
-        ]
+        parts = [(slot, interval, owned) for slot, interval, owned in gradient.parts if interval is not None and interval]
         if rows.kept and not self.whole:
-            parts.append(
-                (e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept))), rows.kept, False)
-            )
+            parts.append((e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept))), rows.kept, False))
         if node.name in scope.outputs and rows.new:
             parts.append((e.port("grad_out", node.name, scope.strip_shape(node.name, len(rows.new))), rows.new, False))
         if not rows.held:

@@ -158,9 +158,7 @@ def _values(items: Any) -> list[_Value]:
 
 
 @lru_cache(maxsize=512)
-def _trace_pointwise(
-    target: str, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...], dtype: torch.dtype
-) -> _Trace:
+def _trace_pointwise(target: str, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> _Trace:
     overload = resolve_target(target)
     return _trace(lambda x: overload(x, *arguments, **dict(keywords)), [_TINY], [dtype], [True])
 
@@ -168,9 +166,7 @@ def _trace_pointwise(
 class _Traced(Rule):
     """Shared replay of a trace's calls."""
 
-    def _replay(
-        self, ctx: NodeContext, calls: Sequence[_Call], values: dict[int, Slot], shape: tuple[int, ...] | None
-    ) -> None:
+    def _replay(self, ctx: NodeContext, calls: Sequence[_Call], values: dict[int, Slot], shape: tuple[int, ...] | None) -> None:
         def convert(item: Any) -> Any:
             if isinstance(item, _Value):
                 return values[item.index]
@@ -195,7 +191,7 @@ class TracedPointwise(_Traced):
 
     def forward(self, ctx: NodeContext) -> Slot:
         trace = self._trace_of(ctx)
-        values = {0: ctx.operand_slot(ctx.node.argument("self"))}
+        values: dict[int, Slot] = {0: ctx.operand_slot(ctx.node.argument("self"))}
         self._replay(ctx, trace.forward, values, ctx.out_shape)
         ctx.saved["values"] = values
         return values[trace.result]
@@ -218,9 +214,7 @@ class TracedPointwise(_Traced):
         positional = [a.name for a in overload._schema.arguments if not a.kwarg_only]
         values = dict(rest)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
-        keywords = tuple(
-            (a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values
-        )
+        keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
         return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype)
 
 
@@ -237,12 +231,8 @@ class TracedWhole(_Traced):
 
         def function(*tensors: torch.Tensor) -> torch.Tensor:
             by_name = dict(zip(names, tensors, strict=True))
-            positional = [
-                map_refs(given[a.name], by_name.__getitem__) for a in schema if not a.kwarg_only and a.name in given
-            ]
-            keywords = {
-                a.name: map_refs(given[a.name], by_name.__getitem__) for a in schema if a.kwarg_only and a.name in given
-            }
+            positional = [map_refs(given[a.name], by_name.__getitem__) for a in schema if not a.kwarg_only and a.name in given]
+            keywords = {a.name: map_refs(given[a.name], by_name.__getitem__) for a in schema if a.kwarg_only and a.name in given}
             out: torch.Tensor = overload(*positional, **keywords)
             return out
 

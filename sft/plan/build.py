@@ -63,9 +63,7 @@ def _segment(
         outputs=outputs,
         sources=sources,
         in_layout=frozenset(
-            name
-            for name in sources
-            if name in problem.channels_last or (name not in inputs and name not in problem.graph.outputs)
+            name for name in sources if name in problem.channels_last or (name not in inputs and name not in problem.graph.outputs)
         ),
         batch=choice.batch_tile if tiled else problem.num_batch,
         dtype=problem.dtypes[lead],
@@ -74,9 +72,7 @@ def _segment(
         return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides)
     extents = {name: problem.shapes[name][2] for name in phases.streamed}
     schedule = build_schedule(problem.graph, choice.nodes, phases.rows, phases.streamed, extents, choice.strip_rows)
-    return TiledSegment(
-        scope=scope, schedule=schedule, state_every=choice.state_every, num_batch=problem.num_batch, sides=sides
-    )
+    return TiledSegment(scope=scope, schedule=schedule, state_every=choice.state_every, num_batch=problem.num_batch, sides=sides)
 
 
 def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str]) -> Step:

@@ -29,16 +29,12 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, plain_flo
         plain_flops=plain_flops,
         segments=tuple(
             _segment(problem, choice, segment, makes)
-            for choice, segment, makes in zip(
-                planned.choices, planned.region.segments, planned.region.makes, strict=True
-            )
+            for choice, segment, makes in zip(planned.choices, planned.region.segments, planned.region.makes, strict=True)
         ),
     )
 
 
-def _segment(
-    problem: Problem, choice: SegmentChoice, segment: TiledSegment | WholeSegment, makes: tuple[str, ...]
-) -> SegmentPlan:
+def _segment(problem: Problem, choice: SegmentChoice, segment: TiledSegment | WholeSegment, makes: tuple[str, ...]) -> SegmentPlan:
     graph, phases = problem.graph, problem.phases
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, state_bytes = 1, 0, 0

@@ -51,9 +51,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
         return found
     smallest = search.smallest()
     needed = problem.resident_bytes + smallest.projection.peak_bytes
-    worst = max(
-        smallest.region.segments, key=lambda s: sum(problem.value_bytes(n) for n in s.scope.outputs + s.scope.sources)
-    )
+    worst = max(smallest.region.segments, key=lambda s: sum(problem.value_bytes(n) for n in s.scope.outputs + s.scope.sources))
     first, last = worst.scope.names[0], worst.scope.names[-1]
     raise BudgetError(
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
@@ -118,9 +116,7 @@ class _Search:
         for rows in self._heights(depth):
             num_steps = -(-self._height(depth) // rows)
             for every in self._intervals(num_steps):
-                estimate = (
-                    base_bytes + footprint.working_bytes(rows) + footprint.states_bytes(num_steps, every, self._walks())
-                )
+                estimate = base_bytes + footprint.working_bytes(rows) + footprint.states_bytes(num_steps, every, self._walks())
                 # The formula leaves out what only the lowering knows (indices, gradients' copies): it may err by some.
                 if estimate > 1.25 * self.room_bytes:
                     continue
@@ -164,10 +160,7 @@ class _Search:
         names = self._runs(depth)[0]
         streamed, inside = self.problem.phases.streamed, set(names)
         heights = [
-            self.problem.shapes[o][2]
-            for n in names
-            for o in self.problem.graph[n].operands
-            if o in streamed and o not in inside
+            self.problem.shapes[o][2] for n in names for o in self.problem.graph[n].operands if o in streamed and o not in inside
         ]
         return max(heights, default=1)
 
@@ -228,9 +221,7 @@ class _Search:
                     choices.append(SegmentChoice(nodes=rest, mode="whole"))
                     rest = ()
                 choices.append(
-                    SegmentChoice(
-                        nodes=tiled, mode="tiled", strip_rows=rows, state_every=every, batch_tile=self._batch_tile()
-                    )
+                    SegmentChoice(nodes=tiled, mode="tiled", strip_rows=rows, state_every=every, batch_tile=self._batch_tile())
                 )
             rest += phase.streamed[cut:] + phase.tail
         if rest:

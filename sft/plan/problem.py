@@ -104,9 +104,7 @@ def concrete_shapes(
                         [f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"]
                     )
                 listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
-                raise InputError(
-                    f"{node.label}: operands of different size, {listed}; choose an input size at which they agree"
-                )
+                raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
             extents = [row.extent(node, axis, shapes[operand][2 + axis]) for axis in range(2)]
             if min(extents) < 1:
                 size = "x".join(map(str, shapes[operand]))

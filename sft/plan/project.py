@@ -78,9 +78,7 @@ class _Projected:
         stores = []
         for chunk in self.segment.chunks:
             if len(chunk) not in self.profiles:
-                self.profiles[len(chunk)] = profile_walk(
-                    self.segment, chunk, keep=keep, differentiate=keep and self.differentiate
-                )
+                self.profiles[len(chunk)] = profile_walk(self.segment, chunk, keep=keep, differentiate=keep and self.differentiate)
             profile = self.profiles[len(chunk)]
             shapes = [(len(chunk), self.scope.shapes[name][1]) for name in self.segment.means]
             sums = [machine.allocate(shape, torch.float64, zero=True) for shape in shapes]
@@ -92,9 +90,7 @@ class _Projected:
             del sums
         return stores
 
-    def backward(
-        self, machine: Machine, values: Values, stores: list[Phantom], grads: Gradients, *, consume: bool = True
-    ) -> None:
+    def backward(self, machine: Machine, values: Values, stores: list[Phantom], grads: Gradients, *, consume: bool = True) -> None:
         assert isinstance(machine, PhantomMachine)
         for chunk in reversed(self.segment.chunks):
             del stores[-1]

@@ -144,7 +144,8 @@ class Plan:
             if data.pop("format", None) != _FORMAT:
                 raise InputError(f"this is not a plan of format {_FORMAT}; make a new one with sft.plan(...)")
             segments = tuple(_from_dict(SegmentPlan, item) for item in data.pop("segments"))
-            return _from_dict(cls, {**data, "segments": segments})
+            plan: Plan = _from_dict(cls, {**data, "segments": segments})
+            return plan
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise InputError(f"cannot read the plan: {error}; make a new one with sft.plan(...)") from error
 

@@ -68,9 +68,7 @@ def check_region(name: str, x: int, y: int, w: int, h: int, width_px: int, heigh
         InputError: the rectangle is empty or reaches outside.
     """
     if w < 1 or h < 1:
-        raise InputError(
-            f"cannot read {w} x {h} px of {name}: a rectangle has at least one pixel. Ask for w >= 1 and h >= 1."
-        )
+        raise InputError(f"cannot read {w} x {h} px of {name}: a rectangle has at least one pixel. Ask for w >= 1 and h >= 1.")
     if x < 0 or y < 0 or x + w > width_px or y + h > height_px:
         raise InputError(
             f"cannot read columns [{x}, {x + w}) and rows [{y}, {y + h}) of {name}: it is {width_px} px wide and "

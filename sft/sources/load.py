@@ -47,9 +47,7 @@ def load_tensor(
         SourceError: the pixels cannot be read.
     """
     if not dtype.is_floating_point:
-        raise InputError(
-            f"cannot load an image as {dtype}: normalised pixels are fractions. Use a floating-point dtype."
-        )
+        raise InputError(f"cannot load an image as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
     if len(mean) != _NUM_CHANNELS or len(std) != _NUM_CHANNELS or min(std) <= 0:
         raise InputError(
             f"cannot normalise with mean {tuple(mean)} and std {tuple(std)}: an RGB image needs "
@@ -67,8 +65,7 @@ def load_tensor(
     for pixels in read_strips(image, rows):
         if pixels.ndim != 3 or pixels.shape[2] != _NUM_CHANNELS:
             raise InputError(
-                f"cannot load pixels of shape {pixels.shape}: expected [height, width, {_NUM_CHANNELS}]. "
-                "Convert the source to RGB."
+                f"cannot load pixels of shape {pixels.shape}: expected [height, width, {_NUM_CHANNELS}]. Convert the source to RGB."
             )
         bottom = top + pixels.shape[0]
         strip = torch.from_numpy(pixels).permute(2, 0, 1).to(work_dtype)

@@ -96,9 +96,7 @@ class Slide:
     def __enter__(self) -> Slide:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -209,8 +207,7 @@ class Slide:
             num_levels = len(handle.level_dimensions)
             if not 0 <= self.level < num_levels:
                 raise InputError(
-                    f"cannot use level {self.level} of slide {self.path}: it has levels 0 to "
-                    f"{num_levels - 1}. Choose one of them."
+                    f"cannot use level {self.level} of slide {self.path}: it has levels 0 to {num_levels - 1}. Choose one of them."
                 )
             self._facts = _Facts(
                 level_dimensions=tuple(handle.level_dimensions),
@@ -226,8 +223,7 @@ def _open_handle(path: Path) -> _Handle:
         import openslide  # the only user; everything else in sft works without it
     except (ImportError, OSError) as error:
         raise SourceError(
-            f"cannot open slide {path}: OpenSlide is missing ({error}). "
-            'Install it with: pip install "sft-engine[slide]"'
+            f'cannot open slide {path}: OpenSlide is missing ({error}). Install it with: pip install "sft-engine[slide]"'
         ) from error
     if not path.exists():
         raise SourceError(f"cannot open slide {path}: there is no such file. Check the path.")

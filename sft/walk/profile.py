@@ -141,4 +141,5 @@ def _restored(num_steps: int, every: int) -> Ints:
     """Strips that run forward again in the backward walk."""
     last = (num_steps - 1) // every * every
     steps = np.arange(last)
-    return steps[steps % every != every - 1]
+    restored: Ints = steps[steps % every != every - 1]
+    return restored

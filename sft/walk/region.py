@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from sft.analysis.graph import Graph
@@ -29,9 +30,7 @@ class Segment(Protocol):
     @property
     def sides(self) -> tuple[str, ...]: ...
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
-    def backward(
-        self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True
-    ) -> None: ...
+    def backward(self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
 
 
 @dataclass(slots=True)
@@ -89,8 +88,12 @@ class Region:
             tape.kept.append(segment.forward(machine, tape.values, keep=keep))
             if not keep:
                 tape.kept.clear()
-            self._drop_values(tape.values, lambda name, i=index: self._read_after(name, i, keep))
+            self._drop_values(tape.values, partial(self._read_after, index=index, keep=keep))
         return outputs, tape
+
+    def _read_before(self, name: str, index: int) -> bool:
+        """Whether a segment before ``index`` reads a value."""
+        return any(name in reads for reads in self.reads[:index])
 
     def _read_after(self, name: str, index: int, keep: bool) -> bool:
         """Whether a value is still read once segment ``index`` has run forward."""
@@ -119,15 +122,13 @@ class Region:
             if any(name in self.requires_grad for name in segment.scope.names) and makes:
                 for name in makes:
                     if name not in grads.by_name:
-                        grads.by_name[name] = machine.zeros_like(
-                            values.by_name.get(name), self.shapes[name], self.dtypes[name]
-                        )
+                        grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.dtypes[name])
                 self._make_accumulators(machine, index, values, grads)
                 segment.backward(machine, values, saved, grads, consume=consume)
             del saved
             for name in self.makes[index]:
                 grads.by_name.pop(name, None)
-            self._drop_values(values, lambda name, i=index: any(name in reads for reads in self.reads[:i]))
+            self._drop_values(values, partial(self._read_before, index=index))
         return {name: handle for name, handle in grads.by_name.items() if name in leaves}
 
     def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients) -> None:

@@ -119,10 +119,7 @@ class TiledSegment:
         for chunk in self.chunks:
             store = RowStore()
             scope = self._scope(chunk)
-            partial = {
-                name: machine.allocate((len(chunk), scope.shapes[name][1]), torch.float64, zero=True)
-                for name in self.means
-            }
+            partial = {name: machine.allocate((len(chunk), scope.shapes[name][1]), torch.float64, zero=True) for name in self.means}
             kept = self.kept if keep else frozenset()
             for index in range(self.schedule.num_steps):
                 self._run_forward(machine, values, store, index, chunk, partial, write=True)
@@ -186,9 +183,7 @@ class TiledSegment:
         shape = self.scope.shapes[name]
         return len(shape) > 0 and shape[0] == self.num_batch and self.num_batch > 1
 
-    def backward(
-        self, machine: Machine, values: Values, stores: list[RowStore], grads: Gradients, *, consume: bool = True
-    ) -> None:
+    def backward(self, machine: Machine, values: Values, stores: list[RowStore], grads: Gradients, *, consume: bool = True) -> None:
         """Walk the strips in reverse.
 
         Args:
@@ -204,9 +199,7 @@ class TiledSegment:
         while chunks:
             self._backward_chunk(machine, values, stores.pop(), grads, chunks.pop())
 
-    def _backward_chunk(
-        self, machine: Machine, values: Values, store: RowStore, grads: Gradients, chunk: Interval
-    ) -> None:
+    def _backward_chunk(self, machine: Machine, values: Values, store: RowStore, grads: Gradients, chunk: Interval) -> None:
         schedule = self.schedule
         carried: dict[str, Handle] = {}
         for action in backward_actions(schedule.num_steps, self.state_every):
@@ -268,9 +261,7 @@ class WholeSegment:
         _, saved = machine.run(program, bindings)
         return saved
 
-    def backward(
-        self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True
-    ) -> None:
+    def backward(self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True) -> None:
         """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""
         _, program = self.programs(True)
         assert program is not None

@@ -150,9 +150,7 @@ def plan_of(net: nn.Module, x: Tensor) -> sft.Plan:
     return plan
 
 
-def assert_within_budget(
-    net: nn.Module, x: Tensor, *, budget: int | str, input_grad: bool = True
-) -> tuple[int, int, sft.Plan]:
+def assert_within_budget(net: nn.Module, x: Tensor, *, budget: int | str, input_grad: bool = True) -> tuple[int, int, sft.Plan]:
     """Assert measured peak <= projected peak, projected tight, total <= budget, FLOPs as planned.
 
     The parameters' ``.grad`` are None before each of the two runs, so that accumulators and ``.grad`` are measured too.
@@ -228,9 +226,7 @@ def assert_exact(
             tree_ours = net(x_ours)
         y_ours = _leaves(tree_ours)
         assert pytree.tree_structure(tree_ours) == pytree.tree_structure(tree_eager), "the outputs' structure differs"
-        assert [y.requires_grad for y in y_ours] == [y.requires_grad for y in y_eager], (
-            "which outputs require grad differs"
-        )
+        assert [y.requires_grad for y in y_ours] == [y.requires_grad for y in y_eager], "which outputs require grad differs"
         before = [y.detach().clone() for y in y_ours]
         _backward(y_eager, gradients)
         with poisoned():
@@ -238,16 +234,12 @@ def assert_exact(
 
         at = f"step {step}, "
         found: dict[str, dict[str, float]] = {
-            "output": {
-                f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(y_ours, y_eager, strict=True))
-            },
+            "output": {f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(y_ours, y_eager, strict=True))},
             "input_grad": {},
             "param_grad": gradient_errors(_param_grads(net), _param_grads(eager)),
             "buffer": {},
         }
-        assert all(torch.equal(y, kept) for y, kept in zip(y_ours, before, strict=True)), (
-            f"{at}the backward changed an output"
-        )
+        assert all(torch.equal(y, kept) for y, kept in zip(y_ours, before, strict=True)), f"{at}the backward changed an output"
         assert (x_ours.grad is None) == (x_eager.grad is None), f"{at}only one of the two has an input gradient"
         if x_ours.grad is not None and x_eager.grad is not None:
             found["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad)

@@ -35,9 +35,7 @@ def _factors(node: Node, source: Node) -> tuple[int, int] | None:
     """The whole upsampling factors along height and width, ``None`` when one is not whole."""
     scales = node.argument("scale_factors")
     if scales is None:
-        scales = [
-            sp.simplify(sp.sympify(out) / sp.sympify(size)) for out, size in zip(node.shape[2:], source.shape[2:], strict=True)
-        ]
+        scales = [sp.simplify(sp.sympify(out) / sp.sympify(size)) for out, size in zip(node.shape[2:], source.shape[2:], strict=True)]
     factors = []
     for scale in scales:
         if not sp.sympify(scale).is_number or scale < 1 or int(scale) != scale:

@@ -269,10 +269,7 @@ def _graph(program: ExportedProgram) -> Graph:
             source, index = fx_node.args
             if index == 0 and _first_output_only(source):
                 alias[fx_node.name] = alias.get(source.name, source.name)
-                nodes = [
-                    _node(n.name, n.kind, n.target, value, n.arguments, n.module_path) if n.name == source.name else n
-                    for n in nodes
-                ]
+                nodes = [_node(n.name, n.kind, n.target, value, n.arguments, n.module_path) if n.name == source.name else n for n in nodes]
             elif index != 0 and _first_output_only(source):
                 continue
             else:
@@ -311,9 +308,7 @@ def map_refs_list(arguments: tuple[tuple[str, Any], ...]) -> list[str]:
     return names
 
 
-def _node(
-    name: str, kind: Any, target: str, value: Any, arguments: tuple[tuple[str, Any], ...] = (), module_path: str = ""
-) -> Node:
+def _node(name: str, kind: Any, target: str, value: Any, arguments: tuple[tuple[str, Any], ...] = (), module_path: str = "") -> Node:
     return Node(
         name=name,
         kind=kind,

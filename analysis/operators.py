@@ -195,9 +195,7 @@ _UNARY = [
     "expm1",
 ]
 _TABLE.update({f"aten.{name}.default": _POINTWISE for name in _UNARY})
-_TABLE.update(
-    {f"aten.{name}": _POINTWISE for name in ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar")}
-)
+_TABLE.update({f"aten.{name}": _POINTWISE for name in ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar")})
 _TABLE["aten.div.Tensor"] = _BINARY
 #: What may stand in the tail, behind the last streamed value, and runs whole.
 _TAIL = frozenset(

@@ -76,9 +76,7 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
     level: dict[str, int] = {node.name: 0 for node in graph.nodes if node.kind != "operator"}
     runs: dict[str, bool] = {}  # whether an operator runs in its phase's streamed run
     for node in graph.operators:
-        runs[node.name] = node.name in streamed or (
-            rows[node.name].role == "reduce" and any(name in streamed for name in node.operands)
-        )
+        runs[node.name] = node.name in streamed or (rows[node.name].role == "reduce" and any(name in streamed for name in node.operands))
         level[node.name] = max((_level(graph, name, level, runs, runs[node.name]) for name in node.operands), default=0)
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
     phases = tuple(

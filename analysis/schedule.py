@@ -176,9 +176,7 @@ def _read(operand: str, low: int, high: int, extent: int) -> Read:
     return Read(operand=operand, rows=rows, pad_low=pad_low, pad_high=high - low - pad_low - len(rows))
 
 
-def row_rates(
-    graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction], rows: Mapping[str, Operator]
-) -> dict[str, Fraction]:
+def row_rates(graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction], rows: Mapping[str, Operator]) -> dict[str, Fraction]:
     """Rows of each value per row of the walked input, given the sources' rates (global values have none)."""
     rates = dict(sources)
     for name in names:
@@ -216,9 +214,7 @@ def build_schedule(
     """
     inside = set(names)
     sources = tuple(
-        dict.fromkeys(
-            operand for name in names for operand in graph[name].operands if operand in streamed and operand not in inside
-        )
+        dict.fromkeys(operand for name in names for operand in graph[name].operands if operand in streamed and operand not in inside)
     )
     height = max(extents[name] for name in sources)
     strip = min(strip_rows, height)
@@ -283,9 +279,7 @@ def _advance(
         num_steps += max(1, num_steps // 8)
 
 
-def _reads(
-    node: Node, row: Operator, frontier: Mapping[str, Rows], operand: str, extents: Mapping[str, int]
-) -> tuple[Rows, Rows, Rows]:
+def _reads(node: Node, row: Operator, frontier: Mapping[str, Rows], operand: str, extents: Mapping[str, int]) -> tuple[Rows, Rows, Rows]:
     """First and last+1 row read in each step, borders ignored, and the first row still needed at each point."""
     if row.role == "reduce":  # every row once, as it comes
         front = frontier[operand]

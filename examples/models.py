@@ -228,9 +228,7 @@ def freeze_norm(model: _Model) -> _Model:
     return model
 
 
-def _resnet(
-    block: type[BasicBlock] | type[BottleneckBlock], depths: Sequence[int], num_classes: int, width: int
-) -> PooledClassifier:
+def _resnet(block: type[BasicBlock] | type[BottleneckBlock], depths: Sequence[int], num_classes: int, width: int) -> PooledClassifier:
     layers: list[nn.Module] = [
         *_conv_norm(3, width, 7, stride=2),
         nn.ReLU(inplace=True),

@@ -124,9 +124,7 @@ class CheckReport:
     def __str__(self) -> str:
         if not self.ok:
             return "cannot be compiled exactly:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
-        return (
-            f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"
-        )
+        return f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"
 
 
 def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
@@ -212,7 +210,8 @@ def _rebuild(model: nn.Module, budget_bytes: int, options: Options, plan: Plan |
 
 
 def _wrap(model: nn.Module, engine: Engine) -> Any:
-    cls = _compiled_class(type(model))
+    base: Any = type(model)
+    cls = _compiled_class(base)
     net = cls.__new__(cls)
     object.__setattr__(net, "__dict__", model.__dict__)
     object.__setattr__(net, "_sft_engine", engine)

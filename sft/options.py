@@ -41,7 +41,7 @@ class Options:
         if self.backend not in ("auto", "aten"):
             problems.append(f"backend {self.backend!r}: choose 'auto' or 'aten'")
         if self.tile is not None:
-            if len(self.tile) != 2:
+            if len(tuple(self.tile)) != 2:  # from untyped callers
                 problems.append(f"tile {self.tile!r}: give (rows, cols)")
             else:
                 problems += [

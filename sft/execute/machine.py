@@ -48,9 +48,7 @@ class TorchMachine:
     def add(self, target: Handle, source: Handle) -> None:
         target.add_(source)
 
-    def run(
-        self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None
-    ) -> tuple[dict[Port, Handle], Saved]:
+    def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         tensors: dict[int, Any] = {} if saved is None else saved.values
         for port, slot in program.ports.items():
             if port in bindings:

@@ -260,9 +260,7 @@ class Emitter:
         return first, _program(placed[turn:], self.ports, self.results, ())
 
 
-def _program(
-    instructions: list[Instruction], ports: dict[Port, Slot], results: dict[Port, Slot], saved: tuple[int, ...]
-) -> Program:
+def _program(instructions: list[Instruction], ports: dict[Port, Slot], results: dict[Port, Slot], saved: tuple[int, ...]) -> Program:
     bytes_now = peak = 0
     for instruction in instructions:
         bytes_now += instruction.num_bytes
@@ -304,9 +302,7 @@ def _slots(instruction: Instruction) -> Iterable[Slot]:
             yield from (item for item in value if isinstance(item, Slot))
 
 
-def _flops(
-    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], outputs: tuple[Slot | None, ...]
-) -> int:
+def _flops(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], outputs: tuple[Slot | None, ...]) -> int:
     """What ``torch.utils.flop_counter`` counts for the operation: its own formulas, on our shapes."""
     formula = flop_registry.get(getattr(function, "overloadpacket", None))
     if formula is None:

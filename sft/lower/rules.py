@@ -206,9 +206,7 @@ class AvgPool(_Windowed):
         read = ctx.read_of(operand)
         override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
         whole = ctx.is_whole and 2 * rows.pad_low <= rows.kernel and 2 * columns.pad_low <= columns.kernel
-        native = (
-            whole or override is not None or (not (read.pad_low or read.pad_high) or (counted and read.pad_high <= rows.pad_high))
-        )
+        native = whole or override is not None or (not (read.pad_low or read.pad_high) or (counted and read.pad_high <= rows.pad_high))
         e = ctx.emitter
         if native:
             if whole:
@@ -265,9 +263,7 @@ class Nearest(Rule):
         factors = ctx.node.argument("factors")
         assert strip.shape[2] * factors[0] == ctx.new_rows, "a strip of an upsampled value begins and ends at input rows"
         ctx.saved["shape"] = strip.shape
-        return ctx.emitter.call(
-            aten.upsample_nearest2d.default, strip, list(ctx.out_shape[2:]), *map(float, factors), shape=ctx.out_shape
-        )
+        return ctx.emitter.call(aten.upsample_nearest2d.default, strip, list(ctx.out_shape[2:]), *map(float, factors), shape=ctx.out_shape)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         shape = ctx.saved["shape"]
@@ -407,7 +403,6 @@ class Mean(Rule):
 
     def forward(self, ctx: NodeContext) -> Slot:
         operand = next(refs_in(ctx.node.argument("self")))
-        batch, channels, height, width = ctx.scope.shapes[operand]
         strip = ctx.strip(operand)
         total = ctx.emitter.call(aten.sum.dim_IntList, strip, [2, 3], shape=strip.shape[:2])
         running = ctx.emitter.port("partial", ctx.node.name, strip.shape[:2], torch.float64)

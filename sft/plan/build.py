@@ -44,9 +44,7 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice], *, contiguo
     )
 
 
-def _segment(
-    problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...]
-) -> TiledSegment | WholeSegment:
+def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...]) -> TiledSegment | WholeSegment:
     phases = problem.phases
     sources = tuple(name for name in outside if name in phases.streamed)
     sides = tuple(name for name in outside if name not in phases.streamed)

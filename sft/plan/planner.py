@@ -159,9 +159,7 @@ class _Search:
     def _height(self, depth: int) -> int:
         names = self._runs(depth)[0]
         streamed, inside = self.problem.phases.streamed, set(names)
-        heights = [
-            self.problem.shapes[o][2] for n in names for o in self.problem.graph[n].operands if o in streamed and o not in inside
-        ]
+        heights = [self.problem.shapes[o][2] for n in names for o in self.problem.graph[n].operands if o in streamed and o not in inside]
         return max(heights, default=1)
 
     def _stride(self, depth: int) -> int:
@@ -220,9 +218,7 @@ class _Search:
                 if rest:
                     choices.append(SegmentChoice(nodes=rest, mode="whole"))
                     rest = ()
-                choices.append(
-                    SegmentChoice(nodes=tiled, mode="tiled", strip_rows=rows, state_every=every, batch_tile=self._batch_tile())
-                )
+                choices.append(SegmentChoice(nodes=tiled, mode="tiled", strip_rows=rows, state_every=every, batch_tile=self._batch_tile()))
             rest += phase.streamed[cut:] + phase.tail
         if rest:
             choices.append(SegmentChoice(nodes=rest, mode="whole"))

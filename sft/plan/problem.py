@@ -80,9 +80,7 @@ class Problem:
         return total_stride(self.rates(names)) if names else 1
 
 
-def concrete_shapes(
-    phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """The shape of every value for the inputs' shapes ``given``.
 
     Raises:
@@ -100,22 +98,17 @@ def concrete_shapes(
             sizes = {shapes[o][2:] for o in node.operands if o in phases.streamed}
             if len(sizes) > 1:
                 if any(1 in size for size in sizes):
-                    raise UnsupportedError(
-                        [f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"]
-                    )
+                    raise UnsupportedError([f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"])
                 listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
                 raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
             extents = [row.extent(node, axis, shapes[operand][2 + axis]) for axis in range(2)]
             if min(extents) < 1:
                 size = "x".join(map(str, shapes[operand]))
                 raise InputError(
-                    f"{node.label}: an input of {size} leaves no output (it would be {extents[0]} x {extents[1]}); "
-                    "give a larger image"
+                    f"{node.label}: an input of {size} leaves no output (it would be {extents[0]} x {extents[1]}); give a larger image"
                 )
             batch, channels = shapes[operand][0], int(node.shape[1])
             shapes[node.name] = (batch, channels, extents[0], extents[1])
         else:
-            shapes[node.name] = tuple(
-                extent if isinstance(extent, int) else int(extent.xreplace(dict(symbols))) for extent in node.shape
-            )
+            shapes[node.name] = tuple(extent if isinstance(extent, int) else int(extent.xreplace(dict(symbols))) for extent in node.shape)
     return shapes

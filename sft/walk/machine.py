@@ -41,9 +41,7 @@ class Machine(Protocol):
     def add(self, target: Handle, source: Handle) -> None:
         """Add in place."""
 
-    def run(
-        self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None
-    ) -> tuple[dict[Port, Handle], Saved]:
+    def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         """Run a program; returns its results, and what it saved for its second half."""
 
 
@@ -97,9 +95,7 @@ class PhantomMachine:
     def add(self, target: Handle, source: Handle) -> None:
         pass
 
-    def run(
-        self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None
-    ) -> tuple[dict[Port, Handle], Saved]:
+    def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         meter = self.meter
         meter.spike(program.peak_bytes)
         meter.flops += program.flops

@@ -158,9 +158,7 @@ class TiledSegment:
             if block is not None:
                 store.append(node.name, node.appended, block)
 
-    def _bind(
-        self, machine: Machine, program: Program, step: Step, chunk: Interval, values: Values, store: RowStore
-    ) -> dict[Port, Handle]:
+    def _bind(self, machine: Machine, program: Program, step: Step, chunk: Interval, values: Values, store: RowStore) -> dict[Port, Handle]:
         """The ports that forward and backward have in common."""
         bindings: dict[Port, Handle] = {}
         for port in program.ports:

@@ -79,7 +79,8 @@ class _Search:
         # The deeper the cut the less memory is kept whole: bisect for the first that fits.
         low, high, found = 0, self.depth - 1, self._fit(self.depth - 1)
         if found is None:
-            return next((p for p in map(self._fit, range(1, self.depth - 1)) if p is not None), None)
+            middles = sorted({self.depth // 2, 3 * self.depth // 4} - {0, self.depth - 1})
+            return next((p for p in map(self._fit, middles) if p is not None), None)
         while high - low > 1:
             middle = (low + high) // 2
             planned = self._fit(middle)

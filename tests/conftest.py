@@ -20,7 +20,7 @@ torch.set_num_threads(1)
 _SLOW_TO_DRAW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
 settings.register_profile("default", max_examples=150, deadline=None, print_blob=True, suppress_health_check=_SLOW_TO_DRAW)
-settings.register_profile("ci", settings.get_profile("default"), max_examples=20, derandomize=True, database=None)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None)
 settings.register_profile("quick", settings.get_profile("default"), max_examples=15)
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))

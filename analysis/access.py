@@ -109,7 +109,7 @@ class FloorTerm:
 
         >>> stem = FloorTerm().through(AxisMap.window(kernel=7, stride=2, padding=3, dilation=1))
         >>> stem, stem.through(AxisMap.window(kernel=3, stride=2, padding=1, dilation=1))
-        (FloorTerm(rate=1, advance=0, period=2, bonus=-1), FloorTerm(rate=1, advance=0, period=4, bonus=-1))
+        (FloorTerm(rate=1, advance=0, period=2, bonus=-1), FloorTerm(rate=1, advance=2, period=4, bonus=-1))
         """
         # The operator maps n to floor((divisor * n - last - 1) / scale) + 1.
         rate, bonus, scale = self.rate * access.divisor, self.bonus * access.divisor - access.last - 1, access.scale

@@ -1,7 +1,7 @@
 """Settings that every test shares: Hypothesis profiles.
 
 Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (the same, derandomised; taken when
-``CI`` is set), ``quick`` (15) or ``deep`` (2000).
+``CI`` is set, and without shrinking, which may take longer than all tests), ``quick`` (15) or ``deep`` (2000).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 pytest.register_assert_rewrite("tests.helpers.exactness")
 
@@ -20,7 +20,8 @@ torch.set_num_threads(1)
 _SLOW_TO_DRAW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large)
 
 settings.register_profile("default", max_examples=150, deadline=None, print_blob=True, suppress_health_check=_SLOW_TO_DRAW)
-settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None)
+_NO_SHRINKING = (Phase.explicit, Phase.generate)
+settings.register_profile("ci", settings.get_profile("default"), derandomize=True, database=None, phases=_NO_SHRINKING)
 settings.register_profile("quick", settings.get_profile("default"), max_examples=15)
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))

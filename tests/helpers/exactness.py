@@ -139,8 +139,9 @@ def _worst(errors: Mapping[str, float], tolerance: float, what: str) -> float:
 def _measured_step(net: nn.Module, x: Tensor, *, input_grad: bool) -> None:
     """One training step whose input, outputs and output gradients are its own: what a plan's peak speaks of."""
     x = x.clone().requires_grad_(input_grad)
-    outputs = _leaves(net(x))
-    wanted = [y for y in outputs if y.requires_grad]
+    # A tensor that the model returns twice gets one gradient: a plan counts values, not how often the caller sums.
+    outputs = {id(y): y for y in _leaves(net(x))}
+    wanted = [y for y in outputs.values() if y.requires_grad]
     _backward(wanted, [torch.ones_like(y) for y in wanted])
 
 

@@ -3,7 +3,8 @@
 ``torch.export`` traces the model on fake tensors whose height and width are symbols, so a 100,000 x 100,000 image costs
 no memory and one capture serves every size that satisfies the export's guards. ``run_decompositions({})`` then removes
 in-place forms while keeping composite operators (``conv2d``, ``max_pool2d``) whole. Where the model fixes its own size the
-export makes the extents constant; such a capture serves that one size and the caller captures again for another.
+export makes the extents constant, and so does a second attempt where its solver fails on a size expression; such a capture
+serves that one size and the caller captures again for another.
 """
 
 from __future__ import annotations
@@ -96,9 +97,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> ExportedProgram:
-    on_meta = device.type == "meta"
-    with contextlib.nullcontext() if on_meta else FakeTensorMode():
-        inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
     dynamic = tuple(
         tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
         if len(shape) == _STREAMED_RANK
@@ -107,15 +105,16 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
     )
     with _quiet():
         try:
-            exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
-            decomposed: ExportedProgram = exported.run_decompositions({})
-            return decomposed
+            return _exported(model, shapes, dtype, device, dynamic)
         except Exception as error:
             # Tell a model that cannot take this input at all from one that only export cannot follow.
             reason = _eager_refusal(model, shapes, dtype)
             if reason is not None:
                 wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
+            # The exporter's solver fails on some size expressions; the sizes at hand are still a capture, for themselves alone.
+            with contextlib.suppress(Exception):
+                return _exported(model, shapes, dtype, device, None)
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UnsupportedError(
                 [
@@ -123,6 +122,20 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
                     "control flow that depends on tensor values must move out of `forward`"
                 ]
             ) from error
+
+
+def _exported(
+    model: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    device: torch.device,
+    dynamic: tuple[tuple[Any, ...], ...] | None,
+) -> ExportedProgram:
+    with contextlib.nullcontext() if device.type == "meta" else FakeTensorMode():
+        inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+    exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
+    decomposed: ExportedProgram = exported.run_decompositions({})
+    return decomposed
 
 
 def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> str | None:

@@ -25,7 +25,7 @@ class Ref:
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Node:
     """One value of the model.
 
@@ -49,14 +49,18 @@ class Node:
     arguments: tuple[tuple[str, Any], ...] = ()
     module_path: str = ""
 
-    @property
+    @cached_property
     def operands(self) -> tuple[str, ...]:
         """Names of the values that the operator reads, in order, repeated where they are read twice."""
         return tuple(refs_in(tuple(value for _, value in self.arguments)))
 
     def argument(self, name: str, default: Any = None) -> Any:
         """The argument called ``name``."""
-        return dict(self.arguments).get(name, default)
+        return self._by_name.get(name, default)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Any]:
+        return dict(self.arguments)
 
     @property
     def label(self) -> str:

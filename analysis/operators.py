@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -311,11 +311,8 @@ def node_weight_kernel(node: Node) -> tuple[int, int]:
     return kernel
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    if isinstance(value, int):
-        return (value, value)
-    values = tuple(int(item) for item in value)
-    return (values[0], values[-1])
+def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
+    return (value, value) if isinstance(value, int) else (int(value[0]), int(value[-1]))
 
 
 def _upsample_factors(node: Node) -> tuple[int, int]:

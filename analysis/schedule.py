@@ -79,14 +79,10 @@ class NodeRows:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One strip: what every value gains, holds and keeps, in global rows.
-
-    ``signature`` is the same geometry counted from each value's own first row: two steps with one signature run one program.
-    """
+    """One strip: what every value gains, holds and keeps, in global rows."""
 
     index: int
     nodes: tuple[NodeRows, ...]
-    signature: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,11 +132,11 @@ class Schedule:
                     reads=reads,
                 )
             )
-        return Step(index=index, nodes=tuple(nodes), signature=tuple(int(x) for x in self._signatures[index]))
+        return Step(index=index, nodes=tuple(nodes))
 
     @cached_property
     def _signatures(self) -> Rows:
-        """For each step the numbers that its program depends on."""
+        """For each step its geometry, counted from each value's own first row: all that its program depends on."""
         columns: list[Rows] = []
         for name in self.names:
             frontier, kept = self.frontier[name], self.kept[name]
@@ -158,8 +154,15 @@ class Schedule:
     @cached_property
     def kinds(self) -> tuple[Rows, Rows]:
         """Step indices with pairwise different signatures, and for each step which of them it equals."""
-        _, first, kind = np.unique(self._signatures, axis=0, return_index=True, return_inverse=True)
-        return first, kind.reshape(-1)
+        first: list[int] = []
+        numbers: dict[bytes, int] = {}
+        kinds = np.empty(self.num_steps, dtype=np.int64)
+        for index, row in enumerate(self._signatures):
+            number = numbers.setdefault(row.tobytes(), len(first))
+            if number == len(first):
+                first.append(index)
+            kinds[index] = number
+        return np.array(first, dtype=np.int64), kinds
 
     def carried_rows(self, index: int) -> dict[str, Interval]:
         """The rows carried into step ``index``: the state of the walk, a checkpoint from which it can restart."""
@@ -273,9 +276,10 @@ def _advance(
             if row.role == "reduce":
                 continue
             front[name] = (access.divisor * least - access.last - 1) // access.scale + 1
-        ends = [front[name][-1] >= extents[name] for name in (*sources, *names) if name in streamed]
-        if all(ends):
-            return front
+        done = np.all([front[name] >= extents[name] for name in (*sources, *names) if name in streamed], axis=0)
+        if done[-1]:
+            end = int(done.argmax()) + 1
+            return {name: values[:end] for name, values in front.items()}
         num_steps += max(1, num_steps // 8)
 
 

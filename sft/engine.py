@@ -17,12 +17,10 @@ from sft.analysis.phases import Phases, find_phases
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import run_region
 from sft.options import Options
-from sft.plan.build import build_region
 from sft.plan.describe import describe
-from sft.plan.planner import Planned, check_tile, plan_segments
+from sft.plan.planner import Planned, carry_out, check_tile, plan_segments
 from sft.plan.problem import Problem, concrete_shapes
-from sft.plan.project import project
-from sft.plan.types import Plan, SegmentChoice
+from sft.plan.types import Plan
 from sft.walk.region import Region
 
 __all__ = ["Engine"]
@@ -212,9 +210,7 @@ class Engine:
         width = max((shapes[name][3] for name in inputs), default=0)
         check_tile(self.options, width)
         planned = self._given(problem) or plan_segments(problem, self.budget_bytes, self.options, kind.device.type)
-        whole = tuple(name for phase in phases.phases for name in (*phase.streamed, *phase.tail))
-        plain = build_region(problem, (SegmentChoice(nodes=whole, mode="whole"),)) if whole else planned.region
-        plan = describe(problem, planned, budget_bytes=self.budget_bytes, plain_flops=project(problem, plain).flops)
+        plan = describe(problem, planned, budget_bytes=self.budget_bytes)
         return _Ready(plan, planned.region, captured)
 
     def _given(self, problem: Problem) -> Planned | None:
@@ -226,9 +222,7 @@ class Engine:
         known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
         if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
-        choices = tuple(segment.choice for segment in plan.segments)
-        region = build_region(problem, choices, contiguous=not problem.channels_last)
-        return Planned(choices, region, project(problem, region))
+        return carry_out(problem, tuple(segment.choice for segment in plan.segments))
 
     def _capture(self, kind: _CallKind) -> tuple[_Captured, dict[Any, int]]:
         for captured in self._captured:

@@ -76,6 +76,7 @@ class NodeContext:
     step: NodeRows
     values: dict[str, tuple[Slot, int]]
     wholes: dict[str, Slot]
+    borders: Mapping[str, tuple[int, int]]
     destination: Slot | None
     overwrite: Slot | None
     saved: dict[str, Any] = field(default_factory=dict)
@@ -109,6 +110,16 @@ class NodeContext:
             return self.emitter.empty(self.scope.strip_shape(operand, 0))
         slot, first_row = self.values[operand]
         return self.emitter.narrow(slot, 2, rows.start - first_row, len(rows))
+
+    def bordered_strip(self, operand: str) -> Slot | None:
+        """The rows read and their zero border as one view, where the operand's buffer has room for the border."""
+        read = self.read_of(operand)
+        low, high = self.borders.get(operand, (0, 0))
+        if not read.rows or low < read.pad_low or high < read.pad_high or not (low or high):
+            return None
+        slot, first_row = self.values[operand]
+        start = read.rows.start - read.pad_low - first_row
+        return self.emitter.narrow(slot, 2, start, read.pad_low + len(read.rows) + read.pad_high)
 
     def operand_slot(self, value: Any) -> Any:
         """An argument with its references replaced: strips, whole tensors, or the plain value."""

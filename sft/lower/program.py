@@ -83,6 +83,7 @@ class Instruction:
         writes: slots written in place.
         flops: counted floating-point operations.
         num_bytes: bytes of the storages that it allocates.
+        owner: the operator of the graph that it belongs to.
         frees: slots to forget afterwards.
         freed_bytes: bytes that forgetting them returns.
     """
@@ -94,6 +95,7 @@ class Instruction:
     writes: tuple[Slot, ...] = ()
     flops: int = 0
     num_bytes: int = 0
+    owner: str = ""
     frees: tuple[int, ...] = ()
     freed_bytes: int = 0
 
@@ -125,9 +127,15 @@ class Program:
 
 @dataclass
 class Emitter:
-    """Collects instructions, then drops dead ones and places the frees."""
+    """Collects instructions, then drops dead ones and places the frees.
+
+    Attributes:
+        dtype: element type of new slots, unless told otherwise.
+        owner: the operator of the graph that the next instructions belong to.
+    """
 
     dtype: torch.dtype
+    owner: str = ""
     instructions: list[Instruction] = field(default_factory=list)
     ports: dict[Port, Slot] = field(default_factory=dict)
     results: dict[Port, Slot] = field(default_factory=dict)
@@ -211,7 +219,7 @@ class Emitter:
     ) -> None:
         num_bytes = sum(out.num_bytes for out in outputs if out is not None and out.root == out.number)
         flops = _flops(function, arguments, keywords, outputs)
-        self.instructions.append(Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes))
+        self.instructions.append(Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes, self.owner))
 
     def finish(self) -> Program:
         """The program: dead instructions dropped, frees placed."""
@@ -221,14 +229,16 @@ class Emitter:
         """Two programs, before and from instruction ``turn``; what the second needs of the first is saved."""
         external = {slot.root for slot in self.ports.values()}
         results = {slot.root for slot in self.results.values()}
-        keep = _live(self.instructions, external | results)
+        slots = [_slots(instruction) for instruction in self.instructions]
+        keep = _live(self.instructions, slots, external | results)
         live = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
+        slots = [used for used, kept in zip(slots, keep, strict=True) if kept]
         turn = sum(keep[:turn])
         sized = {out.number: out.num_bytes for i in live for out in i.outputs if out is not None and out.root == out.number}
         last: dict[int, int] = {}
         members: dict[int, list[int]] = {}
-        for position, instruction in enumerate(live):
-            for slot in _slots(instruction):
+        for position, (instruction, used) in enumerate(zip(live, slots, strict=True)):
+            for slot in used:
                 last[slot.root] = position
             for out in instruction.outputs:
                 if out is not None:
@@ -247,20 +257,26 @@ class Emitter:
                 i.writes,
                 i.flops,
                 i.num_bytes,
+                i.owner,
                 tuple(number for root in dying.get(position, ()) for number in members[root]),
                 sum(sized.get(root, 0) for root in dying.get(position, ())),
             )
             for position, i in enumerate(live)
         ]
         made = {out.number for i in placed[:turn] for out in i.outputs if out is not None}
-        used = {slot.number for i in placed[turn:] for slot in _slots(i)}
         # A view keeps its storage; so does the root that a later free forgets.
-        saved = tuple(sorted(made & used))
-        first = _program(placed[:turn], self.ports, self.results, saved)
-        return first, _program(placed[turn:], self.ports, self.results, ())
+        saved = tuple(sorted(made & {slot.number for used in slots[turn:] for slot in used}))
+        first = _program(placed[:turn], slots[:turn], self.ports, self.results, saved)
+        return first, _program(placed[turn:], slots[turn:], self.ports, self.results, ())
 
 
-def _program(instructions: list[Instruction], ports: dict[Port, Slot], results: dict[Port, Slot], saved: tuple[int, ...]) -> Program:
+def _program(
+    instructions: list[Instruction],
+    slots: list[list[Slot]],
+    ports: dict[Port, Slot],
+    results: dict[Port, Slot],
+    saved: tuple[int, ...],
+) -> Program:
     bytes_now = peak = 0
     for instruction in instructions:
         bytes_now += instruction.num_bytes
@@ -268,7 +284,7 @@ def _program(instructions: list[Instruction], ports: dict[Port, Slot], results: 
         bytes_now -= instruction.freed_bytes
     made = {out.number: out for i in instructions for out in i.outputs if out is not None}
     given = {port: slot for port, slot in results.items() if slot.number in made}
-    touched = {slot.root for i in instructions for slot in _slots(i)}
+    touched = {slot.root for used in slots for slot in used}
     return Program(
         instructions=tuple(instructions),
         ports={port: slot for port, slot in ports.items() if slot.root in touched},
@@ -281,25 +297,27 @@ def _program(instructions: list[Instruction], ports: dict[Port, Slot], results: 
     )
 
 
-def _live(instructions: list[Instruction], wanted: set[int]) -> list[bool]:
+def _live(instructions: list[Instruction], slots: list[list[Slot]], wanted: set[int]) -> list[bool]:
     """Which instructions matter to the wanted storages, found from the end."""
     needed = set(wanted)
     keep = [False] * len(instructions)
     for position in range(len(instructions) - 1, -1, -1):
         instruction = instructions[position]
-        touched = [slot.root for slot in (*instruction.outputs, *instruction.writes) if slot is not None]
-        if any(root in needed for root in touched):
+        if any(slot is not None and slot.root in needed for slot in (*instruction.outputs, *instruction.writes)):
             keep[position] = True
-            needed.update(slot.root for slot in _slots(instruction))
+            needed.update([slot.root for slot in slots[position]])
     return keep
 
 
-def _slots(instruction: Instruction) -> Iterable[Slot]:
+def _slots(instruction: Instruction) -> list[Slot]:
+    """All slots that an instruction reads or writes in place."""
+    found = []
     for value in (*instruction.arguments, *instruction.keywords.values(), *instruction.writes):
-        if isinstance(value, Slot):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from (item for item in value if isinstance(item, Slot))
+        if type(value) is Slot:
+            found.append(value)
+        elif type(value) is tuple or type(value) is list:
+            found += [item for item in value if type(item) is Slot]
+    return found
 
 
 def _flops(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], outputs: tuple[Slot | None, ...]) -> int:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from sft.analysis.graph import refs_in
+from sft.analysis.graph import Node, refs_in
 from sft.analysis.operators import Window, window_of
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
@@ -96,13 +96,24 @@ class _Windowed(Rule):
         return ctx.emitter.narrow(inner, 3, left, ctx.scope.shapes[operand][3])
 
 
+def has_uneven_columns(node: Node) -> bool:
+    """Whether a windowed operator pads left and right differently, which ATen's operators cannot."""
+    columns = window_of(node, 1)
+    return columns is None or columns.pad_low != columns.pad_high
+
+
 class Convolution(_Windowed):
     """``conv2d``; the explicitly padded strip is what the backward differentiates."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         node = ctx.node
         operand = next(refs_in(node.argument("input")))
-        padded, padding = self._padded(ctx, operand, _windows(ctx))
+        bordered = None if has_uneven_columns(node) else ctx.bordered_strip(operand)
+        if bordered is not None:
+            padded, padding = bordered, (0, _windows(ctx)[1].pad_low)
+            ctx.saved.update(padded=padded, offset=(ctx.read_of(operand).pad_low, 0))
+        else:
+            padded, padding = self._padded(ctx, operand, _windows(ctx))
         bias = node.argument("bias")
         ctx.saved["padding"] = padding
         return ctx.emitter.call(
@@ -148,7 +159,11 @@ class Convolution(_Windowed):
 
 
 class MaxPool(_Windowed):
-    """``max_pool2d``; the indices are the strip's own and die with it."""
+    """``max_pool2d``.
+
+    On a strip the indices, eight bytes an element, are found again in the backward pass instead of waiting for it: that costs no
+    multiplication, and they would be the largest thing that a strip keeps. Kept whole they are saved, as in plain PyTorch.
+    """
 
     border_value = float("-inf")
 
@@ -170,22 +185,27 @@ class MaxPool(_Windowed):
             [rows.dilation, columns.dilation],
             rows.ceil,
         )
-        out = ctx.emitter.slot(ctx.out_shape)
-        ctx.saved["indices"] = ctx.emitter.slot(ctx.out_shape, torch.int64)
-        ctx.emitter.call_many(aten.max_pool2d_with_indices.default, (padded, *ctx.saved["geometry"]), (out, ctx.saved["indices"]))
+        out, ctx.saved["indices"] = self._pool(ctx)
         return out
+
+    def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot]:
+        out, indices = ctx.emitter.slot(ctx.out_shape), ctx.emitter.slot(ctx.out_shape, torch.int64)
+        arguments = (ctx.saved["padded"], *ctx.saved["geometry"])
+        ctx.emitter.call_many(aten.max_pool2d_with_indices.default, arguments, (out, indices))
+        return out, indices
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image, padded = ctx.node.argument("self"), ctx.saved["padded"]
         operand = next(refs_in(image))
         if not ctx.read_of(operand).rows:
             return
+        indices = ctx.saved["indices"] if ctx.is_whole else self._pool(ctx)[1]
         out = ctx.emitter.call(
             aten.max_pool2d_with_indices_backward.default,
             grad,
             padded,
             *ctx.saved["geometry"],
-            ctx.saved["indices"],
+            indices,
             shape=padded.shape,
         )
         ctx.add_grad(image, self._unpadded(ctx, operand, out), owned=True)

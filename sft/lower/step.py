@@ -12,7 +12,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Step
 from sft.lower.context import NodeContext, Scope
 from sft.lower.program import Emitter, Program, Slot, load_rows
-from sft.lower.rules import RULES, ResultActivation, Rule, WholeMean
+from sft.lower.rules import RULES, Convolution, ResultActivation, Rule, WholeMean, has_uneven_columns
 from sft.lower.traced import TracedPointwise, TracedWhole
 
 __all__ = ["lower_finish", "lower_strip", "lower_whole", "rule_of"]
@@ -94,16 +94,33 @@ class _StepLowering:
         for rows in step.nodes:
             for read in rows.reads:
                 self.read[read.operand] = self.read.get(read.operand, Interval(0, 0)).hull(read.rows)
+        self.borders = {} if whole else self._find_borders()
+
+    def _find_borders(self) -> dict[str, tuple[int, int]]:
+        """Zero rows above and below each value that a buffer gets room for, so that no convolution has to pad a copy of it."""
+        scope = self.scope
+        borders: dict[str, tuple[int, int]] = {}
+        for name in scope.names:
+            node = scope.graph[name]
+            if name not in self.rows or not isinstance(rule_of(scope, node, whole=False), Convolution) or has_uneven_columns(node):
+                continue
+            for read in self.rows[name].reads:
+                if read.operand in scope.names and read.rows and read.pad_low != read.pad_high:
+                    low, high = borders.get(read.operand, (0, 0))
+                    borders[read.operand] = (max(low, read.pad_low), max(high, read.pad_high))
+        return borders
 
     # -- forwards ---------------------------------------------------------------------------------------------------
 
     def forward(self, *, write_outputs: bool, write_rows: bool) -> None:
         """Compute every operator's new rows; write outputs and hand over rows for the row store if asked."""
         self.write_outputs, self.write_rows = write_outputs, write_rows
+        self.emitter.owner = self.scope.names[0]
         for name in self.scope.sources:
             self._load_source(name)
         for name in self.scope.names:
             node = self.scope.graph[name]
+            self.emitter.owner = name
             if name in self.scope.streamed:
                 self._forward_streamed(node)
             else:
@@ -122,11 +139,18 @@ class _StepLowering:
         if not rows.held:
             return
         held = None
-        if rows.carried:
-            held = e.empty(scope.strip_shape(node.name, len(rows.held)))
-            top = e.narrow(held, 2, 0, len(rows.carried))
-            e.call(load_rows, top, e.port("carry", node.name, top.shape), writes=top)
-            self.values[node.name] = (held, rows.held.start)
+        low, high = self.borders.get(node.name, (0, 0))
+        if rows.carried or low or high:
+            room = e.empty(scope.strip_shape(node.name, low + len(rows.held) + high))
+            for start, length in ((0, low), (low + len(rows.held), high)):
+                if length:
+                    zeros = e.narrow(room, 2, start, length)
+                    e.call(aten.zero_.default, zeros, writes=zeros)
+            held = e.narrow(room, 2, low, len(rows.held))
+            if rows.carried:
+                top = e.narrow(held, 2, 0, len(rows.carried))
+                e.call(load_rows, top, e.port("carry", node.name, top.shape), writes=top)
+            self.values[node.name] = (room, rows.held.start - low)
         if rows.new:
             self._compute(node, rows, held)
         if self.write_rows and rows.appended:
@@ -189,6 +213,7 @@ class _StepLowering:
             step=rows,
             values=self.values,
             wholes=self.wholes,
+            borders=self.borders,
             destination=destination,
             overwrite=None,
         )
@@ -205,6 +230,7 @@ class _StepLowering:
             if name not in scope.requires_grad:
                 continue
             gradient = gradients.pop(name, _Gradient())
+            self.emitter.owner = name
             if name in scope.streamed:
                 self._backward_streamed(scope.graph[name], gradient)
             elif name in self.contexts:

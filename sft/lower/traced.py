@@ -218,25 +218,43 @@ class TracedPointwise(_Traced):
         return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype)
 
 
+@lru_cache(maxsize=512)
+def _trace_whole(
+    target: str,
+    arguments: tuple[tuple[str, Any], ...],
+    names: tuple[str, ...],
+    shapes: tuple[tuple[int, ...], ...],
+    dtypes: tuple[torch.dtype, ...],
+    needs_grad: tuple[bool, ...],
+) -> _Trace:
+    overload = resolve_target(target)
+    schema = overload._schema.arguments
+    given = dict(arguments)
+
+    def function(*tensors: torch.Tensor) -> torch.Tensor:
+        by_name = dict(zip(names, tensors, strict=True))
+        positional = [map_refs(given[a.name], by_name.__getitem__) for a in schema if not a.kwarg_only and a.name in given]
+        keywords = {a.name: map_refs(given[a.name], by_name.__getitem__) for a in schema if a.kwarg_only and a.name in given}
+        out: torch.Tensor = overload(*positional, **keywords)
+        return out
+
+    return _trace(function, shapes, dtypes, needs_grad)
+
+
 class TracedWhole(_Traced):
     """Any operator on whole tensors."""
 
     def forward(self, ctx: NodeContext) -> Slot:
-        names = list(dict.fromkeys(ctx.node.operands))
+        names = tuple(dict.fromkeys(ctx.node.operands))
         slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.whole(name) for name in names]
-        needs = [name in ctx.scope.requires_grad for name in names]
-        overload = resolve_target(ctx.node.target)
-        schema = overload._schema.arguments
-        given = dict(ctx.node.arguments)
-
-        def function(*tensors: torch.Tensor) -> torch.Tensor:
-            by_name = dict(zip(names, tensors, strict=True))
-            positional = [map_refs(given[a.name], by_name.__getitem__) for a in schema if not a.kwarg_only and a.name in given]
-            keywords = {a.name: map_refs(given[a.name], by_name.__getitem__) for a in schema if a.kwarg_only and a.name in given}
-            out: torch.Tensor = overload(*positional, **keywords)
-            return out
-
-        trace = _trace(function, [s.shape for s in slots], [s.dtype for s in slots], needs)
+        trace = _trace_whole(
+            ctx.node.target,
+            ctx.node.arguments,
+            names,
+            tuple(s.shape for s in slots),
+            tuple(s.dtype for s in slots),
+            tuple(name in ctx.scope.requires_grad for name in names),
+        )
         values = dict(enumerate(slots))
         self._replay(ctx, trace.forward, values, None)
         ctx.saved.update(trace=trace, values=values, names=names)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sft.analysis.graph import Node
+from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import window_of
 from sft.analysis.schedule import NodeRows, Read, Step, build_schedule
@@ -14,33 +14,34 @@ from sft.plan.types import SegmentChoice
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment, WholeSegment
 
-__all__ = ["build_region", "whole_step"]
+__all__ = ["borders", "build_region", "whole_step"]
 
 
-def build_region(problem: Problem, choices: Sequence[SegmentChoice], *, contiguous: bool = True) -> Region:
+def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+    """For each segment the values that it takes from outside, and those that others or the caller need of it."""
+    found = []
+    for choice in choices:
+        inside = set(choice.nodes)
+        reads = tuple(o for o in dict.fromkeys(o for name in choice.nodes for o in graph[name].operands) if o not in inside)
+        makes = tuple(name for name in choice.nodes if name in graph.outputs or any(user not in inside for user in graph.users[name]))
+        found.append((reads, makes))
+    return found
+
+
+def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
     """A region for these decisions; no program is lowered before it is needed."""
     graph = problem.graph
-    used = [tuple(dict.fromkeys(o for name in choice.nodes for o in graph[name].operands)) for choice in choices]
-    segments: list[TiledSegment | WholeSegment] = []
-    reads, makes = [], []
-    for index, choice in enumerate(choices):
-        inside = set(choice.nodes)
-        later = {name for names in used[index + 1 :] for name in names} | set(graph.outputs)
-        outputs = tuple(name for name in choice.nodes if name in later)
-        outside = tuple(name for name in used[index] if name not in inside)
-        segments.append(_segment(problem, choice, outputs, outside))
-        reads.append(outside)
-        makes.append(outputs)
+    ends = borders(graph, choices)
     return Region(
         graph=graph,
-        segments=segments,
-        reads=reads,
-        makes=makes,
+        segments=[_segment(problem, choice, makes, reads) for choice, (reads, makes) in zip(choices, ends, strict=True)],
+        reads=[reads for reads, _ in ends],
+        makes=[makes for _, makes in ends],
         shapes=problem.shapes,
         dtypes=problem.dtypes,
         requires_grad=problem.requires_grad,
         outputs=tuple(dict.fromkeys(graph.outputs)),
-        contiguous=contiguous,
+        contiguous=not problem.channels_last,
     )
 
 
@@ -81,7 +82,7 @@ def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str]) -
         rows = Interval(0, problem.shapes[name][2] if streamed else 0)
         reads = () if name in sources else _whole_reads(problem, problem.graph[name])
         nodes.append(NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), reads=reads))
-    return Step(index=0, nodes=tuple(nodes), signature=())
+    return Step(index=0, nodes=tuple(nodes))
 
 
 def _whole_reads(problem: Problem, node: Node) -> tuple[Read, ...]:

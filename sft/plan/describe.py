@@ -8,14 +8,15 @@ from sft.analysis.footprint import run_footprint
 from sft.analysis.formulas import run_formulas
 from sft.plan.planner import Planned
 from sft.plan.problem import Problem
+from sft.plan.project import plain_programs
 from sft.plan.types import Plan, SegmentChoice, SegmentPlan
-from sft.walk.checkpoints import backward_actions
+from sft.walk.profile import profile_walk
 from sft.walk.segments import TiledSegment, WholeSegment
 
 __all__ = ["describe"]
 
 
-def describe(problem: Problem, planned: Planned, *, budget_bytes: int, plain_flops: int) -> Plan:
+def describe(problem: Problem, planned: Planned, *, budget_bytes: int) -> Plan:
     """Write down a plan."""
     graph = problem.graph
     return Plan(
@@ -26,7 +27,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, plain_flo
         resident_bytes=problem.resident_bytes,
         projected_peak_bytes=planned.projection.peak_bytes,
         flops=planned.projection.flops,
-        plain_flops=plain_flops,
+        plain_flops=sum(program.flops for program in plain_programs(problem)),
         segments=tuple(
             _segment(problem, choice, segment, makes)
             for choice, segment, makes in zip(planned.choices, planned.region.segments, planned.region.makes, strict=True)
@@ -85,11 +86,9 @@ def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment) -
     if isinstance(segment, WholeSegment):
         programs = [p for p in segment.programs(problem.training) if p is not None]
         return max(p.peak_bytes for p in programs), sum(p.flops for p in programs)
+    differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
     flops = 0
     for chunk in segment.chunks:
-        flops += sum(segment.program("forward", index, chunk).flops for index in range(segment.schedule.num_steps))
-        if problem.training and any(name in problem.requires_grad for name in segment.scope.names):
-            for action in backward_actions(segment.schedule.num_steps, segment.state_every):
-                kind = "joint" if action.kind == "joint" else "restore"
-                flops += segment.program(kind, action.strip, chunk).flops
+        profile = profile_walk(segment, chunk, keep=problem.training, differentiate=differentiate)
+        flops += profile.forward_flops + profile.backward_flops
     return segment.working_bytes, flops

@@ -18,7 +18,7 @@ from sft.errors import InputError, UnsupportedError
 __all__ = ["Problem", "concrete_shapes"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """A model at one input size.
 
@@ -62,6 +62,24 @@ class Problem:
         for extent in self.shapes[name]:
             size *= extent
         return size
+
+    @cached_property
+    def border_bytes(self) -> int:
+        """Bytes of the inputs, the outputs and, in training, the outputs' gradients."""
+        outputs = dict.fromkeys(self.graph.outputs)
+        grads = [name for name in outputs if name in self.requires_grad]
+        return sum(self.value_bytes(name) for name in dict.fromkeys((*self.graph.inputs, *outputs))) + sum(map(self.value_bytes, grads))
+
+    @cached_property
+    def input_grad_bytes(self) -> int:
+        """Bytes of the gradients of the inputs that need one."""
+        return sum(self.value_bytes(name) for name in self.graph.inputs if name in self.requires_grad)
+
+    def run_height(self, names: Sequence[str]) -> int:
+        """Rows of the tallest source of a run."""
+        inside = set(names)
+        streamed = self.phases.streamed
+        return max((self.shapes[o][2] for n in names for o in self.graph[n].operands if o in streamed and o not in inside), default=1)
 
     def rates(self, names: Sequence[str]) -> dict[str, Fraction]:
         """Rows of each value of a run per row of its tallest source."""

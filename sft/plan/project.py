@@ -7,17 +7,21 @@ strip by strip instead and is what the profile is tested against.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from sft.lower.context import Scope
+from sft.lower.program import Program
+from sft.plan.build import build_region
 from sft.plan.problem import Problem
+from sft.plan.types import SegmentChoice
 from sft.walk.machine import Machine, Phantom, PhantomMachine
 from sft.walk.profile import WalkProfile, profile_walk
 from sft.walk.region import Region
-from sft.walk.segments import Gradients, TiledSegment, Values
+from sft.walk.segments import Gradients, TiledSegment, Values, WholeSegment
 
-__all__ = ["Projection", "project"]
+__all__ = ["Projection", "plain_programs", "project"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,17 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
         region.backward(machine, tape, grads)
     del outputs, given
     return Projection(peak_bytes=meter.peak_bytes, flops=meter.flops)
+
+
+@lru_cache(maxsize=4)
+def plain_programs(problem: Problem) -> tuple[Program, ...]:
+    """The model as plain PyTorch runs it: the forward program and, in training, the backward program."""
+    names = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
+    if not names:
+        return ()
+    (segment,) = build_region(problem, (SegmentChoice(nodes=names, mode="whole"),)).segments
+    assert isinstance(segment, WholeSegment)
+    return tuple(program for program in segment.programs(problem.training) if program is not None)
 
 
 class _Projected:

@@ -1,0 +1,380 @@
+"""What every candidate plan would roughly cost, from a handful of lowered programs.
+
+A candidate is a *position* (everything before it is tiled, everything behind it kept whole), a strip height ``h`` and a state interval
+``k``. There are thousands. Lowering each would take minutes; three facts make that needless:
+
+* Every instruction of a program belongs to one operator. So one whole program of the model tells the peak of every suffix of it, and
+  one strip program of a run tells the peak of every prefix: count only the storages of the operators inside (``_peaks``).
+* Between multiples of the run's stride a steady strip's live bytes at each instruction are affine in ``h``. Their maximum is convex,
+  so interpolating between sampled heights errs on the safe side.
+* The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and gains ``n`` a strip; one state in ``k`` kept holds
+  ``min(c, k n)`` rows that the one before does not, and a group of ``k`` strips has ``(k - 1) min(c, n)`` more of its own.
+
+What is left out (borders, odd tails) is small, and no plan is returned before it has been projected exactly.
+
+Costs are counted in FLOPs. Two things that are not FLOPs are turned into them by a rate of exchange: calling an instruction, and on the
+CPU the first touch of a large fresh buffer, whose pages the kernel has to clear. Both only break ties between heights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.lower.program import Instruction
+from sft.lower.step import lower_strip
+from sft.options import Options
+from sft.plan.build import borders, build_region
+from sft.plan.problem import Problem
+from sft.plan.project import plain_programs
+from sft.plan.types import SegmentChoice
+from sft.walk.segments import TiledSegment
+
+__all__ = ["Candidate", "Survey", "cut_positions"]
+
+Floats = npt.NDArray[np.float64]
+
+#: FLOPs that the device could do while one instruction is issued.
+_CALL_FLOPS = {"cpu": 5e5}
+_CALL_FLOPS_DEFAULT = 1e8
+#: FLOPs that the CPU could do while it first touches one byte of a buffer too large for the allocator to recycle, and that size.
+_FRESH_BYTE_FLOPS = 15.0
+_LARGE_BUFFER_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A place in the survey: indices of position, height and interval, what it should need and cost."""
+
+    position: int
+    height: int
+    every: int
+    peak_bytes: float
+    cost: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Run:
+    """The streamed run of a phase, sampled at the heights of the survey; arrays are [cut, height]."""
+
+    names: tuple[str, ...]
+    cuts: tuple[int, ...]
+    #: [height]
+    num_steps: Floats
+    #: [cut, height]: of one strip
+    peak: Floats
+    #: of one strip, in FLOPs
+    overhead: Floats
+    #: [cut, height, every]
+    states: Floats
+    #: [height, every]: strips that are restored in the backward pass, of all strips
+    restored_share: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole:
+    """The whole model, kept whole: peak and overhead behind each position, FLOPs of each operator (forward, and in all)."""
+
+    peak: Floats
+    overhead: Floats
+    forward_flops: Mapping[str, int]
+    flops: Mapping[str, int]
+
+
+class Survey:
+    """Estimates for all candidates.
+
+    Attributes:
+        positions: (phase, index into that phase's cuts) of each position; the first tiles nothing.
+        peak_bytes: estimated peak, [position, height, every].
+        cost: estimated cost in FLOPs, likewise.
+    """
+
+    def __init__(self, problem: Problem, options: Options, device_type: str) -> None:
+        self.problem, self.options, self.device_type = problem, options, device_type
+        self.batch_tile = min(options.batch_tile or 1, problem.num_batch)
+        self._num_walks = -(-problem.num_batch // self.batch_tile)
+        self._phases = problem.phases.phases
+        self._cuts = [tuple(cut_positions(problem, phase.streamed)) for phase in self._phases]
+        self.positions = [(0, 0), *((i, c) for i, cuts in enumerate(self._cuts) for c in range(1, len(cuts)))]
+        if options.tile is not None:
+            self.positions = self.positions[-1:]
+        elif options.strategy == "none":
+            self.positions = self.positions[:1]
+        self._grid()
+        self._estimate()
+
+    # -- the grid ---------------------------------------------------------------------------------------------------
+
+    def _grid(self) -> None:
+        """Strip heights (rows of the tallest run's source) and state intervals."""
+        problem, options = self.problem, self.options
+        runs = [(phase.streamed, problem.run_height(phase.streamed)) for phase in self._phases if phase.streamed]
+        self.height = max((height for _, height in runs), default=1)
+        stride = max((problem.stride(names) for names, height in runs if height == self.height), default=1)
+        if options.tile is not None:
+            self.strip_rows, self._sampled = [min(options.tile[0], self.height)], [0]
+        else:
+            low = sorted({max(1, stride // d) for d in (8, 4, 2)} - {stride})
+            multiples = [stride * m for e in range(32) for m in (2**e, 3 * 2**e)]
+            high = sorted({*(rows for rows in multiples if rows < self.height), min(stride, self.height), self.height})
+            self.strip_rows = [rows for rows in low if rows < self.height and rows < high[0]] + high
+            first = len(self.strip_rows) - len(high)
+            inner = {first, first + (len(high) - 1) // 3, first + 2 * (len(high) - 1) // 3, len(self.strip_rows) - 1}
+            self._sampled = sorted({*range(first), *inner})
+        most = -(-self.height // self.strip_rows[0]) + 1
+        self.every = [options.state_every] if options.state_every else [1]
+        while options.state_every is None and problem.training and self.every[-1] ** 2 < 4 * most:
+            self.every.append(max(self.every[-1] + 1, self.every[-1] * 5 // 4))
+
+    def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
+        """The decisions that a candidate stands for."""
+        return self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.every[candidate.every])
+
+    def _choices(self, position: tuple[int, int], strip_rows: int, every: int) -> tuple[SegmentChoice, ...]:
+        choices: list[SegmentChoice] = []
+        rest: tuple[str, ...] = ()
+        last, index = position
+        for number, (phase, cuts) in enumerate(zip(self._phases, self._cuts, strict=True)):
+            cut = 0 if number > last else cuts[index] if number == last else cuts[-1]
+            tiled = phase.streamed[:cut]
+            if tiled:
+                if rest:
+                    choices.append(SegmentChoice(nodes=rest, mode="whole"))
+                    rest = ()
+                rows = self._rows_of(tiled, strip_rows)
+                choices.append(SegmentChoice(nodes=tiled, mode="tiled", strip_rows=rows, state_every=every, batch_tile=self.batch_tile))
+            rest += phase.streamed[cut:] + phase.tail
+        if rest:
+            choices.append(SegmentChoice(nodes=rest, mode="whole"))
+        return tuple(choices)
+
+    def _rows_of(self, names: Sequence[str], strip_rows: int) -> int:
+        """The strip height of a run whose sources are smaller than the tallest."""
+        height = self.problem.run_height(names)
+        return min(height, max(1, round(strip_rows * height / self.height)))
+
+    # -- estimates --------------------------------------------------------------------------------------------------
+
+    def _estimate(self) -> None:
+        problem = self.problem
+        order = [name for phase in self._phases for name in (*phase.streamed, *phase.tail)]
+        starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._phases)])
+        cut_at = [int(starts[i]) + self._cuts[i][c] for i, c in self.positions]
+        whole = self._whole(order, cut_at)
+        self.plain_flops = sum(whole.flops.values())
+        grad_bytes = self._param_grad_bytes(order)
+        shape = (len(self.positions), len(self.strip_rows), len(self.every))
+        self.peak_bytes, self.cost = np.zeros(shape), np.zeros(shape)
+        tiled = [i for i, phase in enumerate(self._phases) if phase.streamed and any(i <= last and c for last, c in self.positions)]
+        runs = {i: self._run(i) for i in tiled}
+        for p, (last, index) in enumerate(self.positions):
+            parts = [(run, index if i == last else len(run.cuts) - 1) for i, run in runs.items() if i <= last]
+            parts = [(run, c) for run, c in parts if run.cuts[c]]
+            makes = self._cut_bytes(self.positions[p]) if parts else []
+            states: Any = sum((run.states[c] for run, c in parts), np.zeros(shape[1:]))
+            peak = problem.border_bytes + sum(makes) + states + whole.peak[p] + grad_bytes[cut_at[p]]
+            cost = np.full(shape[1:], self.plain_flops + whole.overhead[p])
+            for j, (run, c) in enumerate(parts):
+                alive = problem.border_bytes + sum(makes[: j + 1]) + states
+                grads = problem.input_grad_bytes + grad_bytes[0] if problem.training else 0
+                peak = np.maximum(peak, alive + grads + run.peak[c][:, None])
+                if problem.training:
+                    recomputed = sum(whole.forward_flops[name] for name in run.names[: run.cuts[c]])
+                    cost += recomputed * (1 + run.restored_share)
+                cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
+            self.peak_bytes[p], self.cost[p] = peak, cost
+
+    def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
+        """What lies behind each position when it is kept whole."""
+        problem = self.problem
+        if not order:
+            zeros = np.zeros(len(cut_at))
+            return _Whole(peak=zeros, overhead=zeros, forward_flops={}, flops={})
+        place = {name: i for i, name in enumerate(order)}
+        programs = [program.instructions for program in plain_programs(problem)]
+        listed = [instruction for instructions in programs for instruction in instructions]
+        flops = [dict.fromkeys(order, 0) for _ in range(2)]
+        for found, instructions in zip(flops, (programs[0], listed), strict=True):
+            for instruction in instructions:
+                found[instruction.owner] += instruction.flops
+        overhead = np.zeros(len(order) + 1)
+        for instruction in listed:
+            overhead[place[instruction.owner]] += self._overhead(instruction)
+        behind = np.cumsum(overhead[::-1])[::-1]
+        return _Whole(
+            peak=_peaks(listed, place, cut_at, suffix=True),
+            overhead=behind[np.array(cut_at)],
+            forward_flops=flops[0],
+            flops=flops[1],
+        )
+
+    def _overhead(self, instruction: Instruction) -> float:
+        """What an instruction costs besides its FLOPs, in FLOPs."""
+        cost = _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
+        if self.device_type == "cpu" and instruction.num_bytes > _LARGE_BUFFER_BYTES:
+            cost += _FRESH_BYTE_FLOPS * instruction.num_bytes
+        return cost
+
+    def _param_grad_bytes(self, order: Sequence[str]) -> list[int]:
+        """Bytes of the new parameter gradients that the operators from each place on make."""
+        problem = self.problem
+        seen: set[str] = set()
+        behind = [0]
+        for name in reversed(order):
+            leaves = [o for o in problem.graph[name].operands if o in problem.requires_grad and problem.graph[o].kind != "operator"]
+            new = [o for o in leaves if o not in problem.phases.streamed and o not in seen]
+            seen.update(new)
+            behind.append(behind[-1] + sum(problem.value_bytes(o) for o in new))
+        return behind[::-1]
+
+    def _cut_bytes(self, position: tuple[int, int]) -> list[int]:
+        """Bytes of what each tiled segment hands on, model outputs aside."""
+        problem = self.problem
+        choices = self._choices(position, 1, 1)
+        outputs = set(problem.graph.outputs)
+        return [
+            sum(problem.value_bytes(name) for name in makes if name not in outputs)
+            for choice, (_, makes) in zip(choices, borders(problem.graph, choices), strict=True)
+            if choice.mode == "tiled"
+        ]
+
+    def _run(self, number: int) -> _Run:
+        """Lower a run's largest strip at the sampled heights, and fill in the others."""
+        problem = self.problem
+        names, cuts = self._phases[number].streamed, self._cuts[number]
+        strip_rows = tuple(self._rows_of(names, rows) for rows in self.strip_rows)
+        sampled = [self._sample(names, cuts, strip_rows[index]) for index in self._sampled]
+        at = np.array([strip_rows[index] for index in self._sampled], dtype=np.float64)
+        wanted = np.array(strip_rows, dtype=np.float64)
+
+        def spread(key: str) -> Floats:
+            columns = np.array([np.asarray(sample[key], dtype=np.float64) for sample in sampled])  # [sample, ...]
+            flat = columns.reshape(len(at), -1)
+            out = np.stack([np.interp(wanted, at, column) for column in flat.T], axis=0)
+            return out.reshape(*columns.shape[1:], len(wanted))
+
+        carried, gained = spread("carried"), spread("gained")  # [value, height]
+        row_bytes = np.asarray(sampled[0]["row_bytes"], dtype=np.float64)
+        places = np.asarray(sampled[0]["places"])
+        num_steps = np.ceil(problem.run_height(names) / wanted) + spread("extra_steps")
+        every = np.minimum(np.array(self.every, dtype=np.float64)[None, :], num_steps[:, None])  # [height, every]
+        spaced = np.minimum(carried[..., None], gained[..., None] * every)
+        inner = np.minimum(carried, gained)[..., None] * (every - 1)
+        rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner if problem.training else carried[..., None] * 2
+        held = row_bytes[:, None, None] * rows * self._num_walks
+        # A prefix carries the values before its cut, except the one that crosses it.
+        inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
+        states = np.einsum("cv,vhk->chk", inside.astype(np.float64), held)
+        return _Run(
+            names=names,
+            cuts=cuts,
+            num_steps=num_steps,
+            peak=spread("peak"),
+            overhead=spread("overhead"),
+            states=states,
+            restored_share=(np.ceil(num_steps[:, None] / every) - 1) * (every - 1) / num_steps[:, None],
+        )
+
+    def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
+        problem = self.problem
+        choice = SegmentChoice(nodes=names, mode="tiled", strip_rows=strip_rows, batch_tile=self.batch_tile)
+        segment = build_region(problem, (choice,)).segments[0]
+        assert isinstance(segment, TiledSegment)
+        schedule = segment.schedule
+        own = [name for name in names if name in problem.phases.streamed]
+        row_bytes = np.array([segment.row_bytes(name, self.batch_tile) for name in own])
+        held = np.stack([schedule.frontier[name][1:] - schedule.kept[name][:-1] for name in own])
+        index = int((row_bytes[:, None] * held).sum(0).argmax())
+        place = {name: i for i, name in enumerate(names)}
+        quarter = schedule.num_steps // 4
+        steady = slice(quarter, schedule.num_steps + 1 - quarter)
+        carried = np.stack([(schedule.frontier[name] - schedule.kept[name])[steady].max() for name in own])
+        gained = np.stack([np.diff(schedule.frontier[name])[steady].max() for name in own])
+        step = schedule.step(index)
+        differentiated = problem.training and any(name in problem.requires_grad for name in names)
+        # What runs forward holds less than what runs forward and backward: one of the two tells enough.
+        program = lower_strip(segment.scope, step, "joint" if differentiated else "forward")
+        peak = _peaks(program.instructions, place, cuts, suffix=False)
+        carried_gradient = np.array([rows if name in problem.requires_grad else 0 for name, rows in zip(own, carried, strict=True)])
+        places = np.array([place[name] for name in own])
+        incoming = np.array([(row_bytes * carried_gradient)[places < cut].sum() for cut in cuts])
+        owners = np.array([place[i.owner] for i in program.instructions])
+        overhead = np.array([self._overhead(i) for i in program.instructions])
+        passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both
+        return {
+            "row_bytes": row_bytes,
+            "places": places,
+            "carried": carried,
+            "gained": gained,
+            "extra_steps": schedule.num_steps - -(-problem.run_height(names) // schedule.strip_rows),
+            "peak": peak + incoming,
+            "overhead": passes * np.array([overhead[owners < cut].sum() for cut in cuts]),
+        }
+
+    # -- choosing ---------------------------------------------------------------------------------------------------
+
+    def cheapest(self, room_bytes: float, tried: npt.NDArray[np.bool_]) -> Candidate | None:
+        """The cheapest untried candidate that should fit."""
+        cost = np.where((self.peak_bytes <= room_bytes) & ~tried, self.cost, np.inf)
+        return self._candidate(int(cost.argmin())) if np.isfinite(cost.min()) else None
+
+    def smallest(self, tried: npt.NDArray[np.bool_]) -> Candidate | None:
+        """The untried candidate that should need least."""
+        peak = np.where(tried, np.inf, self.peak_bytes)
+        return self._candidate(int(peak.argmin())) if np.isfinite(peak.min()) else None
+
+    def _candidate(self, flat: int) -> Candidate:
+        p, h, k = (int(i) for i in np.unravel_index(flat, self.cost.shape))
+        return Candidate(position=p, height=h, every=k, peak_bytes=float(self.peak_bytes[p, h, k]), cost=float(self.cost[p, h, k]))
+
+
+def _peaks(instructions: Sequence[Instruction], place: Mapping[str, int], cuts: Sequence[int], *, suffix: bool) -> Floats:
+    """Most bytes alive at once in the storages of the operators before (``suffix``: from) each cut, while those operators run."""
+    owners = np.array([place[i.owner] for i in instructions], dtype=np.int64)
+    num_bytes, owner_of = {}, {}
+    times, deltas, whose = [], [], []
+    for time, instruction in enumerate(instructions):
+        owner = place[instruction.owner]
+        for out in instruction.outputs:
+            if out is not None and out.root == out.number:
+                num_bytes[out.number], owner_of[out.number] = out.num_bytes, owner
+                times.append(2 * time)
+                deltas.append(out.num_bytes)
+                whose.append(owner)
+        for number in instruction.frees:
+            if number in num_bytes:
+                times.append(2 * time + 1)
+                deltas.append(-num_bytes[number])
+                whose.append(owner_of[number])
+    events = np.zeros((len(place) + 1, 2 * len(instructions)))
+    np.add.at(events, (whose, times), deltas)
+    upto = np.concatenate([np.zeros((1, events.shape[1])), np.cumsum(events, axis=0)])  # [operators before, time]
+    peaks = []
+    for cut in cuts:
+        live = np.cumsum(upto[-1] - upto[cut] if suffix else upto[cut])[::2]
+        runs = owners >= cut if suffix else owners < cut
+        peaks.append(live[runs].max(initial=0.0))
+    return np.array(peaks)
+
+
+def cut_positions(problem: Problem, names: Sequence[str]) -> list[int]:
+    """Where a streamed run may be cut in two: 0, its end, and every place between that a single value crosses."""
+    graph = problem.graph
+    inside = set(names)
+    position = {name: i for i, name in enumerate(names)}
+    last: dict[str, int] = {}
+    for name in names:
+        for operand in graph[name].operands:
+            if operand in problem.phases.streamed:
+                last[operand] = position[name]
+    kept = [0] * (len(names) + 1)
+    for value, end in last.items():
+        start = position[value] + 1 if value in inside else 0
+        for cut in range(max(start, 1), end + 1):
+            kept[cut] += 1
+    return [0, *(cut for cut in range(1, len(names)) if kept[cut] == 1), len(names)] if names else [0]

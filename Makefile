@@ -38,8 +38,8 @@ lint: $(READY) ## Style and formatting
 types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
-unit: $(READY) ## The tests and doctests alone
-	$(BIN)/pytest
+unit: $(READY) ## The tests and doctests alone, on all cores
+	$(BIN)/pytest -n auto --dist worksteal
 
 package: $(READY) ## Build the sdist and from it the wheel, and import the wheel elsewhere
 	$(BIN)/python tests/packaging/check_wheel.py

@@ -1,0 +1,118 @@
+"""The planner: budgets are kept, the error names one that works, wishes are granted, and size does not frighten it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import sft
+from sft.plan.planner import carry_out, plan_segments
+from sft.plan.problem import Problem
+from sft.plan.survey import Survey
+
+from .helpers.models import Branches, Residual, TinyUNet, image, seeded
+
+# Appended, not put first: the repository's folders must not hide installed packages of the same name.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from examples.models import freeze_norm, resnet18, unet, vgg16
+
+_SMALL = {"residual": Residual, "branches": Branches, "unet": TinyUNet}
+_SHAPE = (1, 3, 96, 64)
+
+
+def _smallest(model: nn.Module, shape: tuple[int, ...]) -> int:
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, shape, budget=1)
+    return refused.value.needed_bytes
+
+
+@pytest.fixture(scope="module")
+def pooled_vgg16() -> nn.Module:
+    with torch.device("meta"):
+        return vgg16(10)
+
+
+@pytest.mark.parametrize("name", _SMALL)
+def test_the_budget_in_the_error_works_and_one_byte_less_does_not(name: str) -> None:
+    model = seeded(_SMALL[name])
+    needed = _smallest(model, _SHAPE)
+    assert sft.plan(model, _SHAPE, budget=needed).total_bytes == needed
+    with pytest.raises(sft.BudgetError, match=str(needed)):
+        sft.plan(model, _SHAPE, budget=needed - 1)
+
+
+@pytest.mark.parametrize("name", _SMALL)
+def test_more_budget_never_costs_more(name: str) -> None:
+    model = seeded(_SMALL[name])
+    needed = _smallest(model, _SHAPE)
+    plans = [sft.plan(model, _SHAPE, budget=int(needed * factor)) for factor in (1, 1.2, 1.5, 2, 3, 10, 100)]
+    assert all(plan.total_bytes <= plan.budget_bytes for plan in plans)
+    flops = [plan.flops for plan in plans]
+    assert flops[-1] == plans[-1].plain_flops
+    assert all(later <= earlier * 1.05 for earlier, later in pairwise(flops))
+
+
+def test_what_fits_is_kept_whole() -> None:
+    model = seeded(Residual)
+    assert [segment.mode for segment in sft.plan(model, _SHAPE, budget="1GiB").segments] == ["whole"]
+
+
+def test_wishes_are_granted() -> None:
+    model = seeded(Residual)
+    plan = sft.plan(model, (3, 3, 96, 64), options=sft.Options(tile=(7, None), state_every=3, batch_tile=2))
+    segment = plan.segments[0]
+    assert (segment.mode, segment.strip_rows, segment.state_every, segment.batch_tile) == ("tiled", 7, 3, 2)
+
+
+def test_a_plan_from_json_is_the_plan() -> None:
+    model = seeded(Residual)
+    plan = sft.plan(model, _SHAPE, budget=int(_smallest(model, _SHAPE) * 1.3))
+    again = sft.Plan.from_json(plan.to_json())
+    assert again == plan
+    net = sft.compile(model, _SHAPE, budget=plan.budget_bytes, plan=again)
+    assert net.plan_for(image(*_SHAPE)) == plan
+
+
+def test_a_gigapixel_image_fits_or_the_error_says_what_would(pooled_vgg16: nn.Module) -> None:
+    plan = sft.plan(pooled_vgg16, (1, 3, 20_480, 20_480), budget="11GiB")
+    assert plan.total_bytes <= 11 * 2**30
+    assert plan.redundancy < 5 / 3  # forward, once again for the strips, and at most once more for the states between
+    needed = _smallest(pooled_vgg16, (1, 3, 100_000, 100_000))
+    assert 3 * 4 * 100_000**2 < needed < 2 * 3 * 4 * 100_000**2  # the image itself is most of it
+    assert sft.plan(pooled_vgg16, (1, 3, 100_000, 100_000), budget=needed).total_bytes == needed
+
+
+def test_inference_needs_far_less_than_training(pooled_vgg16: nn.Module) -> None:
+    shape = (1, 3, 4096, 4096)
+    with torch.no_grad():
+        inference = sft.plan(pooled_vgg16, shape, budget="700MiB")
+    assert inference.flops == inference.plain_flops
+    assert inference.total_bytes < _smallest(pooled_vgg16, shape)
+
+
+@pytest.mark.parametrize("build", [vgg16, lambda n: freeze_norm(resnet18(n)), unet], ids=["vgg16", "resnet18", "unet"])
+def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the planner would look for its plans in the wrong place."""
+    seen: list[Problem] = []
+    engine = import_module("sft.engine")
+    monkeypatch.setattr(engine, "plan_segments", lambda problem, *rest: seen.append(problem) or plan_segments(problem, *rest))
+    with torch.device("meta"):
+        model = build(10)
+    sft.plan(model, (1, 3, 3072, 2048), budget="64GiB")
+    survey = Survey(seen[0], sft.Options(), "cpu")
+    generator = np.random.default_rng(0)
+    untried = np.zeros(survey.cost.shape, dtype=bool)
+    for room_bytes in generator.uniform(survey.peak_bytes.min(), np.quantile(survey.peak_bytes, 0.9), 8):
+        candidate = survey.cheapest(room_bytes, untried)
+        assert candidate is not None
+        exact = carry_out(seen[0], survey.choices(candidate)).projection.peak_bytes
+        assert candidate.peak_bytes == pytest.approx(exact, rel=0.25)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from sft.analysis.graph import Graph, Node, Ref, map_refs
+from sft.analysis.exported import bounds_of, graph_of, guards_of
+from sft.analysis.graph import Graph
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["Capture", "capture", "dtype_name"]
+__all__ = ["Capture", "capture"]
 
 _STREAMED_RANK = 4
 
@@ -83,17 +84,12 @@ def capture(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
     """
     program = _export(model, shapes, dtype, device)
     return Capture(
-        graph=_without_dead_operators(_graph(program)),
+        graph=graph_of(program),
         out_spec=program.call_spec.out_spec,
-        bounds=_bounds(program),
-        guards=_guards(program),
+        bounds=bounds_of(program),
+        guards=guards_of(program),
         shapes=tuple(shapes),
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> ExportedProgram:
@@ -176,186 +172,3 @@ class _Discard:
 
     def flush(self) -> None:
         pass
-
-
-def _bounds(program: ExportedProgram) -> tuple[tuple[sp.Symbol, int, int | None], ...]:
-    bounds = []
-    for symbol, interval in program.range_constraints.items():
-        # The exporter's default lower bound of 2 only excludes the sizes 0 and 1, which it specialises.
-        low = int(interval.lower) if interval.lower.is_finite else 0
-        high = int(interval.upper) if interval.upper.is_finite and interval.upper < 2**62 else None
-        bounds.append((_plain_symbol(symbol), low, high))
-    return tuple(bounds)
-
-
-def _guards(program: ExportedProgram) -> tuple[sp.Basic, ...]:
-    for node in program.graph.nodes:
-        for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
-            if isinstance(size, torch.SymInt):
-                env = size.node.shape_env
-                return tuple(dict.fromkeys(_plain_expr(env.replace(guard.expr)) for guard in env.guards))
-    return ()
-
-
-def _plain_symbol(symbol: sp.Symbol) -> sp.Symbol:
-    return sp.Symbol(symbol.name, integer=True, positive=True)
-
-
-def _extent(size: int | torch.SymInt) -> sp.Expr | int:
-    if isinstance(size, int):
-        return size
-    expr = size.node.expr
-    if expr.is_number:
-        return int(expr)
-    return _plain_expr(expr)
-
-
-def _plain_expr(expr: sp.Expr) -> sp.Expr:
-    """Torch's own integer division in SymPy's words, on our symbols."""
-    plain = expr
-    for name, meaning in _TORCH_FUNCTIONS.items():
-        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
-    return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
-
-
-#: The exporter's own SymPy functions.
-_TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
-    "FloorDiv": lambda a, b: sp.floor(a / b),
-    "CleanDiv": lambda a, b: a / b,
-    "CeilDiv": lambda a, b: sp.ceiling(a / b),
-    "PythonMod": lambda a, b: a - b * sp.floor(a / b),
-    "Mod": lambda a, b: a - b * sp.floor(a / b),
-    "Max": lambda *a: sp.Max(*a),
-    "Min": lambda *a: sp.Min(*a),
-}
-
-
-def _graph(program: ExportedProgram) -> Graph:
-    signature = program.graph_signature
-    parameters, buffers = signature.inputs_to_parameters, signature.inputs_to_buffers
-    constants = signature.inputs_to_lifted_tensor_constants
-    nodes: list[Node] = []
-    alias: dict[str, str] = {}
-    scalars: dict[str, Any] = {}
-    problems: list[str] = []
-    outputs: tuple[str, ...] = ()
-    mutated = set(signature.buffers_to_mutate) | set(signature.user_inputs_to_mutate)
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, torch.fx.Node):
-            if value.name in scalars:
-                return scalars[value.name]
-            return Ref(alias.get(value.name, value.name))
-        if isinstance(value, (list, tuple)):
-            return tuple(convert(item) for item in value)
-        return _extent(value) if isinstance(value, torch.SymInt) else value
-
-    for fx_node in program.graph.nodes:
-        value = fx_node.meta.get("val")
-        if fx_node.op == "output":
-            names = [arg.name if isinstance(arg, torch.fx.Node) else None for arg in fx_node.args[0]]
-            for name in names:
-                if name is not None and name not in mutated:
-                    if name in scalars:
-                        problems.append("(the model itself): returns a number, not a tensor; return tensors only")
-                    outputs += (alias.get(name, name),)
-            if None in names:
-                problems.append("(the model itself): returns None or a constant; return tensors only")
-        elif fx_node.op == "placeholder":
-            kind, target = (
-                ("parameter", parameters[fx_node.name])
-                if fx_node.name in parameters
-                else ("buffer", buffers[fx_node.name])
-                if fx_node.name in buffers
-                else ("constant", constants[fx_node.name])
-                if fx_node.name in constants
-                else ("input", fx_node.name)
-            )
-            nodes.append(_node(fx_node.name, kind, target, value))
-        elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool)):
-            scalars[fx_node.name] = _extent(value) if isinstance(value, torch.SymInt) else value
-        elif value is None and not fx_node.users:
-            continue  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
-        elif fx_node.op != "call_function":
-            problems.append(f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators")
-        elif fx_node.target is __import__("operator").getitem:
-            source, index = fx_node.args
-            if index == 0 and _first_output_only(source):
-                alias[fx_node.name] = alias.get(source.name, source.name)
-                nodes = [_node(n.name, n.kind, n.target, value, n.arguments, n.module_path) if n.name == source.name else n for n in nodes]
-            elif index != 0 and _first_output_only(source):
-                continue
-            else:
-                nodes.append(_node(fx_node.name, "operator", "getitem", value, (("source", convert(source)), ("index", index))))
-        else:
-            arguments = tuple((name, convert(arg)) for name, arg in _named_arguments(fx_node))
-            target = str(fx_node.target)
-            if target in _IDENTITY or (target in _CASTS and value.dtype == fx_node.args[0].meta["val"].dtype):
-                alias[fx_node.name] = next(iter(map_refs_list(arguments)))
-                continue
-            sample = value[0] if isinstance(value, (tuple, list)) else value
-            nodes.append(_node(fx_node.name, "operator", target, sample, arguments, _module_path(fx_node)))
-    if problems:
-        raise UnsupportedError(problems)
-    return Graph(nodes=tuple(nodes), outputs=outputs)
-
-
-#: Copies and markers that change neither values nor gradients.
-_IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.lift_fresh_copy.default"})
-
-#: Casts, which change nothing where the type is the same already.
-_CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
-
-#: Operators of which only the first result matters to a gradient-exact run.
-_FIRST_ONLY = frozenset({"aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit_functional.default"})
-
-
-def _first_output_only(source: Any) -> bool:
-    return str(source.target) in _FIRST_ONLY
-
-
-def map_refs_list(arguments: tuple[tuple[str, Any], ...]) -> list[str]:
-    """The names referred to in named arguments, in order."""
-    names: list[str] = []
-    map_refs(tuple(value for _, value in arguments), lambda name: names.append(name))
-    return names
-
-
-def _node(name: str, kind: Any, target: str, value: Any, arguments: tuple[tuple[str, Any], ...] = (), module_path: str = "") -> Node:
-    return Node(
-        name=name,
-        kind=kind,
-        target=target,
-        shape=tuple(_extent(size) for size in value.shape),
-        dtype=dtype_name(value.dtype),
-        itemsize_bytes=value.dtype.itemsize,
-        arguments=arguments,
-        module_path=module_path,
-    )
-
-
-def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
-    """Positional and keyword arguments by schema name, defaults filled in."""
-    named = []
-    for position, argument in enumerate(fx_node.target._schema.arguments):  # type: ignore[union-attr]
-        if position < len(fx_node.args):
-            named.append((argument.name, fx_node.args[position]))
-        elif argument.name in fx_node.kwargs:
-            named.append((argument.name, fx_node.kwargs[argument.name]))
-        elif argument.has_default_value():
-            named.append((argument.name, argument.default_value))
-    return named
-
-
-def _module_path(fx_node: torch.fx.Node) -> str:
-    stack = fx_node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    return "" if path.startswith("_empty_nn_module_stack") else path
-
-
-def _without_dead_operators(graph: Graph) -> Graph:
-    needed = set(graph.outputs)
-    for node in reversed(graph.nodes):
-        if node.name in needed:
-            needed.update(node.operands)
-    return Graph(nodes=tuple(node for node in graph.nodes if node.name in needed or node.kind == "input"), outputs=graph.outputs)

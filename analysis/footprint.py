@@ -20,7 +20,7 @@ import sympy as sp
 
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
-from sft.analysis.schedule import row_rates, total_stride
+from sft.analysis.schedule import row_rates, source_rates, total_stride
 
 __all__ = ["Footprint", "ValueFootprint", "run_footprint"]
 
@@ -118,9 +118,7 @@ def run_footprint(
     """The footprint of a run of streamed operators at one input size."""
     inside = set(names)
     sources = tuple(dict.fromkeys(o for n in names for o in graph[n].operands if o in streamed and o not in inside))
-    height = max(shapes[name][2] for name in sources)
-    known = {name: Fraction(1, max(1, round(height / shapes[name][2]))) for name in sources}
-    rates = row_rates(graph, names, known, rows)
+    rates = row_rates(graph, names, source_rates({name: shapes[name][2] for name in sources}), rows)
     carried = _steady_carries(graph, names, rows, rates, sources)
     values = []
     for name, rate in rates.items():

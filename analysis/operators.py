@@ -316,7 +316,8 @@ def _pair(value: int | tuple[int, ...]) -> tuple[int, int]:
 
 
 def _upsample_factors(node: Node) -> tuple[int, int]:
-    return node.argument("factors")  # type: ignore[no-any-return]
+    factors: tuple[int, int] = node.argument("factors")
+    return factors
 
 
 def _nearest_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:

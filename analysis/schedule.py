@@ -26,7 +26,7 @@ from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 
-__all__ = ["NodeRows", "Read", "Schedule", "Step", "build_schedule", "row_rates"]
+__all__ = ["NodeRows", "Read", "Schedule", "Step", "build_schedule", "row_rates", "source_rates", "total_stride"]
 
 Rows = npt.NDArray[np.int64]
 
@@ -177,6 +177,12 @@ def _read(operand: str, low: int, high: int, extent: int) -> Read:
     rows = Interval(low, high).clip(extent)
     pad_low = min(max(0, -low), high - low)
     return Read(operand=operand, rows=rows, pad_low=pad_low, pad_high=high - low - pad_low - len(rows))
+
+
+def source_rates(heights: Mapping[str, int]) -> dict[str, Fraction]:
+    """Rows of each source per row of the tallest; sources of one image stand in whole ratios up to rounding at the border."""
+    tallest = max(heights.values(), default=1)
+    return {name: Fraction(1, max(1, round(tallest / height))) for name, height in heights.items()}
 
 
 def row_rates(graph: Graph, names: Sequence[str], sources: Mapping[str, Fraction], rows: Mapping[str, Operator]) -> dict[str, Fraction]:

@@ -187,10 +187,11 @@ class _Compiled:
         """The plan for these inputs, given as tensors or as shapes."""
         if inputs and all(isinstance(value, torch.Tensor) for value in inputs):
             return self._sft_engine.plan_for_inputs(inputs)
-        shapes = _shapes(inputs[0] if len(inputs) == 1 else inputs)
-        if any(extent is None for shape in shapes for extent in shape):
+        wanted = _shapes(inputs[0] if len(inputs) == 1 else inputs)
+        shapes = [tuple(extent for extent in shape if extent is not None) for shape in wanted]
+        if shapes != list(wanted):
             raise InputError(f"plan_for needs every extent, got {inputs!r}")
-        return self._sft_engine.plan_for_shapes(shapes)  # type: ignore[arg-type]
+        return self._sft_engine.plan_for_shapes(shapes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = self._sft_engine

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.plan.planner import carry_out, plan_segments
+from sft.plan.planner import Planned, carry_out, plan_segments
 from sft.plan.problem import Problem
 from sft.plan.survey import Survey
 
@@ -104,7 +105,12 @@ def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Modul
     """Else the planner would look for its plans in the wrong place."""
     seen: list[Problem] = []
     engine = import_module("sft.engine")
-    monkeypatch.setattr(engine, "plan_segments", lambda problem, *rest: seen.append(problem) or plan_segments(problem, *rest))
+
+    def spy(problem: Problem, *rest: Any) -> Planned:
+        seen.append(problem)
+        return plan_segments(problem, *rest)
+
+    monkeypatch.setattr(engine, "plan_segments", spy)
     with torch.device("meta"):
         model = build(10)
     sft.plan(model, (1, 3, 3072, 2048), budget="64GiB")

@@ -69,7 +69,9 @@ class TorchMachine:
             result = instruction.function(*arguments)
         outputs = instruction.outputs
         if len(outputs) == 1:
-            tensors[outputs[0].number] = result  # type: ignore[union-attr]
+            (slot,) = outputs
+            if slot is not None:
+                tensors[slot.number] = result
         elif outputs:
             for slot, value in zip(outputs, result, strict=True):
                 if slot is not None:

@@ -12,32 +12,18 @@ from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Step
 from sft.lower.context import NodeContext, Scope
 from sft.lower.program import Emitter, Program, Slot, load_rows
-from sft.lower.rules import RULES, Convolution, ResultActivation, Rule, WholeMean, has_uneven_columns
-from sft.lower.traced import TracedPointwise, TracedWhole
+from sft.lower.rules import rule_of
+from sft.lower.rules.windowed import Convolution, has_uneven_columns
 
-__all__ = ["lower_finish", "lower_strip", "lower_whole", "rule_of"]
+__all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole"]
 
-_ACTIVATION, _TRACED, _WHOLE, _WHOLE_MEAN = ResultActivation(), TracedPointwise(), TracedWhole(), WholeMean()
 aten = torch.ops.aten
 
-
-def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
-    """The rule that lowers a node."""
-    row = scope.rows[node.name]
-    if not any(name in scope.streamed for name in node.operands) or row.role == "whole":
-        return _WHOLE
-    if row.name == "pointwise":
-        if node.target == "aten.relu.default":
-            return _ACTIVATION
-        if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
-            return _ACTIVATION
-        return _TRACED
-    if row.name == "mean" and whole:
-        return _WHOLE_MEAN
-    return RULES[row.name]
+#: What the program of a strip is for.
+StripKind = Literal["forward", "restore", "joint"]
 
 
-def lower_strip(scope: Scope, step: Step, kind: Literal["forward", "restore", "joint"]) -> Program:
+def lower_strip(scope: Scope, step: Step, kind: StripKind) -> Program:
     """The program of one strip.
 
     ``forward`` computes outputs and the rows for the next state, ``restore`` only the latter, ``joint`` recomputes the strip and

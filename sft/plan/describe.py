@@ -29,13 +29,20 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int) -> Plan:
         flops=planned.projection.flops,
         plain_flops=sum(program.flops for program in plain_programs(problem)),
         segments=tuple(
-            _segment(problem, choice, segment, makes)
+            _segment(problem, planned, choice, segment, makes, budget_bytes)
             for choice, segment, makes in zip(planned.choices, planned.region.segments, planned.region.makes, strict=True)
         ),
     )
 
 
-def _segment(problem: Problem, choice: SegmentChoice, segment: TiledSegment | WholeSegment, makes: tuple[str, ...]) -> SegmentPlan:
+def _segment(
+    problem: Problem,
+    planned: Planned,
+    choice: SegmentChoice,
+    segment: TiledSegment | WholeSegment,
+    makes: tuple[str, ...],
+    budget_bytes: int,
+) -> SegmentPlan:
     graph, phases = problem.graph, problem.phases
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, state_bytes = 1, 0, 0
@@ -43,7 +50,13 @@ def _segment(problem: Problem, choice: SegmentChoice, segment: TiledSegment | Wh
         footprint = run_footprint(
             graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
         )
-        formulas = run_formulas(graph, choice.nodes, phases.rows, phases.streamed, footprint)
+        spare_bytes = budget_bytes - problem.resident_bytes - planned.projection.peak_bytes
+        tallest = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.stride(choice.nodes))
+        rows = "-" if tallest is None else f"{min(tallest, problem.run_height(choice.nodes))} rows"
+        formulas = (
+            *run_formulas(graph, choice.nodes, phases.rows, phases.streamed, footprint),
+            ("tallest strip for this budget, by the footprint", rows),
+        )
         num_steps = segment.schedule.num_steps
         panel_cols = max(problem.shapes[name][3] for name in segment.schedule.sources)
         state_bytes = _state_bytes(problem, segment) if problem.training else footprint.state_bytes

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import cached_property
 
 import sympy as sp
@@ -12,7 +11,7 @@ import torch
 
 from sft.analysis.graph import Graph
 from sft.analysis.phases import Phases
-from sft.analysis.schedule import row_rates, total_stride
+from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
 
 __all__ = ["Problem", "concrete_shapes"]
@@ -75,27 +74,19 @@ class Problem:
         """Bytes of the gradients of the inputs that need one."""
         return sum(self.value_bytes(name) for name in self.graph.inputs if name in self.requires_grad)
 
+    def run_sources(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Streamed values that a run reads from outside."""
+        inside, streamed = set(names), self.phases.streamed
+        return tuple(dict.fromkeys(o for n in names for o in self.graph[n].operands if o in streamed and o not in inside))
+
     def run_height(self, names: Sequence[str]) -> int:
         """Rows of the tallest source of a run."""
-        inside = set(names)
-        streamed = self.phases.streamed
-        return max((self.shapes[o][2] for n in names for o in self.graph[n].operands if o in streamed and o not in inside), default=1)
-
-    def rates(self, names: Sequence[str]) -> dict[str, Fraction]:
-        """Rows of each value of a run per row of its tallest source."""
-        inside = set(names)
-        streamed = self.phases.streamed
-        sources = [o for n in names for o in self.graph[n].operands if o in streamed and o not in inside]
-        if not sources:
-            return {}
-        height = max(self.shapes[name][2] for name in sources)
-        # Sources of one image stand in whole ratios up to rounding at the border.
-        known = {name: Fraction(1, max(1, round(height / self.shapes[name][2]))) for name in sources}
-        return row_rates(self.graph, names, known, self.phases.rows)
+        return max((self.shapes[name][2] for name in self.run_sources(names)), default=1)
 
     def stride(self, names: Sequence[str]) -> int:
         """Rows of the run's tallest source after which the pattern of every value repeats."""
-        return total_stride(self.rates(names)) if names else 1
+        known = source_rates({name: self.shapes[name][2] for name in self.run_sources(names)})
+        return total_stride(row_rates(self.graph, names, known, self.phases.rows)) if known else 1
 
 
 def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.schedule import Schedule, Step
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
-from sft.lower.step import lower_finish, lower_strip, lower_whole
+from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole
 from sft.walk.checkpoints import backward_actions, kept_states
 from sft.walk.machine import Handle, Machine, Saved
 from sft.walk.rowstore import RowStore
@@ -106,11 +106,11 @@ class TiledSegment:
         """The largest peak of the programs lowered so far."""
         return max((program.peak_bytes for program in self._programs.values()), default=0)
 
-    def program(self, kind: str, index: int, chunk: Interval) -> Program:
+    def program(self, kind: StripKind, index: int, chunk: Interval) -> Program:
         """The program of a strip; strips of one signature share it."""
         key = (kind, int(self.schedule.kinds[1][index]), len(chunk))
         if key not in self._programs:
-            self._programs[key] = lower_strip(self._scope(chunk), self._step(index), kind)  # type: ignore[arg-type]
+            self._programs[key] = lower_strip(self._scope(chunk), self._step(index), kind)
         return self._programs[key]
 
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[RowStore]:

@@ -23,7 +23,7 @@ from sft.analysis.graph import Ref, map_refs, refs_in
 from sft.errors import InternalError
 from sft.lower.context import NodeContext
 from sft.lower.program import DEVICE, Slot
-from sft.lower.rules import Rule
+from sft.lower.rules.base import Rule
 
 __all__ = ["TracedPointwise", "TracedWhole", "resolve_target"]
 

@@ -1,0 +1,223 @@
+"""From an exported program to a :class:`Graph`: nodes, sizes as SymPy expressions, and the conditions that hold.
+
+Only :mod:`sft.analysis.capture` uses this; the two are the part of the analysis that knows torch.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import sympy as sp
+import torch
+from torch.export import ExportedProgram
+
+from sft.analysis.graph import Graph, Kind, Node, Ref, refs_in
+from sft.errors import UnsupportedError
+
+__all__ = ["bounds_of", "graph_of", "guards_of"]
+
+
+def bounds_of(program: ExportedProgram) -> tuple[tuple[sp.Symbol, int, int | None], ...]:
+    """For each symbol the smallest and largest value that the program holds for."""
+    bounds = []
+    for symbol, interval in program.range_constraints.items():
+        # The exporter's default lower bound of 2 only excludes the sizes 0 and 1, which it specialises.
+        low = int(interval.lower) if interval.lower.is_finite else 0
+        high = int(interval.upper) if interval.upper.is_finite and interval.upper < 2**62 else None
+        bounds.append((_plain_symbol(symbol), low, high))
+    return tuple(bounds)
+
+
+def guards_of(program: ExportedProgram) -> tuple[sp.Basic, ...]:
+    """Relations between the symbols under which the model took the path that was exported."""
+    for node in program.graph.nodes:
+        for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
+            if isinstance(size, torch.SymInt):
+                env = size.node.shape_env
+                return tuple(dict.fromkeys(_plain_expr(env.replace(guard.expr)) for guard in env.guards))
+    return ()
+
+
+def _plain_symbol(symbol: sp.Symbol) -> sp.Symbol:
+    return sp.Symbol(symbol.name, integer=True, positive=True)
+
+
+def _extent(size: int | torch.SymInt) -> sp.Expr | int:
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    if expr.is_number:
+        return int(expr)
+    return _plain_expr(expr)
+
+
+def _plain_expr(expr: sp.Expr) -> sp.Expr:
+    """Torch's own integer division in SymPy's words, on our symbols."""
+    plain = expr
+    for name, meaning in _TORCH_FUNCTIONS.items():
+        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
+    return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
+
+
+#: The exporter's own SymPy functions.
+_TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
+    "FloorDiv": lambda a, b: sp.floor(a / b),
+    "CleanDiv": lambda a, b: a / b,
+    "CeilDiv": lambda a, b: sp.ceiling(a / b),
+    "PythonMod": lambda a, b: a - b * sp.floor(a / b),
+    "Mod": lambda a, b: a - b * sp.floor(a / b),
+    "Max": lambda *a: sp.Max(*a),
+    "Min": lambda *a: sp.Min(*a),
+}
+
+
+def graph_of(program: ExportedProgram) -> Graph:
+    """The program's operators as nodes.
+
+    Raises:
+        UnsupportedError: it holds what a graph cannot say: numbers or None among the outputs, calls that are no operators.
+    """
+    builder = _GraphBuilder(program)
+    for fx_node in program.graph.nodes:
+        builder.add(fx_node)
+    if builder.problems:
+        raise UnsupportedError(builder.problems)
+    return _without_dead_operators(Graph(nodes=tuple(builder.nodes.values()), outputs=tuple(builder.outputs)))
+
+
+class _GraphBuilder:
+    """Reads an exported program node by node."""
+
+    def __init__(self, program: ExportedProgram) -> None:
+        signature = program.graph_signature
+        self.nodes: dict[str, Node] = {}
+        self.outputs: list[str] = []
+        self.problems: list[str] = []
+        self._leaves: dict[str, tuple[Kind, str]] = {
+            **{name: ("parameter", target) for name, target in signature.inputs_to_parameters.items()},
+            **{name: ("buffer", target) for name, target in signature.inputs_to_buffers.items()},
+            **{name: ("constant", target) for name, target in signature.inputs_to_lifted_tensor_constants.items()},
+        }
+        self._mutated = set(signature.buffers_to_mutate) | set(signature.user_inputs_to_mutate)
+        self._alias: dict[str, str] = {}
+        self._scalars: dict[str, Any] = {}
+
+    def add(self, fx_node: torch.fx.Node) -> None:
+        """Take over one node."""
+        value: Any = fx_node.meta.get("val")
+        if fx_node.op == "output":
+            self._add_outputs(fx_node)
+        elif fx_node.op == "placeholder":
+            kind, target = self._leaves.get(fx_node.name, ("input", fx_node.name))
+            self._add(fx_node.name, kind, target, value)
+        elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool)):
+            self._scalars[fx_node.name] = _extent(value) if isinstance(value, torch.SymInt) else value
+        elif value is None and not fx_node.users:
+            pass  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
+        elif fx_node.op != "call_function":
+            self.problems.append(f"{fx_node.name}: {fx_node.op} nodes are not supported; write the model with plain operators")
+        elif fx_node.target is operator.getitem:
+            self._add_result(fx_node, value)
+        else:
+            self._add_operator(fx_node, value)
+
+    def _add(
+        self, name: str, kind: Kind, target: str, value: torch.Tensor, arguments: Sequence[tuple[str, Any]] = (), module_path: str = ""
+    ) -> None:
+        self.nodes[name] = Node(
+            name=name,
+            kind=kind,
+            target=target,
+            shape=tuple(_extent(size) for size in value.shape),
+            dtype=str(value.dtype).removeprefix("torch."),
+            itemsize_bytes=value.dtype.itemsize,
+            arguments=tuple(arguments),
+            module_path=module_path,
+        )
+
+    def _add_outputs(self, fx_node: torch.fx.Node) -> None:
+        returned = fx_node.args[0]
+        assert isinstance(returned, (tuple, list))
+        for argument in returned:
+            if not isinstance(argument, torch.fx.Node):
+                self.problems.append("(the model itself): returns None or a constant; return tensors only")
+            elif argument.name not in self._mutated:
+                if argument.name in self._scalars:
+                    self.problems.append("(the model itself): returns a number, not a tensor; return tensors only")
+                self.outputs.append(self._alias.get(argument.name, argument.name))
+
+    def _add_result(self, fx_node: torch.fx.Node, value: torch.Tensor) -> None:
+        """One of several results; of the operators below only the first is of use, and stands for the operator."""
+        source, index = fx_node.args
+        assert isinstance(source, torch.fx.Node)
+        if str(source.target) not in _FIRST_ONLY:
+            self._add(fx_node.name, "operator", "getitem", value, (("source", self._convert(source)), ("index", index)))
+        elif index == 0:
+            self._alias[fx_node.name] = source.name
+
+    def _add_operator(self, fx_node: torch.fx.Node, value: Any) -> None:
+        arguments = [(name, self._convert(argument)) for name, argument in _named_arguments(fx_node)]
+        target = str(fx_node.target)
+        if target in _IDENTITY or (target in _CASTS and value.dtype == _dtype_of(fx_node.args[0])):
+            self._alias[fx_node.name] = next(refs_in(tuple(argument for _, argument in arguments)))
+            return
+        first = value[0] if isinstance(value, (tuple, list)) else value
+        self._add(fx_node.name, "operator", target, first, arguments, _module_path(fx_node))
+
+    def _convert(self, value: Any) -> Any:
+        """An argument in the graph's own terms."""
+        if isinstance(value, torch.fx.Node):
+            if value.name in self._scalars:
+                return self._scalars[value.name]
+            return Ref(self._alias.get(value.name, value.name))
+        if isinstance(value, (list, tuple)):
+            return tuple(self._convert(item) for item in value)
+        return _extent(value) if isinstance(value, torch.SymInt) else value
+
+
+def _dtype_of(fx_node: Any) -> torch.dtype:
+    dtype = fx_node.meta["val"].dtype
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+#: Copies and markers that change neither values nor gradients.
+_IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.lift_fresh_copy.default"})
+
+#: Casts, which change nothing where the type is the same already.
+_CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
+
+#: Operators of which only the first result matters to a gradient-exact run.
+_FIRST_ONLY = frozenset({"aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit_functional.default"})
+
+
+def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
+    """Positional and keyword arguments by schema name, defaults filled in."""
+    named = []
+    overload = fx_node.target
+    if not isinstance(overload, torch._ops.OpOverload):
+        raise UnsupportedError([f"{fx_node.name}: {overload} is not an ATen operator; write the model with plain operators"])
+    for position, argument in enumerate(overload._schema.arguments):
+        if position < len(fx_node.args):
+            named.append((argument.name, fx_node.args[position]))
+        elif argument.name in fx_node.kwargs:
+            named.append((argument.name, fx_node.kwargs[argument.name]))
+        elif argument.has_default_value():
+            named.append((argument.name, argument.default_value))
+    return named
+
+
+def _module_path(fx_node: torch.fx.Node) -> str:
+    stack = fx_node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return "" if path.startswith("_empty_nn_module_stack") else path
+
+
+def _without_dead_operators(graph: Graph) -> Graph:
+    needed = set(graph.outputs)
+    for node in reversed(graph.nodes):
+        if node.name in needed:
+            needed.update(node.operands)
+    return Graph(nodes=tuple(node for node in graph.nodes if node.name in needed or node.kind == "input"), outputs=graph.outputs)

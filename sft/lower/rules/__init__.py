@@ -1,0 +1,43 @@
+"""How each row of the operator table runs on a strip and is differentiated: forward and backward as ATen calls."""
+
+from __future__ import annotations
+
+from sft.analysis.graph import Node
+from sft.lower.context import Scope
+from sft.lower.rules.base import Rule
+from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
+from sft.lower.rules.joins import Binary, Cat
+from sft.lower.rules.reductions import Mean, WholeMean
+from sft.lower.rules.resample import Nearest
+from sft.lower.rules.traced import TracedPointwise, TracedWhole
+from sft.lower.rules.windowed import AvgPool, Convolution, MaxPool
+
+__all__ = ["Rule", "rule_of"]
+
+_RULES: dict[str, Rule] = {
+    "convolution": Convolution(),
+    "max_pool": MaxPool(),
+    "avg_pool": AvgPool(),
+    "nearest": Nearest(),
+    "binary": Binary(),
+    "cat": Cat(),
+    "frozen_norm": FrozenNorm(),
+    "mean": Mean(),
+}
+_ACTIVATION, _TRACED, _WHOLE, _WHOLE_MEAN = ResultActivation(), TracedPointwise(), TracedWhole(), WholeMean()
+
+
+def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
+    """The rule that lowers a node."""
+    row = scope.rows[node.name]
+    if row.role == "whole" or not any(name in scope.streamed for name in node.operands):
+        return _WHOLE
+    if row.name == "pointwise":
+        if node.target == "aten.relu.default":
+            return _ACTIVATION
+        if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
+            return _ACTIVATION
+        return _TRACED
+    if row.name == "mean" and whole:
+        return _WHOLE_MEAN
+    return _RULES[row.name]

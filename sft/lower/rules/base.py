@@ -1,0 +1,40 @@
+"""What a lowering rule is.
+
+``forward`` returns the slot of the new rows. It may write them into ``ctx.destination`` (the tail of the buffer behind the
+carried rows) or over ``ctx.overwrite`` (an operand nobody else reads) where the operator has an in-place form; otherwise the
+caller copies. ``backward`` takes the gradient of the new rows and reports gradients of the operands.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from sft.lower.context import NodeContext
+from sft.lower.program import Slot
+
+__all__ = ["Rule"]
+
+
+class Rule(ABC):
+    """The lowering of one family of operators.
+
+    Attributes:
+        saves_input: whether the backward reads the streamed operands' values.
+        saves_output: whether the backward reads the operator's own value.
+        in_place: whether ``forward`` can write into a destination.
+        overwrites: whether ``forward`` can write over its only operand.
+    """
+
+    saves_input: ClassVar[bool] = True
+    saves_output: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
+
+    @abstractmethod
+    def forward(self, ctx: NodeContext) -> Slot:
+        """Emit the computation of the new rows."""
+
+    @abstractmethod
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        """Emit the gradients of the operands; ``owned`` says whether ``grad`` may be overwritten."""

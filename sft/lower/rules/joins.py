@@ -1,0 +1,102 @@
+"""Where branches meet, on a strip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sft.analysis.graph import refs_in
+from sft.lower.context import NodeContext
+from sft.lower.program import Slot
+from sft.lower.rules.base import Rule
+
+__all__ = ["Binary", "Cat"]
+
+aten = torch.ops.aten
+
+
+class Binary(Rule):
+    """``add``, ``sub``, ``mul``, ``div`` of strips, of a strip and a tensor without height and width, or of a strip and a number."""
+
+    saves_input = True
+    in_place = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        node, e = ctx.node, ctx.emitter
+        left, right = ctx.operand_slot(node.argument("self")), ctx.operand_slot(node.argument("other"))
+        name = node.target.split(".")[1]
+        alpha = {"alpha": node.argument("alpha")} if name in ("add", "sub") and node.argument("alpha") != 1 else {}
+        function = getattr(aten, name)
+        if ctx.destination is not None and isinstance(right, Slot):
+            return e.call(function.out, left, right, writes=ctx.destination, keywords={"out": ctx.destination, **alpha})
+        return e.call(function.Tensor, left, right, shape=ctx.out_shape, keywords=alpha)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        node, e = ctx.node, ctx.emitter
+        left, right = node.argument("self"), node.argument("other")
+        name = node.target.split(".")[1]
+        alpha = node.argument("alpha", 1)
+        if name in ("add", "sub"):
+            factor = alpha if name == "add" else -alpha
+            self._report(ctx, left, grad, owned=False)
+            if ctx.needs_grad(right):
+                scaled = grad if factor == 1 else e.call(aten.mul.Tensor, grad, factor, shape=grad.shape)
+                self._report(ctx, right, scaled, owned=factor != 1)
+            return
+        function = aten.mul.Tensor if name == "mul" else aten.div.Tensor
+        if ctx.needs_grad(left):
+            self._report(ctx, left, e.call(function, grad, ctx.operand_slot(right), shape=grad.shape), owned=True)
+        if ctx.needs_grad(right):
+            part = e.call(aten.mul.Tensor, grad, ctx.operand_slot(left), shape=grad.shape)
+            if name == "div":
+                divisor = ctx.operand_slot(right)
+                square = e.call(aten.mul.Tensor, divisor, divisor, shape=divisor.shape)
+                part = e.call(aten.div.Tensor, part, square, shape=grad.shape)
+                part = e.call(aten.neg.default, part, shape=grad.shape)
+            self._report(ctx, right, part, owned=True)
+
+    def _report(self, ctx: NodeContext, value: Any, grad: Slot, *, owned: bool) -> None:
+        """Sum the gradient over the dimensions along which the operand was broadcast, then report it."""
+        if not ctx.needs_grad(value):
+            return
+        (name,) = refs_in(value)
+        shape = ctx.strip(name).shape if name in ctx.scope.streamed else ctx.scope.shapes[name]
+        reduced = _sum_to(ctx, grad, shape)
+        ctx.add_grad(value, reduced, owned=owned or reduced is not grad)
+
+
+def _sum_to(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
+    missing = len(grad.shape) - len(shape)
+    dims = [d for d in range(len(grad.shape)) if d < missing or (shape[d - missing] == 1 and grad.shape[d] != 1)]
+    if not dims:
+        if missing:
+            return ctx.emitter.call(aten.view.default, grad, list(shape), shape=shape, view_of=grad)
+        return grad
+    kept = tuple(1 if d in dims else extent for d, extent in enumerate(grad.shape))
+    total = ctx.emitter.call(aten.sum.dim_IntList, grad, dims, True, shape=kept)
+    if kept == tuple(shape):
+        return total
+    return ctx.emitter.call(aten.view.default, total, list(shape), shape=shape, view_of=total)
+
+
+class Cat(Rule):
+    """``cat`` along channels."""
+
+    saves_input = False
+    in_place = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        strips = tuple(ctx.strip(name) for name in refs_in(ctx.node.argument("tensors")))
+        if ctx.destination is not None:
+            return ctx.emitter.call(aten.cat.out, strips, 1, writes=ctx.destination, keywords={"out": ctx.destination})
+        return ctx.emitter.call(aten.cat.default, strips, 1, shape=ctx.out_shape)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        first = 0
+        for ref in ctx.node.argument("tensors"):
+            (name,) = refs_in(ref)
+            channels = ctx.scope.shapes[name][1]
+            if ctx.needs_grad(ref):
+                ctx.add_grad(ref, ctx.emitter.narrow(grad, 1, first, channels), owned=False)
+            first += channels

@@ -9,6 +9,7 @@ from fractions import Fraction
 import sympy as sp
 
 from sft.analysis.access import Frontier
+from sft.analysis.compat import fused_dimensions
 from sft.analysis.footprint import Footprint
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
@@ -90,7 +91,10 @@ def run_formulas(
     carried = [(value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source]
     most = max(carried, key=lambda item: item[1], default=("", 0))
     expression = footprint.expr(height)
+    # A reduction at the end of the run is summed up strip by strip and restricts nothing.
+    fused = fused_dimensions(graph, [name for name in names if name in fields], rows, streamed)
     return (
+        ("fused-tileable dimensions", ", ".join(fused) or "none"),
         ("receptive field", f"{widest.num_rows} rows, stride {deepest.jump}"),
         ("halo of an independent tile", f"{widest.halo_rows} rows in all"),
         ("frontier of the last value", f"F(R) = {shown}"),

@@ -15,7 +15,7 @@ from sft.analysis.access import AxisMap, FloorTerm, Frontier
 from sft.analysis.interval import Interval
 
 from .helpers.dags import Dag, dags
-from .helpers.dependence import operator_dependence
+from .helpers.dependence import operator_dependence, rows_behind
 from .helpers.graphs import graph_of
 
 _ROWS = range(-60, 400)
@@ -90,14 +90,14 @@ def test_maps_of_the_table_are_those_of_eager_operators(dag: Dag, axis: int) -> 
         operand = built.graph[name].operands[0]
         assert dependence.shape == (built.extents(axis)[operand], built.extents(axis)[name])
         access = built.rows[name].access(built.graph[name], axis)
-        for row, column in enumerate(dependence.T):
-            touched = column.nonzero()[0]
+        for row in range(dependence.shape[1]):
+            touched = rows_behind(dependence, Interval(row, row + 1))
             read = access.read(Interval(row, row + 1))
             assert set(touched) <= set(range(read.start, read.stop))
             # Both ends of a read are used, unless they lie in the padding.
-            if read.start >= 0 and len(touched):
+            if read.start >= 0 and touched:
                 assert touched[0] == read.start
-            if read.stop <= dependence.shape[0] and len(touched):
+            if read.stop <= dependence.shape[0] and touched:
                 assert touched[-1] == read.stop - 1
 
 

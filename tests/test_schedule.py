@@ -11,7 +11,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Read, Schedule, Step, build_schedule
 
 from .helpers.dags import Dag, dags
-from .helpers.dependence import operator_dependence
+from .helpers.dependence import operator_dependence, rows_behind
 from .helpers.graphs import Built, GraphBuilder, graph_of
 
 
@@ -97,12 +97,12 @@ def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, Schedu
         for node in _of(steps, name):
             assert len(node.reads) == bool(node.new)
             for read in node.reads:
-                touched = dependence[:, node.new.start : node.new.stop].any(axis=1).nonzero()[0]
+                touched = rows_behind(dependence, node.new)
                 assert set(touched) <= set(range(read.rows.start, read.rows.stop))
                 span = access.read(node.new)
                 assert read.pad_low + len(read.rows) + read.pad_high == len(span)
                 assert (read.pad_low == 0) == (span.start >= 0) and (read.pad_high == 0) == (span.stop <= len(dependence))
-                if len(touched):
+                if touched:
                     assert read.pad_low or touched[0] == read.rows.start
                     assert read.pad_high or touched[-1] == read.rows.stop - 1
 

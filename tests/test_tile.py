@@ -16,7 +16,7 @@ from sft.analysis.schedule import NodeRows, Read
 from sft.analysis.tile import tile_step
 
 from .helpers.dags import AvgPool, Conv, Dag, DagNet, MaxPool, dags
-from .helpers.dependence import row_dependence
+from .helpers.dependence import row_dependence, rows_behind
 from .helpers.graphs import Built, GraphBuilder, every_value, graph_of
 
 
@@ -133,12 +133,12 @@ def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
     built = graph_of(dag)
     net = DagNet(every_value(dag))
     dependence = row_dependence(net, dag.shape[1:], axis)[value - 1]
-    touched = dependence[:, part.start : part.stop].any(axis=1).nonzero()[0]
+    touched = rows_behind(dependence, part)
     rows = _tile(built, {f"v{value}": part}, axis)["x"].new
-    if len(touched):
-        assert rows.contains(Interval(int(touched[0]), int(touched[-1]) + 1))
+    if touched:
+        assert rows.contains(Interval(touched[0], touched[-1] + 1))
     if not any(_has_holes(node) for node in dag.nodes):
-        assert rows == (Interval(int(touched[0]), int(touched[-1]) + 1) if len(touched) else Interval(rows.start, rows.start))
+        assert rows == (Interval(touched[0], touched[-1] + 1) if touched else Interval(rows.start, rows.start))
 
 
 def _has_holes(node: object) -> bool:

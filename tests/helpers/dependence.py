@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from sft.analysis.interval import Interval
+
 from .dags import Dag, DagNet, Join
 from .graphs import every_value, graph_of
 
-__all__ = ["Matrix", "operator_dependence", "row_dependence"]
+__all__ = ["Matrix", "operator_dependence", "row_dependence", "rows_behind"]
 
 #: [input row, output row]: whether the latter depends on the former.
 Matrix: TypeAlias = npt.NDArray[np.bool_]
@@ -42,13 +44,19 @@ def row_dependence(function: Callable[[Tensor], object], shape: tuple[int, int, 
     return [result.isnan().any(dim=1).any(dim=2 - axis).numpy() for result in results]
 
 
+def rows_behind(dependence: Matrix, out: Interval) -> list[int]:
+    """The input rows that any of the output rows ``out`` depends on, in order."""
+    rows: list[int] = np.flatnonzero(dependence[:, out.start : out.stop].any(axis=1)).tolist()
+    return rows
+
+
 def operator_dependence(dag: Dag, axis: int = 0) -> dict[str, Matrix]:
     """For each operator of a network with one operand, run by itself, its rows' dependence on the operand's; names as in ``graph_of``."""
     shapes, found = graph_of(dag).shapes, {}
     for index, node in enumerate(dag.nodes, start=1):
         if isinstance(node, Join):
             continue
-        operand = shapes[f"v{node.source}" if node.source else "x"]
-        alone = Dag(shape=(1, *operand[1:]), nodes=(replace(node, source=0),), outputs=(1,))
-        (found[f"v{index}"],) = row_dependence(DagNet(every_value(alone)), operand[1:], axis)
+        _, channels, height, width = shapes[f"v{node.source}" if node.source else "x"]
+        alone = Dag(shape=(1, channels, height, width), nodes=(replace(node, source=0),), outputs=(1,))
+        (found[f"v{index}"],) = row_dependence(DagNet(every_value(alone)), (channels, height, width), axis)
     return found

@@ -6,7 +6,8 @@ readers), which holds for tiles of equal size far from the border; here *positio
 exactly its halo, clipped at the image, and knows how much padding it has. Nor does the backward pass ask for a wider halo: a tile's
 gradient with respect to a row that neighbouring tiles read too is a summand, and the sum over the tiles is the whole.
 
-The result is a :class:`Step` that carries nothing in or out.
+The result is a :class:`Step` that carries nothing in or out. A result that is upsampled, or read inside too, may be computed beyond the
+part wanted; what comes from outside (its gradient) belongs to the part wanted alone.
 """
 
 from __future__ import annotations
@@ -57,6 +58,10 @@ def tile_step(
             taken = {operand: wanted.get(operand, _NOTHING) for operand in operands}
         else:
             part = needed.get(name, _NOTHING)
+            whole = row.access(node, axis).divisor
+            if part and whole > 1:
+                # Upsampling is computed by whole input rows, whose further copies cost no read.
+                part = needed[name] = Interval(part.start // whole * whole, -(-part.stop // whole) * whole)
             taken = {operand: row.access(node, axis).read(part) for operand in operands} if part else {}
         reads[name] = tuple(Read.clipped(operand, span, extents[operand]) for operand, span in taken.items() if span)
         for read in reads[name]:

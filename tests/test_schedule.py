@@ -188,6 +188,14 @@ def test_a_strip_taller_than_the_image_is_the_image() -> None:
     assert (schedule.num_steps, schedule.strip_rows) == (1, 9)
 
 
+@pytest.mark.parametrize(("strip_rows", "num_steps"), [(1, 67), (2, 34), (3, 23), (5, 14), (64, 2)])
+def test_a_delay_of_three_rows_costs_its_strips(strip_rows: int, num_steps: int) -> None:
+    """The 64 rows are out when the input would have advanced to 67."""
+    b = GraphBuilder((1, 1, 64, 4))
+    b.conv("a", "x", 1, 7)
+    assert _schedule(b.build(), strip_rows).num_steps == num_steps
+
+
 def test_a_skip_keeps_rows_for_its_reader() -> None:
     """The sum reads row o of both; the 7x7 body lags 3 rows behind the skip, which carries them."""
     b = GraphBuilder((1, 1, 32, 4))

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from examples.models import unet
 from sft.analysis.annotate import annotated
 from sft.analysis.capture import capture
 from sft.analysis.interval import Interval
 from sft.analysis.phases import find_phases
 from sft.analysis.schedule import NodeRows, Read
 from sft.analysis.tile import tile_step
+from sft.lower.step import lower_strip
+from sft.plan.build import build_region
+from sft.plan.types import SegmentChoice
 
 from .helpers.dags import AvgPool, Conv, Dag, DagNet, MaxPool, dags
 from .helpers.dependence import row_dependence, rows_behind
 from .helpers.graphs import Built, GraphBuilder, every_value, graph_of
+from .helpers.problems import problem_of
 
 
 def _tile(built: Built, wanted: dict[str, Interval], axis: int = 0) -> dict[str, NodeRows]:
@@ -60,14 +67,44 @@ def test_several_results_and_a_reduction() -> None:
     """A value is needed for the hull of its readers; the mean takes the tile's own share and no halo."""
     b = GraphBuilder((1, 3, 32, 24))
     b.conv("c1", "x", 4)
-    b.conv("c2", "c1", 4, 5)
     b.mean("g", "c1")
+    b.conv("c2", "c1", 4, 5)
     built = b.build("c2", "g")
     found = _tile(built, {"c1": Interval(8, 16), "c2": Interval(8, 16)})
     assert found["c1"].new == Interval(6, 18) and found["x"].new == Interval(5, 19)
     assert found["g"].reads == (Read(operand="c1", rows=Interval(8, 16), pad_low=0, pad_high=0),)
     shares = [_tile(built, {"c1": i, "c2": i})["g"].reads[0].rows for i in (Interval(0, 10), Interval(10, 20), Interval(20, 32))]
     assert shares == [Interval(0, 10), Interval(10, 20), Interval(20, 32)]
+
+
+def test_upsampled_values_come_by_whole_input_rows() -> None:
+    """The kernel asks for rows 8 to 14 of the upsampled value; rows 6 to 15 are what input rows 2 to 4 become."""
+    b = GraphBuilder((1, 3, 10, 10))
+    b.upsample("up", "x", 3)
+    b.conv("c", "up", 4)
+    found = _tile(b.build(), {"c": Interval(9, 13)})
+    assert found["c"].reads == (Read(operand="up", rows=Interval(8, 14), pad_low=0, pad_high=0),)
+    assert (found["up"].new, found["x"].new) == (Interval(6, 15), Interval(2, 5))
+
+
+@pytest.mark.parametrize("kind", ["forward", "joint"])
+def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
+    """What a recompute policy will do with a tile: its program takes no carried rows, and tiles together do redundant work."""
+    problem = problem_of(unet(2, levels=3, width=4), (1, 3, 64, 16), training=True)
+    run, phases = problem.phases.phases[0].streamed, problem.phases
+    segment = build_region(problem, (SegmentChoice(nodes=run, mode="tiled", strip_rows=64, batch_tile=1),)).segments[0]
+    extents = {name: problem.shapes[name][2] for name in phases.streamed}
+
+    def flops(*tiles: Interval) -> int:
+        total = 0
+        for number, part in enumerate(tiles):
+            step = tile_step(problem.graph, run, phases.rows, phases.streamed, extents, {run[-1]: part}, index=number)
+            program = lower_strip(segment.scope, step, kind)
+            assert not any(port.role in ("carry", "grad_carry", "append") for port in (*program.ports, *program.results))
+            total += program.flops
+        return total
+
+    assert 1.5 < flops(*(Interval(start, start + 16) for start in range(0, 64, 16))) / flops(Interval(0, 64)) < 3
 
 
 def test_nothing_wanted_needs_nothing() -> None:

@@ -6,13 +6,13 @@ derivative reads is alive then, with one gradient beside it. Hence
 
     working(h) = sum over kept v of row_bytes_v * (rate_v * h + carry_v)  +  max over v of 2 * row_bytes_v * (rate_v * h + carry_v)
 
-and a state of the walk, which a checkpoint keeps, is ``sum of row_bytes_v * carry_v``. Both are affine in ``h``. They choose strip
-heights; what a plan promises is projected from the lowered programs, byte for byte.
+and a state of the walk, which a checkpoint keeps, is ``sum of row_bytes_v * carry_v``. The state is exact; the working set is an
+estimate that grows with ``h``, affine from some height on. What a plan promises is projected from the lowered programs, byte for byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -36,7 +36,6 @@ class ValueFootprint:
         carried_rows: rows carried from strip to strip.
         is_source: whether it comes from outside, whole, so that nothing of it is carried.
         is_kept: whether the backward pass of a strip reads it.
-        extra_row_bytes: bytes kept beside it (a max pool's indices).
     """
 
     name: str
@@ -45,12 +44,16 @@ class ValueFootprint:
     carried_rows: int
     is_source: bool
     is_kept: bool
-    extra_row_bytes: int = 0
 
     def bytes_at(self, strip_rows: int) -> int:
         """Bytes of its buffer in a strip."""
         rows = -(-self.rate.numerator * strip_rows // self.rate.denominator)
-        return self.row_bytes * (rows + self.carried_rows) + self.extra_row_bytes * rows
+        return self.row_bytes * (rows + self.carried_rows)
+
+    @property
+    def affine(self) -> tuple[Fraction, int]:
+        """Bytes for each row of the strip, and bytes of the carried rows: ``bytes_at`` without its rounding."""
+        return self.row_bytes * self.rate, self.row_bytes * self.carried_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +95,39 @@ class Footprint:
         return low * stride
 
     def expr(self, strip_rows: sp.Expr) -> sp.Expr:
-        """``working(h)`` in SymPy, without the rounding of ``rate * h``."""
-        sizes = [
-            value.row_bytes * (sp.Rational(value.rate.numerator, value.rate.denominator) * strip_rows + value.carried_rows)
-            + sp.Rational(value.extra_row_bytes * value.rate.numerator, value.rate.denominator) * strip_rows
-            for value in self.values
-        ]
-        kept = sum(
-            (size for size, value in zip(sizes, self.values, strict=True) if value.is_kept and self.training),
-            sp.Integer(0),
-        )
-        largest = max(range(len(sizes)), key=lambda i: self.values[i].bytes_at(1024))
-        return sp.expand(kept + 2 * sizes[largest])
+        """``working(h)`` in SymPy, without the rounding of ``rate * h``: exact at multiples of the run's stride."""
+        if not self.values:
+            return sp.Integer(0)
+        slope, offset = self._kept
+        # Short strips are mostly halo and tall ones mostly new rows, so which value is the largest depends on h.
+        largest = sp.Max(*(_affine(*line, strip_rows) for line in _upper(value.affine for value in self.values)))
+        return sp.expand(_affine(slope, offset, strip_rows)) + 2 * largest
+
+    @property
+    def tall(self) -> tuple[Fraction, int]:
+        """Bytes a row and bytes besides of ``working(h)`` where ``h`` is large: a single affine expression."""
+        if not self.values:
+            return Fraction(0), 0
+        (slope, offset), (steepest, beside) = self._kept, max(value.affine for value in self.values)
+        return slope + 2 * steepest, offset + 2 * beside
+
+    @property
+    def _kept(self) -> tuple[Fraction, int]:
+        kept = [value.affine for value in self.values if value.is_kept and self.training]
+        return sum((slope for slope, _ in kept), Fraction(0)), sum(offset for _, offset in kept)
+
+
+def _upper(lines: Iterable[tuple[Fraction, int]]) -> list[tuple[Fraction, int]]:
+    """The lines that no other one is above for all ``h >= 0``."""
+    found: list[tuple[Fraction, int]] = []
+    for line in sorted(set(lines), reverse=True):
+        if not found or line[1] > found[-1][1]:
+            found.append(line)
+    return found
+
+
+def _affine(slope: Fraction, offset: int, strip_rows: sp.Expr) -> sp.Expr:
+    return sp.Rational(slope.numerator, slope.denominator) * strip_rows + offset
 
 
 def run_footprint(
@@ -126,7 +150,6 @@ def run_footprint(
         readers = [r for r in graph.users[name] if r in inside]
         keeps_operand = any(r in requires_grad and rows[r].keeps(graph[r])[0] for r in readers)
         keeps_result = name in inside and name in requires_grad and rows[name].keeps(graph[name])[1]
-        pooled = name in inside and rows[name].name == "max_pool"
         values.append(
             ValueFootprint(
                 name=name,
@@ -135,7 +158,6 @@ def run_footprint(
                 carried_rows=carried.get(name, 0),
                 is_source=name in sources,
                 is_kept=keeps_operand or keeps_result,
-                extra_row_bytes=batch * channels * width * 8 if pooled else 0,
             )
         )
     return Footprint(values=tuple(values), training=any(name in requires_grad for name in names))

@@ -9,6 +9,7 @@ from fractions import Fraction
 import sympy as sp
 
 from sft.analysis.access import Frontier
+from sft.analysis.compat import fused_dimensions
 from sft.analysis.footprint import Footprint
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
@@ -83,23 +84,20 @@ def run_formulas(
         return ()
     widest = max(fields.values(), key=lambda field: field.num_rows)
     deepest = fields[[name for name in names if name in fields][-1]]
-    rows_symbol, height = sp.Symbol("R", integer=True), sp.Symbol("h", positive=True)
+    rows_symbol = sp.Symbol("R", integer=True)
     last = [name for name in names if name in fields][-1]
     frontier = frontiers(graph, names, rows, streamed)[last]
     shown = str(frontier.expr(rows_symbol)) if frontier.terms else "not a single floor (rates that do not divide)"
     carried = [(value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source]
     most = max(carried, key=lambda item: item[1], default=("", 0))
-    expression = footprint.expr(height)
+    slope, offset = (float(part) / 2**20 for part in footprint.tall)
+    # A reduction at the end of the run is summed up strip by strip and restricts nothing.
+    fused = fused_dimensions(graph, [name for name in names if name in fields], rows, streamed)
     return (
+        ("fused-tileable dimensions", ", ".join(fused) or "none"),
         ("receptive field", f"{widest.num_rows} rows, stride {deepest.jump}"),
         ("halo of an independent tile", f"{widest.halo_rows} rows in all"),
         ("frontier of the last value", f"F(R) = {shown}"),
         ("carried rows", f"{sum(n for _, n in carried)} rows of {len(carried)} values, at most {most[1]} of one"),
-        ("footprint of a strip", f"{_mib(expression, height)} + O(1)"),
+        ("footprint of a strip", f"{slope:.4g} MiB * h + {offset:.4g} MiB + O(1)"),
     )
-
-
-def _mib(expression: sp.Expr, symbol: sp.Symbol) -> str:
-    slope = float(expression.coeff(symbol, 1)) / 2**20
-    offset = float(expression.coeff(symbol, 0)) / 2**20
-    return f"{slope:.4g} MiB * h + {offset:.4g} MiB"

@@ -122,7 +122,8 @@ class Operator:
         if self.role == "reduce":
             return (0, 1, None, None)
         if self.name == "convolution":
-            depthwise = node.argument("groups") == node.shape[1]
+            # One output channel of one group reads every input channel: there is no slice of it to read.
+            depthwise = node.argument("groups") == node.shape[1] != 1
             return (0, 1 if depthwise else None, 2, 3)
         return (0, None if self.name == "cat" else 1, 2, 3)
 

@@ -47,6 +47,17 @@ class Read:
     pad_low: int
     pad_high: int
 
+    @classmethod
+    def clipped(cls, operand: str, span: Interval, extent: int) -> Read:
+        """The read of ``span``, borders ignored, of a value of ``extent`` rows.
+
+        >>> Read.clipped("x", Interval(-1, 8), 6)
+        Read(operand='x', rows=Interval(start=0, stop=6), pad_low=1, pad_high=2)
+        """
+        rows = span.clip(extent)
+        pad_low = min(max(0, -span.start), len(span))
+        return cls(operand=operand, rows=rows, pad_low=pad_low, pad_high=len(span) - pad_low - len(rows))
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRows:
@@ -119,7 +130,7 @@ class Schedule:
             frontier, kept = self.frontier[name], self.kept[name]
             new = Interval(int(frontier[index]), int(frontier[index + 1]))
             reads = tuple(
-                _read(operand, int(low[index]), int(high[index]), self.extents[operand])
+                Read.clipped(operand, Interval(int(low[index]), int(high[index])), self.extents[operand])
                 for operand, low, high in self.reads.get(name, ())
                 if high[index] > low[index]
             )
@@ -171,12 +182,6 @@ class Schedule:
             for name in self.names
             if name not in self.sources and self.kept[name][index] < self.frontier[name][index]
         }
-
-
-def _read(operand: str, low: int, high: int, extent: int) -> Read:
-    rows = Interval(low, high).clip(extent)
-    pad_low = min(max(0, -low), high - low)
-    return Read(operand=operand, rows=rows, pad_low=pad_low, pad_high=high - low - pad_low - len(rows))
 
 
 def source_rates(heights: Mapping[str, int]) -> dict[str, Fraction]:

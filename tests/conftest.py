@@ -7,10 +7,15 @@ Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+
+# For `examples`. Appended, not put first: the repository's folders must not hide installed packages of the same name.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 pytest.register_assert_rewrite("tests.helpers.exactness")
 

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-
-# Appended, not put first: the repository's folders must not hide installed packages of the same name.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 from examples.models import (
     PooledClassifier,

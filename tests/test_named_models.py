@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,14 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sft
+from examples.models import darknet19, freeze_norm, resnet18, resnet50, unet, vgg16
 
 from .helpers.exactness import assert_exact, plan_of
 from .helpers.models import image, seeded
-
-# Appended, not put first: the repository's folders must not hide installed packages of the same name.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from examples.models import darknet19, freeze_norm, resnet18, resnet50, unet, vgg16
 
 _MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     # name: builder, smallest extent, extents are multiples of

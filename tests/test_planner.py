@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,16 +13,12 @@ import torch
 from torch import nn
 
 import sft
+from examples.models import freeze_norm, resnet18, unet, vgg16
 from sft.plan.planner import Planned, carry_out, plan_segments
 from sft.plan.problem import Problem
 from sft.plan.survey import Survey
 
 from .helpers.models import Branches, Residual, TinyUNet, image, seeded
-
-# Appended, not put first: the repository's folders must not hide installed packages of the same name.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
-from examples.models import freeze_norm, resnet18, unet, vgg16
 
 _SMALL = {"residual": Residual, "branches": Branches, "unet": TinyUNet}
 _SHAPE = (1, 3, 96, 64)

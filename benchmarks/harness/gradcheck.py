@@ -78,7 +78,7 @@ def _ways(case: Case, built: Built) -> list[Case]:
     with sft.measure_peak("cpu") as peak:
         plain()
     activation_bytes = peak.num_bytes - built.gradient_bytes
-    need = PlainNeed(activation_bytes=activation_bytes, resident_bytes=built.resident_bytes)
+    need = PlainNeed(activation_bytes=activation_bytes, resident_bytes=built.resident_bytes, gradient_bytes=built.gradient_bytes)
     budget_bytes = need.budget_bytes(case.fraction)
     try:
         sft.plan(built.body, tuple(built.x.shape), budget=budget_bytes)

@@ -38,6 +38,7 @@ class PlainNeed:
 
     activation_bytes: int
     resident_bytes: int
+    gradient_bytes: int
 
     @property
     def total_bytes(self) -> int:
@@ -45,8 +46,11 @@ class PlainNeed:
         return self.activation_bytes + self.resident_bytes
 
     def budget_bytes(self, fraction: float) -> int:
-        """The budget that grants `fraction` of the activation peak on top of what is resident anyway."""
-        return self.resident_bytes + round(fraction * self.activation_bytes)
+        """The budget that grants `fraction` of the activation peak on top of what is resident anyway.
+
+        The parameters' gradients count twice: a plan keeps room for an old `.grad` beside the step's new gradients.
+        """
+        return self.resident_bytes + self.gradient_bytes + round(fraction * self.activation_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ class MemoryReading:
     @property
     def need(self) -> PlainNeed:
         """This reading as what plain needs."""
-        return PlainNeed(activation_bytes=self.activation_bytes, resident_bytes=self.resident_bytes)
+        return PlainNeed(activation_bytes=self.activation_bytes, resident_bytes=self.resident_bytes, gradient_bytes=self.gradient_bytes)
 
 
 def predict_plain(case: Case, probe_reading: MemoryReading) -> PlainNeed:
@@ -86,6 +90,7 @@ def predict_plain(case: Case, probe_reading: MemoryReading) -> PlainNeed:
     return PlainNeed(
         activation_bytes=probe_reading.activation_bytes * new_px // old_px,
         resident_bytes=probe_reading.resident_bytes + INPUT_BYTES_PER_PX * (new_px - old_px),
+        gradient_bytes=probe_reading.gradient_bytes,
     )
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sft.analysis.segment import cut_positions
 from sft.lower.program import Instruction
 from sft.lower.step import lower_strip
 from sft.options import Options
@@ -34,7 +35,7 @@ from sft.plan.project import plain_programs
 from sft.plan.types import SegmentChoice
 from sft.walk.segments import TiledSegment
 
-__all__ = ["Candidate", "Survey", "cut_positions"]
+__all__ = ["Candidate", "Survey"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -99,7 +100,7 @@ class Survey:
         self.batch_tile = min(options.batch_tile or 1, problem.num_batch)
         self._num_walks = -(-problem.num_batch // self.batch_tile)
         self._phases = problem.phases.phases
-        self._cuts = [tuple(cut_positions(problem, phase.streamed)) for phase in self._phases]
+        self._cuts = [cut_positions(problem.graph, phase.streamed, problem.phases.streamed) for phase in self._phases]
         self.positions = [(0, 0), *((i, c) for i, cuts in enumerate(self._cuts) for c in range(1, len(cuts)))]
         if options.tile is not None:
             self.positions = self.positions[-1:]
@@ -360,21 +361,3 @@ def _peaks(instructions: Sequence[Instruction], place: Mapping[str, int], cuts: 
         runs = owners >= cut if suffix else owners < cut
         peaks.append(live[runs].max(initial=0.0))
     return np.array(peaks)
-
-
-def cut_positions(problem: Problem, names: Sequence[str]) -> list[int]:
-    """Where a streamed run may be cut in two: 0, its end, and every place between that a single value crosses."""
-    graph = problem.graph
-    inside = set(names)
-    position = {name: i for i, name in enumerate(names)}
-    last: dict[str, int] = {}
-    for name in names:
-        for operand in graph[name].operands:
-            if operand in problem.phases.streamed:
-                last[operand] = position[name]
-    kept = [0] * (len(names) + 1)
-    for value, end in last.items():
-        start = position[value] + 1 if value in inside else 0
-        for cut in range(max(start, 1), end + 1):
-            kept[cut] += 1
-    return [0, *(cut for cut in range(1, len(names)) if kept[cut] == 1), len(names)] if names else [0]

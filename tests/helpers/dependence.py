@@ -1,0 +1,62 @@
+"""Which rows an eager result depends on, found by running it: the measure that access maps and tiles are held against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from sft.analysis.interval import Interval
+
+from .dags import Dag, DagNet, Join
+from .graphs import every_value, graph_of
+
+__all__ = ["Matrix", "operator_dependence", "row_dependence", "rows_behind"]
+
+#: [input row, output row]: whether the latter depends on the former.
+Matrix: TypeAlias = npt.NDArray[np.bool_]
+
+
+def row_dependence(function: Callable[[Tensor], object], shape: tuple[int, int, int], axis: int = 0) -> list[Matrix]:
+    """Who depends on whom, for each ``[N, C, H, W]`` result of ``function``.
+
+    Image ``r`` of one batch has NaNs all along its row ``r``; they reach exactly what is computed from it, through maxima and
+    products alike.
+
+    Args:
+        function: an eager function of a batch of images.
+        shape: (channels, height, width) of one image.
+        axis: 0 for rows, 1 for columns.
+    """
+    num_rows = shape[1 + axis]
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn((num_rows, *shape), dtype=torch.float64, generator=generator)
+    for row in range(num_rows):
+        images[row].select(1 + axis, row).fill_(torch.nan)
+    with torch.no_grad():
+        results = pytree.tree_leaves(function(images))
+    return [result.isnan().any(dim=1).any(dim=2 - axis).numpy() for result in results]
+
+
+def rows_behind(dependence: Matrix, out: Interval) -> list[int]:
+    """The input rows that any of the output rows ``out`` depends on, in order."""
+    rows: list[int] = np.flatnonzero(dependence[:, out.start : out.stop].any(axis=1)).tolist()
+    return rows
+
+
+def operator_dependence(dag: Dag, axis: int = 0) -> dict[str, Matrix]:
+    """For each operator of a network with one operand, run by itself, its rows' dependence on the operand's; names as in ``graph_of``."""
+    shapes, found = graph_of(dag).shapes, {}
+    for index, node in enumerate(dag.nodes, start=1):
+        if isinstance(node, Join):
+            continue
+        _, channels, height, width = shapes[f"v{node.source}" if node.source else "x"]
+        alone = Dag(shape=(1, channels, height, width), nodes=(replace(node, source=0),), outputs=(1,))
+        (found[f"v{index}"],) = row_dependence(DagNet(every_value(alone)), (channels, height, width), axis)
+    return found

@@ -18,7 +18,7 @@ __all__ = ["annotated"]
 
 def annotated(graph: Graph) -> Graph:
     """The graph with derived arguments added."""
-    return Graph(nodes=tuple(_annotated(node, graph) for node in graph.nodes), outputs=graph.outputs)
+    return replace(graph, nodes=tuple(_annotated(node, graph) for node in graph.nodes))
 
 
 def _annotated(node: Node, graph: Graph) -> Node:

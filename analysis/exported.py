@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy as sp
@@ -84,7 +85,9 @@ def graph_of(program: ExportedProgram) -> Graph:
         builder.add(fx_node)
     if builder.problems:
         raise UnsupportedError(builder.problems)
-    return _without_dead_operators(Graph(nodes=tuple(builder.nodes.values()), outputs=tuple(builder.outputs)))
+    return _without_dead_operators(
+        Graph(nodes=tuple(builder.nodes.values()), outputs=tuple(builder.outputs), updates=tuple(builder.updates))
+    )
 
 
 class _GraphBuilder:
@@ -94,13 +97,15 @@ class _GraphBuilder:
         signature = program.graph_signature
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
+        self.updates: list[tuple[str, str]] = []
         self.problems: list[str] = []
         self._leaves: dict[str, tuple[Kind, str]] = {
             **{name: ("parameter", target) for name, target in signature.inputs_to_parameters.items()},
             **{name: ("buffer", target) for name, target in signature.inputs_to_buffers.items()},
             **{name: ("constant", target) for name, target in signature.inputs_to_lifted_tensor_constants.items()},
         }
-        self._mutated = set(signature.buffers_to_mutate) | set(signature.user_inputs_to_mutate)
+        self._buffers = dict(signature.buffers_to_mutate)
+        self._mutated = set(signature.user_inputs_to_mutate)
         self._alias: dict[str, str] = {}
         self._scalars: dict[str, Any] = {}
 
@@ -143,6 +148,8 @@ class _GraphBuilder:
         for argument in returned:
             if not isinstance(argument, torch.fx.Node):
                 self.problems.append("(the model itself): returns None or a constant; return tensors only")
+            elif argument.name in self._buffers:
+                self.updates.append((self._alias.get(argument.name, argument.name), self._buffers[argument.name]))
             elif argument.name not in self._mutated:
                 if argument.name in self._scalars:
                     self.problems.append("(the model itself): returns a number, not a tensor; return tensors only")
@@ -152,10 +159,10 @@ class _GraphBuilder:
         """One of several results; of the operators below only the first is of use, and stands for the operator."""
         source, index = fx_node.args
         assert isinstance(source, torch.fx.Node)
-        if str(source.target) not in _FIRST_ONLY:
-            self._add(fx_node.name, "operator", "getitem", value, (("source", self._convert(source)), ("index", index)))
-        elif index == 0:
+        if index == 0 and str(source.target) in _FIRST_ONLY:
             self._alias[fx_node.name] = source.name
+        else:
+            self._add(fx_node.name, "operator", "getitem", value, (("source", self._convert(source)), ("index", index)))
 
     def _add_operator(self, fx_node: torch.fx.Node, value: Any) -> None:
         arguments = [(name, self._convert(argument)) for name, argument in _named_arguments(fx_node)]
@@ -189,8 +196,14 @@ _IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.al
 #: Casts, which change nothing where the type is the same already.
 _CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
 
-#: Operators of which only the first result matters to a gradient-exact run.
-_FIRST_ONLY = frozenset({"aten._native_batch_norm_legit_no_training.default", "aten._native_batch_norm_legit_functional.default"})
+#: Operators whose first result stands for the operator itself.
+_FIRST_ONLY = frozenset(
+    {
+        "aten._native_batch_norm_legit_no_training.default",
+        "aten._native_batch_norm_legit_functional.default",
+        "aten._native_batch_norm_legit.no_stats",
+    }
+)
 
 
 def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
@@ -216,8 +229,8 @@ def _module_path(fx_node: torch.fx.Node) -> str:
 
 
 def _without_dead_operators(graph: Graph) -> Graph:
-    needed = set(graph.outputs)
+    needed = set(graph.results)
     for node in reversed(graph.nodes):
         if node.name in needed:
             needed.update(node.operands)
-    return Graph(nodes=tuple(node for node in graph.nodes if node.name in needed or node.kind == "input"), outputs=graph.outputs)
+    return replace(graph, nodes=tuple(node for node in graph.nodes if node.name in needed or node.kind == "input"))

@@ -89,10 +89,17 @@ def map_refs(value: Any, replace: Callable[[str], Any]) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Graph:
-    """Nodes in topological order and the names of the values that the model returns, in order."""
+    """Nodes in topological order.
+
+    Attributes:
+        nodes: inputs, parameters, buffers and operators.
+        outputs: names of the values that the model returns, in order.
+        updates: values that become a buffer's content once the model has run, with the buffer's qualified name.
+    """
 
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
+    updates: tuple[tuple[str, str], ...] = ()
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +121,11 @@ class Graph:
     def inputs(self) -> tuple[str, ...]:
         """The names of the model's tensor inputs, in order."""
         return tuple(node.name for node in self.nodes if node.kind == "input")
+
+    @cached_property
+    def results(self) -> tuple[str, ...]:
+        """The values that must come out, each once: outputs, then updates."""
+        return tuple(dict.fromkeys((*self.outputs, *(name for name, _ in self.updates))))
 
     @cached_property
     def operators(self) -> tuple[Node, ...]:

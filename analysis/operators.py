@@ -109,7 +109,7 @@ class Operator:
             return (False, True) if node.target in ("aten.relu.default", "aten.leaky_relu.default") else (True, True)
         if self.name == "binary":
             return (node.target in ("aten.mul.Tensor", "aten.div.Tensor"), False)
-        return (self.name in ("convolution", "max_pool", "avg_pool", "frozen_norm"), False)
+        return (self.name in ("convolution", "max_pool", "avg_pool", "frozen_norm", "affine"), False)
 
     def dimension_map(self, node: Node) -> tuple[int | None, ...]:
         """For each dimension of a streamed ``[N, C, H, W]`` operand the output dimension that it becomes, if any.
@@ -120,7 +120,7 @@ class Operator:
         if self.role == "whole":
             return (None, None, None, None)
         if self.role == "reduce":
-            return (0, 1, None, None)
+            return (0, 1, None, None) if self.name == "mean" or node.argument("per_sample") else (None, 1, None, None)
         if self.name == "convolution":
             # One output channel of one group reads every input channel: there is no slice of it to read.
             depthwise = node.argument("groups") == node.shape[1] != 1
@@ -140,7 +140,9 @@ _POINTWISE = Operator(name="pointwise", role="pointwise")
 _BINARY = Operator(name="binary", role="join")
 _CAT = Operator(name="cat", role="join")
 _NORM = Operator(name="frozen_norm", role="pointwise")
+_AFFINE = Operator(name="affine", role="pointwise")
 _MEAN = Operator(name="mean", role="reduce")
+_MOMENTS = Operator(name="moments", role="reduce")
 _WHOLE = Operator(name="whole", role="whole")
 
 _TABLE: dict[str, Operator] = {
@@ -156,6 +158,8 @@ _TABLE: dict[str, Operator] = {
     "aten._native_batch_norm_legit_no_training.default": _NORM,
     "aten.adaptive_avg_pool2d.default": _MEAN,
     "aten.mean.dim": _MEAN,
+    "sft.moments": _MOMENTS,
+    "sft.affine": _AFFINE,
 }
 #: Unary functions of one element: any of them streams, and torch's own derivative is traced for it.
 _UNARY = [
@@ -236,16 +240,16 @@ _TAIL = frozenset(
         "aten.logsumexp.default",
         "aten.pow.Tensor_Tensor",
         "aten.maximum.default",
+        "sft.scale_shift",
+        "sft.running_mean",
+        "sft.running_var",
     ]
 )
 
 _REMEDIES = {
     "native_dropout": "put the dropout into eval() (dropout masks that do not depend on the tiling are not there yet)",
     "bernoulli": "put the dropout into eval() (dropout masks that do not depend on the tiling are not there yet)",
-    "_native_batch_norm_legit_functional": "freeze the statistics: call .eval() on the norm (its parameters still train)",
-    "native_group_norm": "statistics over the image are not streamed yet; use a frozen BatchNorm",
-    "group_norm": "statistics over the image are not streamed yet; use a frozen BatchNorm",
-    "instance_norm": "statistics over the image are not streamed yet; use a frozen BatchNorm",
+    "instance_norm": "drop track_running_stats: the exporter loses the update of an InstanceNorm's buffers",
     "upsample_bilinear2d": "use nearest upsampling by an integer factor",
     "upsample_bicubic2d": "use nearest upsampling by an integer factor",
     "pad": "use the zero padding of the convolution itself",

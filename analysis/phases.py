@@ -8,7 +8,7 @@ value with a global value of phase ``p`` belongs to phase ``p + 1``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators import Operator, operator_of, remedy
@@ -88,7 +88,7 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
     )
     leaves = tuple(node for node in graph.nodes if node.kind != "operator")
     ordered: tuple[Node, ...] = leaves + tuple(graph[name] for phase in phases for name in (*phase.streamed, *phase.tail))
-    return Phases(graph=Graph(nodes=ordered, outputs=graph.outputs), phases=phases, streamed=streamed, rows=rows)
+    return Phases(graph=replace(graph, nodes=ordered), phases=phases, streamed=streamed, rows=rows)
 
 
 def _level(graph: Graph, name: str, level: dict[str, int], runs: dict[str, bool], reader_streams: bool) -> int:

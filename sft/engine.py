@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
 from sft.analysis.capture import Capture, capture
+from sft.analysis.norms import with_norms_apart
 from sft.analysis.phases import Phases, find_phases
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import run_region
@@ -98,8 +99,13 @@ class Engine:
         ready = self._prepare(kind)
         self.last_plan = ready.plan
         names, tensors = self._bind(ready, inputs)
-        outputs = run_region(ready.region, names, tensors)
         graph = ready.captured.capture.graph
+        paths = {path for _, path in graph.updates}
+        updated = [node.name for node in graph.nodes if node.kind == "buffer" and node.target in paths]
+        outputs = run_region(ready.region, names, tensors, updated=updated)
+        with torch.no_grad():  # nothing can fail any more
+            for name, path in graph.updates:
+                self.model.get_buffer(path).copy_(outputs[name])
         return pytree.tree_unflatten([outputs[name] for name in graph.outputs], ready.captured.capture.out_spec)
 
     def _bind(self, ready: _Ready, inputs: Sequence[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
@@ -233,7 +239,7 @@ class Engine:
         if self._captured:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         found = capture(self.model, kind.shapes, kind.dtype, kind.device)
-        found = replace(found, graph=annotated(found.graph))
+        found = replace(found, graph=with_norms_apart(annotated(found.graph)))
         captured = _Captured(found, find_phases(found.graph), kind.training_flags, kind.dtype)
         symbols = found.bind(kind.shapes)
         if symbols is None:
@@ -246,6 +252,7 @@ class Engine:
         if not kind.with_grad:
             return frozenset()
         found: set[str] = set()
+        updates = {name for name, _ in phases.graph.updates}
         arriving = iter(kind.input_grads)
         for node in phases.graph.nodes:
             if node.kind == "input":
@@ -257,7 +264,7 @@ class Engine:
             elif node.kind == "constant":
                 needs = False
             else:
-                needs = any(name in found for name in node.operands)
+                needs = node.name not in updates and any(name in found for name in node.operands)
             if needs:
                 found.add(node.name)
         return frozenset(found)

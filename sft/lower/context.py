@@ -40,6 +40,7 @@ class Scope:
         in_layout: sources that already are channels last.
         batch: batch elements to a walk.
         dtype: element type of the streamed values.
+        per_sample: global values with an entry for each batch element, in their first dimension.
     """
 
     graph: Graph
@@ -53,11 +54,17 @@ class Scope:
     in_layout: frozenset[str]
     batch: int
     dtype: torch.dtype
+    per_sample: frozenset[str] = frozenset()
 
     def strip_shape(self, name: str, num_rows: int) -> tuple[int, ...]:
         """Shape of ``num_rows`` rows of a streamed value for one walk."""
         _, channels, _, width = self.shapes[name]
         return (self.batch, channels, num_rows, width)
+
+    def side_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of what one walk sees of a whole value."""
+        shape = self.shapes[name]
+        return (self.batch, *shape[1:]) if name in self.per_sample else shape
 
     def side_dtype(self, name: str) -> torch.dtype:
         """Element type of a whole value."""
@@ -132,7 +139,15 @@ class NodeContext:
         """A tensor that is not streamed: a parameter, a buffer, a global value."""
         if name in self.wholes:
             return self.wholes[name]
-        return self.emitter.port("side", name, self.scope.shapes[name], self.scope.side_dtype(name))
+        return self.emitter.port("side", name, self.scope.side_shape(name), self.scope.side_dtype(name))
+
+    def side_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of what the walk sees of a whole value."""
+        return self.scope.side_shape(name)
+
+    def is_per_sample(self, name: str) -> bool:
+        """Whether a whole value has an entry for each batch element."""
+        return name in self.scope.per_sample
 
     def needs_grad(self, value: Any) -> bool:
         """Whether the tensor that an argument refers to needs a gradient."""

@@ -15,7 +15,7 @@ from sft.lower.program import Emitter, Program, Slot, load_rows
 from sft.lower.rules import rule_of
 from sft.lower.rules.windowed import Convolution, has_uneven_columns
 
-__all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole"]
+__all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole", "partial_shape"]
 
 aten = torch.ops.aten
 
@@ -47,17 +47,31 @@ def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, P
     return lowering.emitter.split(turn)
 
 
+def partial_shape(scope: Scope, name: str) -> tuple[int, ...]:
+    """Shape of the running reduction (fp64) behind a global value, for one walk."""
+    if scope.rows[name].name == "moments":
+        return scope.side_shape(name)
+    return (scope.batch, scope.shapes[name][1])
+
+
 def lower_finish(scope: Scope, name: str) -> Program:
-    """The program that turns a running sum over the image into a mean."""
-    node = scope.graph[name]
-    operand = next(iter(node.operands))
-    _, channels, height, width = scope.shapes[operand]
+    """The program that turns a running reduction over the image into the global value."""
     e = Emitter(dtype=scope.dtype)
-    shape = (scope.batch, *scope.shapes[name][1:])
-    running = e.port("partial", name, (scope.batch, channels), torch.float64)
+    running = e.port("partial", name, partial_shape(scope, name), torch.float64)
+    shape = scope.side_shape(name)
+    out = e.port("out", name, shape, scope.side_dtype(name))
+    if scope.rows[name].name == "moments":
+        squares, count = (
+            e.call(aten.select.int, running, -1, index, shape=shape[:-1], view_of=running, dtype=torch.float64) for index in (1, 2)
+        )
+        e.call(aten.div_.Tensor, squares, count, writes=squares)
+        e.copy(out, running)
+        return e.finish()
+    (operand,) = dict.fromkeys(scope.graph[name].operands)
+    _, _, height, width = scope.shapes[operand]
     mean = e.call(aten.div.Scalar, running, height * width, shape=running.shape, dtype=torch.float64)
     flat = e.call(aten.view.default, mean, list(shape), shape=shape, view_of=mean, dtype=torch.float64)
-    e.copy(e.port("out", name, shape), flat)
+    e.copy(out, flat)
     return e.finish()
 
 
@@ -294,9 +308,7 @@ class _StepLowering:
         e, scope = self.emitter, self.scope
         parts = [(slot, owned) for slot, _, owned in gradient.parts]
         if node.name in scope.outputs:
-            shape = scope.shapes[node.name]
-            if not self.whole:
-                shape = (scope.batch, *shape[1:])
+            shape = scope.shapes[node.name] if self.whole else scope.side_shape(node.name)
             parts.append((e.port("grad_out", node.name, shape, scope.side_dtype(node.name)), False))
         if not parts:
             return

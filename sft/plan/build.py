@@ -23,7 +23,7 @@ def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[
     for choice in choices:
         inside = set(choice.nodes)
         reads = tuple(o for o in dict.fromkeys(o for name in choice.nodes for o in graph[name].operands) if o not in inside)
-        makes = tuple(name for name in choice.nodes if name in graph.outputs or any(user not in inside for user in graph.users[name]))
+        makes = tuple(name for name in choice.nodes if name in graph.results or any(user not in inside for user in graph.users[name]))
         found.append((reads, makes))
     return found
 
@@ -35,14 +35,21 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
     return Region(
         graph=graph,
         segments=[_segment(problem, choice, makes, reads) for choice, (reads, makes) in zip(choices, ends, strict=True)],
-        reads=[reads for reads, _ in ends],
+        reads=[(*reads, *_read_again(problem, choice, makes)) for choice, (reads, makes) in zip(choices, ends, strict=True)],
         makes=[makes for _, makes in ends],
         shapes=problem.shapes,
         dtypes=problem.dtypes,
         requires_grad=problem.requires_grad,
-        outputs=tuple(dict.fromkeys(graph.outputs)),
+        outputs=graph.results,
         contiguous=not problem.channels_last,
     )
+
+
+def _read_again(problem: Problem, choice: SegmentChoice, makes: Sequence[str]) -> tuple[str, ...]:
+    """Global values of a tiled segment's own that its backward pass reads."""
+    if choice.mode != "tiled":
+        return ()
+    return tuple(name for name in makes if name not in problem.phases.streamed and problem.phases.rows[name].name == "moments")
 
 
 def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...]) -> TiledSegment | WholeSegment:
@@ -66,6 +73,7 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
         ),
         batch=choice.batch_tile if tiled else problem.num_batch,
         dtype=problem.dtypes[lead],
+        per_sample=problem.per_sample,
     )
     if not tiled:
         return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides)

@@ -55,6 +55,20 @@ class Problem:
         """Batch elements of the input."""
         return self.shapes[self.graph.inputs[0]][0]
 
+    @cached_property
+    def per_sample(self) -> frozenset[str]:
+        """Whole values with an entry for each batch element in their first dimension; empty when there is only one element."""
+        if self.num_batch == 1:
+            return frozenset()
+        depends: set[str] = set(self.graph.inputs)
+        found = set()
+        for node in self.graph.operators:
+            if any(name in depends for name in node.operands):
+                depends.add(node.name)
+                if node.name not in self.phases.streamed and self.shapes[node.name][:1] == (self.num_batch,):
+                    found.add(node.name)
+        return frozenset(found)
+
     def value_bytes(self, name: str) -> int:
         """Bytes of a whole value."""
         size = self.graph[name].itemsize_bytes
@@ -65,7 +79,7 @@ class Problem:
     @cached_property
     def border_bytes(self) -> int:
         """Bytes of the inputs, the outputs and, in training, the outputs' gradients."""
-        outputs = dict.fromkeys(self.graph.outputs)
+        outputs = self.graph.results
         grads = [name for name in outputs if name in self.requires_grad]
         return sum(self.value_bytes(name) for name in dict.fromkeys((*self.graph.inputs, *outputs))) + sum(map(self.value_bytes, grads))
 

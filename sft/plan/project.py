@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
-
 from sft.lower.context import Scope
 from sft.lower.program import Program
 from sft.plan.build import build_region
@@ -91,18 +89,18 @@ class _Projected:
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
         assert isinstance(machine, PhantomMachine)
         stores = []
+        shared = self.segment.open_reductions(machine, None)
         for chunk in self.segment.chunks:
             if len(chunk) not in self.profiles:
                 self.profiles[len(chunk)] = profile_walk(self.segment, chunk, keep=keep, differentiate=keep and self.differentiate)
             profile = self.profiles[len(chunk)]
-            shapes = [(len(chunk), self.scope.shapes[name][1]) for name in self.segment.means]
-            sums = [machine.allocate(shape, torch.float64, zero=True) for shape in shapes]
+            partial = {**shared, **self.segment.open_reductions(machine, chunk)}
             machine.meter.spike(profile.forward_peak_bytes)
             machine.meter.flops += profile.forward_flops
             stores.append(Phantom(machine.meter, profile.store_bytes))
-            for name in self.segment.means:
-                machine.meter.spike(self.segment.finish(name, chunk).peak_bytes)
-            del sums
+            self.segment.close_reductions(machine, values, partial, chunk)
+            del partial
+        self.segment.close_reductions(machine, values, shared, None)
         return stores
 
     def backward(self, machine: Machine, values: Values, stores: list[Phantom], grads: Gradients, *, consume: bool = True) -> None:

@@ -237,7 +237,7 @@ class Survey:
         """Bytes of what each tiled segment hands on, model outputs aside."""
         problem = self.problem
         choices = self._choices(position, 1, 1)
-        outputs = set(problem.graph.outputs)
+        outputs = set(problem.graph.results)
         return [
             sum(problem.value_bytes(name) for name in makes if name not in outputs)
             for choice, (_, makes) in zip(choices, borders(problem.graph, choices), strict=True)

@@ -17,7 +17,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.schedule import Schedule, Step
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
-from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole
+from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole, partial_shape
 from sft.walk.checkpoints import backward_actions, kept_states
 from sft.walk.machine import Handle, Machine, Saved
 from sft.walk.rowstore import RowStore
@@ -64,9 +64,26 @@ class TiledSegment:
     _tails: dict[int, Scope] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def means(self) -> tuple[str, ...]:
+    def reductions(self) -> tuple[str, ...]:
         """Global values that the segment computes."""
         return tuple(name for name in self.scope.names if name not in self.scope.streamed)
+
+    def open_reductions(self, machine: Machine, chunk: Interval | None) -> dict[str, Handle]:
+        """Running reductions at zero: those of one walk, or (``None``) those that span the whole batch."""
+        scope = self.scope if chunk is None else self._scope(chunk)
+        names = [name for name in self.reductions if self._spans_batch(name) == (chunk is None)]
+        return {name: machine.allocate(partial_shape(scope, name), torch.float64, zero=True) for name in names}
+
+    def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:
+        """Turn running reductions into global values."""
+        for name in self.reductions:
+            if self._spans_batch(name) == (chunk is None):
+                out = values.by_name[name] if chunk is None else machine.view(values.by_name[name], chunk, None)
+                program = self.finish(name, self.chunks[0] if chunk is None else chunk)
+                machine.run(program, {Port("partial", name): partial.pop(name), Port("out", name): out})
+
+    def _spans_batch(self, name: str) -> bool:
+        return name not in self.scope.per_sample and self.num_batch > 1
 
     @property
     def kept(self) -> frozenset[int]:
@@ -116,10 +133,10 @@ class TiledSegment:
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[RowStore]:
         """Walk all strips; with ``keep`` the states for the backward walk stay in the returned stores."""
         stores = []
+        shared = self.open_reductions(machine, None)
         for chunk in self.chunks:
             store = RowStore()
-            scope = self._scope(chunk)
-            partial = {name: machine.allocate((len(chunk), scope.shapes[name][1]), torch.float64, zero=True) for name in self.means}
+            partial = {**shared, **self.open_reductions(machine, chunk)}
             kept = self.kept if keep else frozenset()
             for index in range(self.schedule.num_steps):
                 self._run_forward(machine, values, store, index, chunk, partial, write=True)
@@ -127,10 +144,10 @@ class TiledSegment:
                 if index not in kept:
                     store.release(self.schedule.carried_rows(index))
             store.release(self.schedule.carried_rows(self.schedule.num_steps))
-            for name in self.means:
-                out = machine.view(values.by_name[name], chunk, None)
-                machine.run(self.finish(name, chunk), {Port("partial", name): partial[name], Port("out", name): out})
+            self.close_reductions(machine, values, partial, chunk)
+            del partial
             stores.append(store)
+        self.close_reductions(machine, values, shared, None)
         return stores
 
     def _run_forward(
@@ -173,13 +190,7 @@ class TiledSegment:
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
         handle = tensors.by_name[name]
-        if self.scope.graph[name].kind == "operator" and self._is_per_sample(name):
-            return machine.view(handle, chunk, None)
-        return handle
-
-    def _is_per_sample(self, name: str) -> bool:
-        shape = self.scope.shapes[name]
-        return len(shape) > 0 and shape[0] == self.num_batch and self.num_batch > 1
+        return machine.view(handle, chunk, None) if name in self.scope.per_sample else handle
 
     def backward(self, machine: Machine, values: Values, stores: list[RowStore], grads: Gradients, *, consume: bool = True) -> None:
         """Walk the strips in reverse.

@@ -3,10 +3,10 @@
 **The error rule.** Everything is compared with eager PyTorch in float64. The error of a tensor is its largest absolute
 difference, divided by a scale:
 
-* an output, a buffer, a parameter after the update, the input's gradient: the tensor's own largest absolute value.
+* an output, a buffer, the input's gradient: the tensor's own largest absolute value.
   The sums behind its elements have terms of about that size, so rounding is in proportion to it; an element that
   happens to be near zero has no claim to a relative accuracy of its own.
-* a parameter's gradient: the larger of its own largest absolute value and the largest gradient in the same module.
+* a parameter's gradient, and a parameter after the update: the largest absolute value of its kind in the same module.
   A bias before a norm has the true gradient 0: what is left there is the rounding of a sum of large terms, and the
   module's weight gradient is made of the same terms. Dividing by the bias gradient would compare noise with noise.
 
@@ -81,7 +81,7 @@ def relative_error(ours: Tensor, reference: Tensor, *, scale: float | None = Non
 
 
 def gradient_errors(ours: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Error of each parameter's gradient, by the module's rule.
+    """Error of each parameter's gradient (or value), by the module's rule.
 
     Args:
         ours: gradients by parameter name (``"body.0.weight"``), None where there is none.
@@ -255,8 +255,7 @@ def assert_exact(
         for module in (eager, net):
             _sgd_step(module, _LEARNING_RATE / max(largest, 1e-300))
             module.zero_grad(set_to_none=True)
-        updated = dict(net.named_parameters())
-        moved = {name: relative_error(updated[name], p) for name, p in eager.named_parameters()}
+        moved = gradient_errors(dict(net.named_parameters()), dict(eager.named_parameters()))
         worst["param"] = max(worst["param"], _worst(moved, tolerance, at + "parameter after the update"))
 
     measured, flops, plan = assert_within_budget(net, x, budget=budget, input_grad=input_grad)

@@ -7,6 +7,7 @@ from sft.lower.context import Scope
 from sft.lower.rules.base import Rule
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.joins import Binary, Cat
+from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.reductions import Mean, WholeMean
 from sft.lower.rules.resample import Nearest
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
@@ -22,9 +23,13 @@ _RULES: dict[str, Rule] = {
     "binary": Binary(),
     "cat": Cat(),
     "frozen_norm": FrozenNorm(),
+    "affine": Affine(),
     "mean": Mean(),
+    "moments": Moments(),
 }
-_ACTIVATION, _TRACED, _WHOLE, _WHOLE_MEAN = ResultActivation(), TracedPointwise(), TracedWhole(), WholeMean()
+_ACTIVATION, _TRACED, _WHOLE = ResultActivation(), TracedPointwise(), TracedWhole()
+#: Where a whole image is at hand, a reduction is not a running one.
+_WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMean(), "moments": WholeMoments()}
 
 
 def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
@@ -38,6 +43,6 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
-    if row.name == "mean" and whole:
-        return _WHOLE_MEAN
+    if whole and row.name in _WHOLE_REDUCTIONS:
+        return _WHOLE_REDUCTIONS[row.name]
     return _RULES[row.name]

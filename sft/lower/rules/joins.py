@@ -61,7 +61,7 @@ class Binary(Rule):
         if not ctx.needs_grad(value):
             return
         (name,) = refs_in(value)
-        shape = ctx.strip(name).shape if name in ctx.scope.streamed else ctx.scope.shapes[name]
+        shape = ctx.strip(name).shape if name in ctx.scope.streamed else ctx.side_shape(name)
         reduced = _sum_to(ctx, grad, shape)
         ctx.add_grad(value, reduced, owned=owned or reduced is not grad)
 

@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from sft.analysis.graph import Ref, map_refs, refs_in
 from sft.errors import InternalError
 from sft.lower.context import NodeContext
+from sft.lower.functions import FUNCTIONS
 from sft.lower.program import DEVICE, Slot
 from sft.lower.rules.base import Rule
 
@@ -227,15 +228,19 @@ def _trace_whole(
     dtypes: tuple[torch.dtype, ...],
     needs_grad: tuple[bool, ...],
 ) -> _Trace:
-    overload = resolve_target(target)
-    schema = overload._schema.arguments
     given = dict(arguments)
+    if target in FUNCTIONS:
+        positional, keyword = [], list(given)
+    else:
+        schema = resolve_target(target)._schema.arguments
+        positional = [a.name for a in schema if not a.kwarg_only and a.name in given]
+        keyword = [a.name for a in schema if a.kwarg_only and a.name in given]
+    callee = FUNCTIONS[target] if target in FUNCTIONS else resolve_target(target)
 
     def function(*tensors: torch.Tensor) -> torch.Tensor:
         by_name = dict(zip(names, tensors, strict=True))
-        positional = [map_refs(given[a.name], by_name.__getitem__) for a in schema if not a.kwarg_only and a.name in given]
-        keywords = {a.name: map_refs(given[a.name], by_name.__getitem__) for a in schema if a.kwarg_only and a.name in given}
-        out: torch.Tensor = overload(*positional, **keywords)
+        filled = {name: map_refs(value, by_name.__getitem__) for name, value in given.items()}
+        out: torch.Tensor = callee(*(filled[name] for name in positional), **{name: filled[name] for name in keyword})
         return out
 
     return _trace(function, shapes, dtypes, needs_grad)

@@ -1,0 +1,65 @@
+"""Our own operators on whole tensors, written in torch: what a node with a ``sft.`` target computes.
+
+They are traced like ATen's, so that their derivatives are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["FUNCTIONS"]
+
+
+def moments(self: Tensor, groups: int, per_sample: bool) -> Tensor:
+    """Mean, biased variance and count of each group, ``[B, G, 3]``."""
+    batch, channels = self.shape[:2]
+    grouped = self.reshape(batch, groups, channels // groups, -1)
+    dims = [2, 3] if per_sample else [0, 2, 3]
+    variance, mean = torch.var_mean(grouped, dims, correction=0)
+    count = torch.full_like(mean, grouped.numel() // mean.numel())
+    stacked = torch.stack([mean, variance, count], -1)
+    return stacked if per_sample else stacked.unsqueeze(0)
+
+
+def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int, eps: float) -> Tensor:
+    """What a norm multiplies with and adds, ``[B, C, 1, 1, 2]``."""
+    batch, groups, _ = moments.shape
+    each = moments.unsqueeze(2).expand(batch, groups, channels // groups, 3).reshape(batch, channels, 3)
+    mean, variance = each[..., 0], each[..., 1]
+    scale = torch.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * weight
+    shift = -mean * scale
+    if bias is not None:
+        shift = shift + bias
+    return torch.stack([scale, shift], -1).view(batch, channels, 1, 1, 2)
+
+
+def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
+    """``self * scale + shift``."""
+    return torch.addcmul(scale_shift[..., 1], self, scale_shift[..., 0])
+
+
+def running_mean(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
+    """The running mean after this step."""
+    return running + momentum * (moments[0, :, 0].to(running.dtype) - running)
+
+
+def running_var(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
+    """The running variance after this step: it follows the unbiased variance."""
+    variance, count = moments[0, :, 1], moments[0, :, 2]
+    return running + momentum * ((variance * (count / (count - 1))).to(running.dtype) - running)
+
+
+#: By target.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sft.moments": moments,
+    "sft.scale_shift": scale_shift,
+    "sft.affine": affine,
+    "sft.running_mean": running_mean,
+    "sft.running_var": running_var,
+}

@@ -1,0 +1,153 @@
+"""The parts of a norm over the image, on a strip (see :mod:`sft.analysis.norms`)."""
+
+from __future__ import annotations
+
+import torch
+
+from sft.analysis.graph import refs_in
+from sft.lower.context import NodeContext
+from sft.lower.program import Slot
+from sft.lower.rules.base import Rule
+
+__all__ = ["Affine", "Moments", "WholeMoments"]
+
+aten = torch.ops.aten
+
+
+class Moments(Rule):
+    """Mean, variance and count of each group of elements.
+
+    A strip's own moments are merged into the running ones (mean, sum of squared deviations, count; fp64) with the update of Chan,
+    Golub and LeVeque (1983), which loses no digits where the mean is large against the deviations.
+    """
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e = ctx.emitter
+        variance, mean, count = self._of_strip(ctx)
+        running = e.port("partial", ctx.node.name, (*mean.shape, 3), torch.float64)
+        old_mean, old_squares, old_count = (self._column(ctx, running, i) for i in range(3))
+        shape, wide = mean.shape, torch.float64
+        new_mean = e.call(aten._to_copy.default, mean, shape=shape, dtype=wide, keywords={"dtype": wide})
+        new_squares = e.call(aten._to_copy.default, variance, shape=shape, dtype=wide, keywords={"dtype": wide})
+        e.call(aten.mul_.Scalar, new_squares, count, writes=new_squares)
+        delta = e.call(aten.sub_.Tensor, new_mean, old_mean, writes=new_mean)
+        total = e.call(aten.add.Scalar, old_count, count, shape=shape, dtype=wide)
+        share = e.call(aten.reciprocal.default, total, shape=shape, dtype=wide)
+        e.call(aten.mul_.Scalar, share, count, writes=share)
+        e.call(aten.add_.Tensor, old_squares, new_squares, writes=old_squares)
+        cross = e.call(aten.mul.Tensor, delta, delta, shape=shape, dtype=wide)
+        e.call(aten.mul_.Tensor, cross, old_count, writes=cross)
+        e.call(aten.mul_.Tensor, cross, share, writes=cross)
+        e.call(aten.add_.Tensor, old_squares, cross, writes=old_squares)
+        e.call(aten.mul_.Tensor, delta, share, writes=delta)
+        e.call(aten.add_.Tensor, old_mean, delta, writes=old_mean)
+        e.call(aten.copy_.default, old_count, total, writes=old_count)
+        return running
+
+    def _column(self, ctx: NodeContext, slot: Slot, index: int) -> Slot:
+        return ctx.emitter.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+
+    def _of_strip(self, ctx: NodeContext) -> tuple[Slot, Slot, int]:
+        """Biased variance and mean of the rows at hand, ``[B, G]``, and how many elements a group has there."""
+        e, node = ctx.emitter, ctx.node
+        strip = ctx.strip(next(refs_in(node.argument("self"))))
+        batch, channels, height, width = strip.shape
+        groups = node.argument("groups")
+        per_sample = node.argument("per_sample")
+        dims = [2, 3, 4] if per_sample else [0, 2, 3, 4]
+        shape: tuple[int, ...] = (batch, groups) if per_sample else (groups,)
+        split = (batch, groups, channels // groups, height, width)
+        grouped = e.call(aten.view.default, strip, list(split), shape=split, view_of=strip)
+        variance, mean = e.slot(shape), e.slot(shape)
+        e.call_many(_var_mean, (grouped, dims), (variance, mean))
+        count = (1 if per_sample else batch) * channels // groups * height * width
+        if not per_sample:
+            full = (1, groups)
+            variance, mean = (e.call(aten.view.default, s, list(full), shape=full, view_of=s) for s in (variance, mean))
+        return variance, mean, count
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        node, e, image = ctx.node, ctx.emitter, ctx.node.argument("self")
+        (operand,) = refs_in(image)
+        strip = ctx.strip(operand)
+        _, channels, height, width = ctx.scope.shapes[operand]
+        batch, groups = (strip.shape[0] if node.argument("per_sample") else 1), node.argument("groups")
+        samples = 1 if node.argument("per_sample") else ctx.scope.shapes[operand][0]
+        count = samples * channels // groups * height * width
+        value = ctx.whole(node.name)
+        # d mean / dx = 1 / n and d var / dx = 2 (x - mean) / n: an affine map of x.
+        scale = e.call(aten.mul.Scalar, self._column(ctx, grad, 1), 2.0 / count, shape=(batch, groups))
+        shift = e.call(aten.mul.Scalar, self._column(ctx, grad, 0), 1.0 / count, shape=(batch, groups))
+        product = e.call(aten.mul.Tensor, scale, self._column(ctx, value, 0), shape=(batch, groups))
+        e.call(aten.sub_.Tensor, shift, product, writes=shift)
+        scale, shift = (self._by_channel(ctx, slot, channels) for slot in (scale, shift))
+        ctx.add_grad(image, e.call(aten.addcmul.default, shift, strip, scale, shape=strip.shape), owned=True)
+
+    @staticmethod
+    def _by_channel(ctx: NodeContext, slot: Slot, channels: int) -> Slot:
+        """``[B, G]`` spread over channels, ``[B, C, 1, 1]``."""
+        e = ctx.emitter
+        batch, groups = slot.shape
+        if groups != channels:
+            slot = e.call(aten.repeat_interleave.self_int, slot, channels // groups, 1, shape=(batch, channels))
+        shape = (batch, channels, 1, 1)
+        return e.call(aten.view.default, slot, list(shape), shape=shape, view_of=slot)
+
+
+class WholeMoments(Moments):
+    """The same of a whole tensor."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e = ctx.emitter
+        variance, mean, count = self._of_strip(ctx)
+        out = e.empty((*mean.shape, 3))
+        for index, part in enumerate((mean, variance)):
+            e.copy(self._column(ctx, out, index), part)
+        last = self._column(ctx, out, 2)
+        e.call(aten.fill_.Scalar, last, count, writes=last)
+        return out
+
+
+def _var_mean(grouped: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.var_mean(grouped, dims, correction=0)
+
+
+class Affine(Rule):
+    """``x * scale + shift`` with a scale and a shift for each channel, of each sample or of all."""
+
+    in_place = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, (scale, shift) = ctx.emitter, self._halves(ctx)
+        strip = ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        if ctx.destination is not None:
+            return e.call(aten.addcmul.out, shift, strip, scale, writes=ctx.destination, keywords={"out": ctx.destination})
+        return e.call(aten.addcmul.default, shift, strip, scale, shape=ctx.out_shape)
+
+    def _halves(self, ctx: NodeContext) -> tuple[Slot, Slot]:
+        (name,) = refs_in(ctx.node.argument("scale_shift"))
+        both = ctx.whole(name)
+        shape = ctx.side_shape(name)[:-1]
+        first, second = (ctx.emitter.call(aten.select.int, both, -1, i, shape=shape, view_of=both) for i in range(2))
+        return first, second
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image, side = ctx.emitter, ctx.node.argument("self"), ctx.node.argument("scale_shift")
+        if ctx.needs_grad(side):
+            (name,) = refs_in(side)
+            shape = ctx.side_shape(name)
+            both = e.zeros(shape)
+            dims = [2, 3] if shape[0] == grad.shape[0] and ctx.is_per_sample(name) else [0, 2, 3]
+            strip = ctx.strip(next(refs_in(image)))
+            product = e.call(aten.mul.Tensor, grad, strip, shape=grad.shape)
+            for index, terms in enumerate((product, grad)):
+                total = e.call(aten.sum.dim_IntList, terms, dims, True, shape=shape[:-1])
+                half = e.call(aten.select.int, both, -1, index, shape=shape[:-1], view_of=both)
+                e.copy(half, total)
+            ctx.add_grad(side, both, owned=True)
+        if ctx.needs_grad(image):
+            scale, _ = self._halves(ctx)
+            if owned:
+                ctx.add_grad(image, e.call(aten.mul_.Tensor, grad, scale, writes=grad), owned=True)
+            else:
+                ctx.add_grad(image, e.call(aten.mul.Tensor, grad, scale, shape=grad.shape), owned=True)

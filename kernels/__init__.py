@@ -1,1 +1,8 @@
-"""Triton kernels, imported as ``sft.kernels``."""
+"""Kernels, imported as ``sft.kernels``: each in Triton, with a plain PyTorch reference that gives the same bits.
+
+Importing this package imports no Triton. A file ``x_triton.py`` holds the kernels and launches of ``x.py``, which
+imports it the first time that a CUDA tensor needs it; on a machine without Triton the references run.
+"""
+
+from sft.kernels import dropout as dropout
+from sft.kernels import philox as philox

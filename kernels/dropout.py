@@ -1,0 +1,196 @@
+"""Dropout whose mask depends on the position of an element in the whole tensor, and not on how the tensor is cut.
+
+Strips, panels, recomputation in the backward pass and ranks of a job all see parts of one mask, and none of them keeps
+it: the backward pass evaluates it again. ``mask_tile`` says which random word decides over which element, ``philox``
+where the words come from. On CUDA a Triton kernel runs, elsewhere the plain PyTorch of ``dropout_reference``; the bits
+are the same.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sft.errors import InputError
+from sft.kernels.dropout_reference import reference_dropout, reference_keep_mask
+from sft.kernels.mask_tile import Kind, MaskTile
+
+__all__ = ["Kind", "PositionalDropout", "dropout", "keep_mask", "positional_dropout"]
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _apply(x: Tensor, tile: MaskTile, out: Tensor | None) -> Tensor:
+    """``x`` times mask times scale, by the kernel of the device; differentiates nothing."""
+    result = torch.empty_like(x) if out is None else out
+    if x.numel() == 0:
+        return result
+    if x.is_cuda and _has_triton():
+        from sft.kernels.dropout_triton import launch_dropout  # not above: it imports Triton
+
+        launch_dropout(x, tile, result)
+    else:
+        reference_dropout(x, tile, result)
+    return result
+
+
+class _Dropout(torch.autograd.Function):
+    """A diagonal linear map, its own adjoint. Saves where it is, not what it did."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tile: MaskTile) -> Tensor:
+        ctx.tile = tile
+        return _apply(x, tile, None)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        result: Tensor = _Dropout.apply(gradient, ctx.tile)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return result, None
+
+
+def keep_mask(
+    shape: tuple[int, int, int, int],
+    *,
+    extents: tuple[int, int, int, int],
+    origin: tuple[int, int, int],
+    seed: int,
+    site: int,
+    draw: int,
+    p: float,
+    kind: Kind,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The mask of one tile.
+
+    Args:
+        shape: sizes ``[n, C, h, w]`` of the tile; it has all channels.
+        extents: sizes ``[N, C, H, W]`` of the whole tensor.
+        origin: batch index, row and column of the tile's first element in the whole tensor.
+        seed: the key, 64 bits; draw it once per step with ``sft.kernels.philox.draw_seed``.
+        site: which dropout of the network this is.
+        draw: tells several masks of one seed and site apart.
+        p: probability of a drop, rounded to a multiple of 2**-32, half to even (``mask_tile.threshold_of``).
+        kind: what is dropped together: ``"element"``, ``"channel"`` (``[n, c]``), ``"row"`` (a sample), ``"batch"``.
+        device: where to make it.
+
+    Returns:
+        Bool tensor of ``shape``, True where kept; a view that repeats one value along axes dropped together.
+
+    Raises:
+        InputError: an argument is out of range, or the tile is not a part of the whole.
+
+    >>> where = dict(extents=(1, 2, 6, 5), seed=7, site=0, draw=0, p=0.5, kind="element")
+    >>> whole = keep_mask((1, 2, 6, 5), origin=(0, 0, 0), **where)
+    >>> torch.equal(keep_mask((1, 2, 2, 3), origin=(0, 3, 1), **where), whole[:, :, 3:5, 1:4])
+    True
+    """
+    tile = MaskTile(shape=shape, extents=extents, origin=origin, seed=seed, site=site, draw=draw, p=p, kind=kind)
+    device = torch.device(device)
+    if device.type == "cuda" and _has_triton():
+        from sft.kernels.dropout_triton import launch_keep_mask  # not above: it imports Triton
+
+        mask = torch.empty(tile.mask_shape, dtype=torch.bool, device=device)
+        if mask.numel():
+            launch_keep_mask(tile, mask)
+    else:
+        mask = reference_keep_mask(tile, device)
+    return mask.expand(shape)
+
+
+def dropout(
+    x: Tensor,
+    *,
+    origin: tuple[int, int, int],
+    extents: tuple[int, int, int, int],
+    seed: int,
+    site: int,
+    draw: int,
+    p: float,
+    kind: Kind,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Apply dropout to one tile: ``x * mask * scale`` with the mask of ``keep_mask`` and scale ``1 / (1 - p)``.
+
+    The products and their roundings are those of eager PyTorch's ``input * noise`` in the dtype of ``x``: a dropped
+    negative number gives -0, a dropped NaN or infinity gives NaN. The gradient is the same function of the output's
+    gradient, with the mask evaluated again, to any order.
+
+    Args:
+        x: tile ``[n, C, h, w]`` of a floating dtype and any strides.
+        origin, extents, seed, site, draw, p, kind: as for ``keep_mask``.
+        out: where to write, of the shape, dtype and device of ``x``; may be ``x`` itself. Not differentiable.
+
+    Returns:
+        ``out``, or a new tensor with the layout of ``x``.
+
+    Raises:
+        InputError: as ``keep_mask``; ``x`` is not such a tile, ``out`` does not fit it, or ``out`` would need a gradient.
+    """
+    if x.dim() != 4 or not x.is_floating_point():
+        raise InputError(f"dropout takes a floating tile [n, C, h, w], got {x.dtype} of shape {tuple(x.shape)}; view it as one")
+    num_samples, num_channels, num_rows, num_columns = x.shape
+    shape = (num_samples, num_channels, num_rows, num_columns)
+    tile = MaskTile(shape=shape, extents=extents, origin=origin, seed=seed, site=site, draw=draw, p=p, kind=kind)
+    if out is None:
+        result: Tensor = _Dropout.apply(x, tile)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return result
+    if (out.shape, out.dtype, out.device) != (x.shape, x.dtype, x.device):
+        described = (f"{t.dtype} {tuple(t.shape)} on {t.device}" for t in (x, out))
+        raise InputError("dropout writes a tile like its input, {}, but out is {}; allocate it like the input".format(*described))
+    if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
+        raise InputError("dropout with out= is not differentiable, and an argument requires grad; leave out= away or use torch.no_grad()")
+    return _apply(x, tile, out)
+
+
+def positional_dropout(x: Tensor, p: float, *, site: int, seed: int, draw: int = 0, kind: Kind = "element") -> Tensor:
+    """The same dropout of a whole tensor: what a tiled run must equal, for tests and plain PyTorch models.
+
+    Args:
+        x: ``[N, C, ...]`` with any number of spatial axes, the first of which counts as height, the others as width.
+        p, site, seed, draw, kind: as for ``keep_mask``.
+
+    Raises:
+        InputError: as ``dropout``; or ``x`` has less than two axes.
+    """
+    if x.dim() < 2:
+        raise InputError(f"positional dropout needs samples and channels, got shape {tuple(x.shape)}; view it as [N, C, ...]")
+    num_samples, num_channels, num_rows = (*x.shape[:3], 1)[:3]
+    num_columns = x.shape[3:].numel()
+    extents = (num_samples, num_channels, num_rows, num_columns)
+    y = dropout(x.reshape(extents), origin=(0, 0, 0), extents=extents, seed=seed, site=site, draw=draw, p=p, kind=kind)
+    return y.reshape(x.shape)
+
+
+class PositionalDropout(nn.Module):
+    """``positional_dropout`` as a module, in place of ``torch.nn.Dropout`` and its relatives; the identity in eval mode.
+
+    Args:
+        p: probability of a drop.
+        site: tells this dropout from the network's others.
+        kind: what is dropped together; ``"channel"`` is ``torch.nn.Dropout2d``.
+        seed: the key; set the attribute to a new one (``sft.kernels.philox.draw_seed``) before each step.
+    """
+
+    def __init__(self, p: float = 0.5, *, site: int, kind: Kind = "element", seed: int = 0) -> None:
+        super().__init__()
+        self.p = p
+        self.site = site
+        self.kind: Kind = kind
+        self.seed = seed
+        self.draw = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return positional_dropout(x, self.p, site=self.site, seed=self.seed, draw=self.draw, kind=self.kind)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, site={self.site}, kind={self.kind!r}, seed={self.seed}, draw={self.draw}"

@@ -1,0 +1,79 @@
+"""Philox 4x32-10 in plain PyTorch: random words as a function of a counter and a key, with no state.
+
+A dropout mask that must not depend on the tiling cannot come from a generator that is advanced: each tile would have
+to know how many words the others took. A counter-based generator is a bijection of 128-bit counters instead, chosen by
+a 64-bit key and scrambled enough to pass every battery of statistical tests, so the word that belongs to a position is
+found by evaluating the function there, in any order, on any device, as often as needed.
+
+Ten rounds, each of two 32 x 32 -> 64 bit multiplications; the key grows by a constant between rounds.
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 3.3; the multipliers
+and the key increments (the golden ratio and the square root of 3, less one) are the ones given there.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["KEY_INCREMENTS", "MULTIPLIERS", "NUM_ROUNDS", "draw_seed", "key_of", "philox4x32"]
+
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+NUM_ROUNDS = 10
+
+_LOW_WORD = 0xFFFFFFFF
+
+
+def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random words for each counter.
+
+    Args:
+        counter: four int64 tensors of shapes that broadcast, words in [0, 2**32), the least significant first.
+        key: two words in [0, 2**32), the least significant first.
+
+    Returns:
+        Four int64 tensors of the broadcast shape, words in [0, 2**32). All operations are integer operations without
+        overflow, so the result is the same on every device.
+
+    >>> zero = torch.zeros((), dtype=torch.int64)
+    >>> [f"{int(word):08x}" for word in philox4x32((zero, zero, zero, zero), (0, 0))]
+    ['6627e8d5', 'e169c58d', 'bc57ac4c', '9b00dbd8']
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(NUM_ROUNDS):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = (high1 ^ c1) ^ k0, low1, (high0 ^ c3) ^ k1, low0
+        k0 = (k0 + KEY_INCREMENTS[0]) & _LOW_WORD
+        k1 = (k1 + KEY_INCREMENTS[1]) & _LOW_WORD
+    return c0, c1, c2, c3
+
+
+def _multiply(words: Tensor, multiplier: int) -> tuple[Tensor, Tensor]:
+    """The high and the low word of ``words * multiplier``.
+
+    The product itself needs 64 bits and int64 has 63. Both multipliers exceed 2**31, so ``multiplier - 2**32`` is
+    negative and small: that product fits, has the same low word, and its high word lacks just ``words``.
+    """
+    product = words * (multiplier - 2**32)
+    return (product >> 32).add_(words), product.bitwise_and_(_LOW_WORD)
+
+
+def key_of(seed: int) -> tuple[int, int]:
+    """The key of a 64-bit seed, low word first; a negative seed stands for its two's complement.
+
+    >>> key_of(-1) == key_of(2**64 - 1) == (0xFFFFFFFF, 0xFFFFFFFF)
+    True
+    """
+    return seed & _LOW_WORD, (seed >> 32) & _LOW_WORD
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """A seed in [0, 2**64) from a CPU generator of torch (default: the global one), which advances it once.
+
+    >>> draw_seed(torch.Generator().manual_seed(3)) == draw_seed(torch.Generator().manual_seed(3))
+    True
+    """
+    low, high = torch.randint(2**32, (2,), dtype=torch.int64, generator=generator).tolist()
+    return int(high << 32 | low)

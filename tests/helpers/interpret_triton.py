@@ -1,0 +1,66 @@
+"""A script: run kernels under Triton's interpreter. See ``triton_process.interpret``.
+
+A job is a dictionary: ``run`` names a function below, the rest are its arguments; its result is a tensor.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sft.kernels.dropout_triton import launch_dropout, launch_keep_mask
+from sft.kernels.mask_tile import MaskTile
+from sft.kernels.philox_triton import philox4x32
+
+
+@triton.jit
+def philox_kernel(p_words, p_out, SIZE: tl.constexpr):
+    """Rows of six words, counter and key, to rows of four."""
+    row = tl.arange(0, SIZE)
+    o_in = p_words + row * 6
+    c0, c1, c2, c3 = tl.load(o_in), tl.load(o_in + 1), tl.load(o_in + 2), tl.load(o_in + 3)
+    w0, w1, w2, w3 = philox4x32(c0, c1, c2, c3, tl.load(o_in + 4), tl.load(o_in + 5))
+    o_out = p_out + row * 4
+    tl.store(o_out, w0)
+    tl.store(o_out + 1, w1)
+    tl.store(o_out + 2, w2)
+    tl.store(o_out + 3, w3)
+
+
+def philox(words: Tensor) -> Tensor:
+    """Philox of each row (four words of counter, two of key) of an int64 tensor; the number of rows is a power of two."""
+    out = torch.zeros(len(words), 4, dtype=torch.uint32)
+    philox_kernel[(1,)](words.to(torch.uint32), out, SIZE=len(words))
+    return out.to(torch.int64)
+
+
+def dropout(x: Tensor, tile: MaskTile, block: tuple[int, int] | None) -> Tensor:
+    out = torch.full_like(x, float("nan"))
+    launch_dropout(x, tile, out, block)
+    return out
+
+
+def keep(tile: MaskTile, block: tuple[int, int] | None) -> Tensor:
+    mask = torch.zeros(tile.mask_shape, dtype=torch.uint8).fill_(7).view(torch.bool)
+    launch_keep_mask(tile, mask, block)
+    return mask
+
+
+def main(source: str, target: str) -> None:
+    warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", "invalid value encountered in multiply")  # NumPy, of the infinities that a test drops
+    functions: dict[str, Callable[..., Tensor]] = {"philox": philox, "dropout": dropout, "keep": keep}
+    jobs = pickle.loads(Path(source).read_bytes())
+    Path(target).write_bytes(pickle.dumps([functions[job.pop("run")](**job) for job in jobs]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

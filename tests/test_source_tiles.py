@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sft import InputError
+from sft import InputError, SourceError
 from sft.analysis.interval import Interval
 from sft.sources import Normalized, Slide, StripReader, load_tensor
 from sft.sources import slide as slide_module
@@ -98,3 +98,29 @@ def test_a_slide_is_decoded_once_a_pass(monkeypatch: pytest.MonkeyPatch, backwar
                 assert torch.equal(reader.take(interval), expected[:, :, interval.start : interval.stop])
     blocks = [(top, min(top + 240, 2967)) for top in range(0, 2967, 240)]
     assert calls == (blocks[::-1] if backwards else blocks)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"image": np.zeros((4, 4, 3))}, "width_px"),
+        ({"dtype": torch.int8}, "fractions"),
+        ({"mean": (0.5,)}, "one of each"),
+        ({"mean": (), "std": ()}, "one of each"),
+        ({"std": (1, 1, -1)}, "above 0"),
+        ({"image": Tiled(np.zeros((0, 4, 3), np.uint8), None)}, "0 px high"),
+    ],
+)
+def test_wrong_images_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Normalized(**{"image": Tiled(np.zeros((4, 4, 3), np.uint8), None), "mean": MEAN, "std": STD, **arguments})
+
+
+def test_wrong_answers_of_an_image_are_refused() -> None:
+    out = torch.empty(1, 3, 4, 4)
+    with pytest.raises(InputError, match=r"\(4, 4, 1\).*channel"):
+        Normalized(Tiled(np.zeros((4, 4, 1), np.uint8), None), mean=MEAN, std=STD).rows(Interval(0, 4), out)
+    short = Tiled(np.zeros((4, 4, 3), np.uint8), None)
+    short.height_px = 8  # a reader that clips silently
+    with pytest.raises(SourceError, match=r"rows \[2, 6\).*2 x 4 px instead of 4 x 4"):
+        Normalized(short, mean=MEAN, std=STD).rows(Interval(2, 6), out)

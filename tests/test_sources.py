@@ -109,6 +109,14 @@ def test_the_same_bits_as_load_tensor(dtype: torch.dtype) -> None:
         assert torch.equal(out, expected)
 
 
+def test_float64_pixels_are_rounded_once() -> None:
+    pixels = torch.linspace(-3, 3, 3 * 8 * 9, dtype=torch.float64).view(3, 8, 9) + 1e6
+    out = destination((1, 3, 8, 9), torch.float32)
+    ArraySource(pixels, mean=(1e6, 1e6, 1e6), std=STD).rows(Interval(0, 8), out)
+    assert torch.equal(out, reference(pixels[None], (1e6, 1e6, 1e6), STD, torch.float32))
+    assert not torch.equal(out, reference(pixels[None].float(), (1e6, 1e6, 1e6), STD, torch.float32))
+
+
 def test_without_mean_and_std() -> None:
     floats = torch.tensor([-0.0, float("inf"), 3.7, float("nan")]).view(1, 2, 2)
     out = destination((1, 1, 2, 2), torch.float32)
@@ -236,7 +244,7 @@ def test_damaged_files_are_named(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"nowhere\.npy: there is no such file"):
         ArraySource(tmp_path / "nowhere.npy")
     with pytest.raises(SourceError, match="cannot map"):
-        ArraySource(str(tmp_path))
+        ArraySource(str(tmp_path))  # a folder
 
 
 @pytest.mark.parametrize("by", ["path", "memmap", "view"])
@@ -264,32 +272,3 @@ def test_reading_a_large_file_holds_one_strip(tmp_path: Path) -> None:
     finally:
         tracemalloc.stop()
     assert peak.num_bytes == 0 and numpy_bytes < 64 * 1024  # the strip itself is 3 MiB, and was there
-
-
-# --- images ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"image": np.zeros((4, 4, 3))}, "width_px"),
-        ({"dtype": torch.int8}, "fractions"),
-        ({"mean": (0.5,)}, "one of each"),
-        ({"mean": (), "std": ()}, "one of each"),
-        ({"std": (1, 1, -1)}, "above 0"),
-        ({"image": Picture(np.zeros((0, 4, 3), np.uint8))}, "0 px high"),
-    ],
-)
-def test_wrong_images_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        Normalized(**{"image": Picture(np.zeros((4, 4, 3), np.uint8)), "mean": MEAN, "std": STD, **arguments})
-
-
-def test_wrong_answers_of_an_image_are_refused() -> None:
-    out = destination((1, 3, 4, 4), torch.float32)
-    with pytest.raises(InputError, match=r"\(4, 4, 1\).*channel"):
-        Normalized(Picture(np.zeros((4, 4, 1), np.uint8)), mean=MEAN, std=STD).rows(Interval(0, 4), out)
-    short = Picture(np.zeros((4, 4, 3), np.uint8))
-    short.height_px = 8  # a reader that clips silently
-    with pytest.raises(SourceError, match=r"rows \[2, 6\).*2 x 4 px instead of 4 x 4"):
-        Normalized(short, mean=MEAN, std=STD).rows(Interval(2, 6), out)

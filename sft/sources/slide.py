@@ -68,6 +68,7 @@ class _Facts:
     level_downsamples: tuple[float, ...]  #: px of level 0 per px of each level
     mpp: tuple[float, float] | None  #: micrometres per px of level 0, (x, y)
     background: tuple[int, int, int]  #: colour of pixels that the scanner did not record, RGB
+    tile_heights_px: tuple[int | None, ...]  #: rows of the compressed tiles of each level; None where the file does not say
 
 
 class Slide:
@@ -144,6 +145,11 @@ class Slide:
         return facts.mpp[0] * downsample, facts.mpp[1] * downsample
 
     @property
+    def tile_height_px(self) -> int | None:
+        """Rows of a compressed tile: what is decoded at least; None where the file does not say."""
+        return self._read_facts().tile_heights_px[self.level]
+
+    @property
     def background(self) -> tuple[int, int, int]:
         """RGB colour of pixels that the scanner did not record."""
         return self._read_facts().background
@@ -214,6 +220,7 @@ class Slide:
                 level_downsamples=tuple(handle.level_downsamples),
                 mpp=_parse_mpp(handle.properties),
                 background=_parse_colour(handle.properties.get("openslide.background-color")),
+                tile_heights_px=tuple(_parse_tile_height(handle.properties, level) for level in range(num_levels)),
             )
         return self._facts
 
@@ -244,6 +251,14 @@ def _parse_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:
     except (KeyError, ValueError):
         return None
     return mpp if min(mpp) > 0 else None
+
+
+def _parse_tile_height(properties: Mapping[str, str], level: int) -> int | None:
+    try:
+        rows = int(properties[f"openslide.level[{level}].tile-height"])
+    except (KeyError, ValueError):
+        return None
+    return rows if rows > 0 else None
 
 
 def _parse_colour(text: str | None) -> tuple[int, int, int]:

@@ -1,0 +1,142 @@
+"""Images that are arrays already: in memory, or mapped from a file so that only the rows in use are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.analysis.interval import Interval
+from sft.errors import InputError, SourceError
+from sft.sources.host import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, resolve_layout
+from sft.sources.normalize import Normalizer
+from sft.sources.source import check_rows
+
+__all__ = ["ArraySource"]
+
+_PIXEL_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
+
+
+class ArraySource:
+    """A host tensor, a NumPy array, a memmap or a ``.npy`` file as a `sft.sources.Source`. It is never copied as a whole.
+
+    uint8 pixels become ``(pixel / 255 - mean) / std``, floats ``(x - mean) / std``. Without `mean` and `std` floats stay what they
+    are and uint8 pixels become 0..1. The array must not change between the forward and the backward pass.
+
+    >>> source = ArraySource(np.full((2, 5, 3), 255, np.uint8), mean=(0.5, 0.5, 0.5), std=(0.5, 0.25, 0.125))
+    >>> out = torch.empty(1, 3, 1, 5)
+    >>> source.rows(Interval(0, 1), out)
+    >>> source.shape, out[0, :, 0, 0].tolist()
+    ((1, 3, 2, 5), [1.0, 2.0, 4.0])
+
+    Args:
+        array: uint8 or floating point, three or four axes; or the path of a ``.npy`` file, which is mapped and not loaded.
+        layout: names of the axes in order. None infers them, and refuses arrays that can be read in more than one way.
+            Default: `None`
+        mean: of each channel. Default: `None` (0)
+        std: standard deviation of each channel. Default: `None` (1)
+        dtype: floating-point type that the network gets. Default: `torch.float32`
+
+    Raises:
+        InputError: wrong type, rank, dtype, extent, layout, mean or std.
+        SourceError: the file cannot be mapped.
+    """
+
+    def __init__(
+        self,
+        array: HostArray | str | os.PathLike[str],
+        *,
+        layout: Layout | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
+        self._given: HostArray = as_host_array(array if self.path is None else _map_file(self.path), "read rows from")
+        if not dtype.is_floating_point:
+            raise InputError(f"cannot read {self._name} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
+        pixel_dtype = _pixel_dtype(self._given, self._name)
+        self.dtype = dtype
+        self.layout: Layout = resolve_layout(self._name, tuple(self._given.shape), layout)
+        order = axis_order(self.layout, "NHWC")
+        whole = self._given if len(self.layout) == 4 else self._given[None]
+        # Views: rows of one batch element are [rows, width, channels], whatever lies in memory.
+        self._pixels: HostArray = whole.permute(order) if isinstance(whole, Tensor) else whole.transpose(order)
+        num, height_px, width_px, channels = self._pixels.shape
+        self.shape: tuple[int, int, int, int] = (num, channels, height_px, width_px)
+        self._normalizer = Normalizer(mean, std, num_channels=channels, width_px=width_px, pixel_dtype=pixel_dtype)
+
+    def __repr__(self) -> str:
+        return f"ArraySource({self._name}, shape={self.shape}, layout={self.layout!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A mapped file travels as its path: pickling a memmap would read all of it.
+        array = self._given if self.path is None else self.path
+        return _rebuild, (array, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
+
+    @property
+    def _name(self) -> str:
+        return "array" if self.path is None else str(self.path)
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out`` with rows; see `sft.sources.Source`.
+
+        Raises:
+            InputError: the interval or ``out`` does not fit; nothing was written.
+            SourceError: the mapped file was cut short.
+        """
+        check_rows(self._name, self.shape, interval, out)
+        if not interval:
+            return
+        check_mapping(self._given, self._name)
+        for sample in range(self.shape[0]):
+            self._normalizer.fill(self._pixels[sample, interval.start : interval.stop], out[sample])
+
+    def samples(self, batch: Interval) -> ArraySource:
+        """The source of some batch elements: a view.
+
+        Raises:
+            InputError: there are no such elements.
+        """
+        num = self.shape[0]
+        if not batch or not Interval(0, num).contains(batch):
+            raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {self}: it has {num}. Stay inside them.")
+        given = self._given[batch.start : batch.stop] if len(self.layout) == 4 else self._given
+        part = _rebuild(given, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
+        return part
+
+
+def _rebuild(array: HostArray | Path, layout: Layout, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> ArraySource:
+    return ArraySource(array, layout=layout, mean=mean, std=std, dtype=dtype)
+
+
+def _map_file(path: Path) -> AnyArray:
+    if not path.exists():
+        raise SourceError(f"cannot map {path}: there is no such file. Check the path.")
+    try:
+        # Not np.load: that would also unpickle, or unzip an .npz file into memory.
+        array: AnyArray = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # a damaged header raises almost anything
+        num_bytes = path.stat().st_size
+        raise SourceError(
+            f"cannot map {path} ({num_bytes} bytes): {error}. Either no .npy file, or cut short; compare its size with the original "
+            "and copy it again, or write it with numpy.save."
+        ) from error
+    return array
+
+
+def _pixel_dtype(array: HostArray, name: str) -> torch.dtype:
+    if isinstance(array, Tensor):
+        return array.dtype  # bfloat16, see as_host_array
+    dtype = _PIXEL_DTYPES.get(array.dtype.name)
+    if dtype is None or array.dtype.fields is not None:
+        raise InputError(
+            f"cannot read pixels of {array.dtype} from {name}: supported are {', '.join(_PIXEL_DTYPES)} and torch.bfloat16. "
+            "Convert it, strip by strip if it is large."
+        )
+    return dtype

@@ -1,0 +1,190 @@
+"""Where the gradient of an input goes that is too large to be a tensor on the device: strip by strip into a host array.
+
+The backward pass makes the gradient in strips, last one first, and the halo rows of neighbouring strips get a part from each. The
+first part of a row *replaces* what the array held and further parts are added, so the array need not be cleared: it may be a fresh
+memmap, or last step's. Rows that the network never reads get zeros at the end.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sft.analysis.interval import Interval
+from sft.errors import InputError
+from sft.sources.host import HostArray, Layout, as_host_array, axis_order, check_mapping, resolve_layout
+
+__all__ = ["ArraySink", "RowSink"]
+
+_GRADIENT_DTYPES = ("float16", "float32", "float64")
+
+
+@runtime_checkable
+class RowSink(Protocol):
+    """Something that takes an input's gradient in rows: what ``net(x, input_grad=...)`` writes to.
+
+    The executor calls ``add`` for every strip of the backward pass in a fixed order, intervals overlapping, and ``finish`` once after
+    the last. A refused call has written nothing. A backward pass that fails half-way leaves the rows that it had reached.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(N, C, H, W)`` of the input."""
+        ...
+
+    def add(self, rows: Interval, gradient: Tensor) -> None:
+        """Add the gradient of rows: ``[N, C, len(rows), W]``, on any device.
+
+        Raises:
+            InputError: rows, shape or dtype do not fit; nothing was written.
+            SourceError: the file behind it cannot be written.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Set rows that got no gradient to zero, and write out what is buffered.
+
+        Raises:
+            SourceError: the file behind it cannot be written.
+        """
+        ...
+
+
+class ArraySink:
+    """A NumPy array, a memmap or a host tensor as a `RowSink`.
+
+    >>> array = np.full((4, 2), np.nan, np.float32)[None]
+    >>> sink = ArraySink(array, shape=(1, 1, 4, 2), dtype=torch.float32)
+    >>> sink.add(Interval(1, 3), torch.ones(1, 1, 2, 2))
+    >>> sink.add(Interval(0, 2), torch.ones(1, 1, 2, 2))
+    >>> sink.finish()
+    >>> array[0, :, 0].tolist()
+    [1.0, 2.0, 1.0, 0.0]
+
+    Args:
+        array: floating point and writable, with three axes (one batch element) or four.
+        shape: ``(N, C, H, W)`` of the network's input.
+        dtype: of the gradient. The array's type must hold it without rounding: the same or a wider one.
+        layout: names of the array's axes in order. None takes the one that gives `shape`. Default: `None`
+
+    Raises:
+        InputError: wrong type, rank, shape or dtype, read-only, or elements that share memory. Nothing was written.
+    """
+
+    def __init__(self, array: HostArray, *, shape: tuple[int, int, int, int], dtype: torch.dtype, layout: Layout | None = None) -> None:
+        given = as_host_array(array, "write gradients to")
+        self._given = given
+        self.layout: Layout = resolve_layout("input_grad", tuple(given.shape), layout, expected=shape)
+        self.shape = shape
+        whole = _as_tensor(given)
+        if not dtype.is_floating_point or torch.promote_types(whole.dtype, dtype) is not whole.dtype:
+            raise InputError(
+                f"cannot write gradients of {dtype} to an array of {whole.dtype}: they would be rounded. Give an array of {dtype} or a "
+                "wider type."
+            )
+        self.dtype = whole.dtype
+        if len(self.layout) == 3:
+            whole = whole[None]
+        self._target = whole.permute(axis_order(self.layout, "NCHW"))
+        #: which rows of which batch element hold a gradient already
+        self._written: npt.NDArray[np.bool_] = np.zeros((shape[0], shape[2]), np.bool_)
+
+    def __repr__(self) -> str:
+        return f"ArraySink(shape={self.shape}, dtype={self.dtype}, layout={self.layout!r})"
+
+    def samples(self, batch: Interval) -> ArraySink:
+        """The sink of some batch elements; it writes to the same array, and both know what the other wrote.
+
+        Raises:
+            InputError: there are no such elements.
+        """
+        num, channels, height_px, width_px = self.shape
+        if not batch or not Interval(0, num).contains(batch):
+            raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {self}: it has {num}. Stay inside them.")
+        part = object.__new__(ArraySink)
+        part._given, part.layout, part.dtype = self._given, self.layout, self.dtype
+        part.shape = (len(batch), channels, height_px, width_px)
+        part._target = self._target[batch.start : batch.stop]
+        part._written = self._written[batch.start : batch.stop]
+        return part
+
+    def add(self, rows: Interval, gradient: Tensor) -> None:
+        """Add the gradient of rows; see `RowSink`.
+
+        Raises:
+            InputError: rows, shape or dtype do not fit; nothing was written.
+            SourceError: the mapped file was cut short.
+        """
+        num, channels, height_px, width_px = self.shape
+        expected = (num, channels, len(rows), width_px)
+        span = f"rows [{rows.start}, {rows.stop})"
+        if rows and not Interval(0, height_px).contains(rows):
+            raise InputError(f"cannot add a gradient to {span} of {self}: it has {height_px} rows. Clip the interval to the image.")
+        if tuple(gradient.shape) != expected:
+            raise InputError(f"cannot add a gradient of shape {tuple(gradient.shape)} to {span} of {self}: they have shape {expected}.")
+        if not gradient.dtype.is_floating_point or torch.promote_types(gradient.dtype, self.dtype) is not self.dtype:
+            raise InputError(f"cannot add a gradient of {gradient.dtype} to {self}: it would be rounded. Use an array of a wider type.")
+        if not rows:
+            return
+        check_mapping(self._given, "input_grad")
+        gradient = gradient.detach().cpu()
+        for sample in range(num):
+            for part, is_written in _runs(self._written[sample, rows.start : rows.stop]):
+                source = gradient[sample, :, part.start : part.stop]
+                target = self._target[sample, :, rows.start + part.start : rows.start + part.stop]
+                if is_written:
+                    target.add_(source)
+                else:
+                    target.copy_(source)
+        self._written[:, rows.start : rows.stop] = True
+
+    def finish(self) -> None:
+        """Set rows that got no gradient to zero and flush a memmap; see `RowSink`. Calling it twice is fine.
+
+        Raises:
+            SourceError: the mapped file was cut short.
+        """
+        check_mapping(self._given, "input_grad")
+        for sample in range(self.shape[0]):
+            for part, is_written in _runs(self._written[sample]):
+                if not is_written:
+                    self._target[sample, :, part.start : part.stop].zero_()
+        self._written[:] = True
+        if isinstance(self._given, np.memmap):
+            self._given.flush()
+
+
+def _runs(flags: npt.NDArray[np.bool_]) -> list[tuple[Interval, bool]]:
+    """Stretches of equal flags, in order."""
+    edges = [0, *(np.flatnonzero(flags[1:] != flags[:-1]) + 1).tolist(), len(flags)]
+    return [(Interval(a, b), bool(flags[a])) for a, b in pairwise(edges)]
+
+
+def _as_tensor(array: HostArray) -> Tensor:
+    """The array as a tensor on the same memory, or a refusal."""
+    if isinstance(array, np.ndarray):
+        if array.dtype.name not in _GRADIENT_DTYPES or not array.dtype.isnative:
+            raise InputError(
+                f"cannot write gradients to an array of {array.dtype.str}: supported are {', '.join(_GRADIENT_DTYPES)} in native byte "
+                "order and torch.bfloat16. Give one of those."
+            )
+        if not array.flags.writeable:
+            raise InputError("cannot write gradients to a read-only array. Open a memmap with mode 'r+' or 'w+', or give a copy.")
+        if any(stride < 0 or stride % array.itemsize for stride in array.strides):
+            raise InputError(f"cannot write gradients to an array with strides {array.strides}: give one that is not flipped or packed.")
+        array = torch.from_numpy(array)
+    # Along no axis may a step be smaller than all that the faster axes span: elements would share memory and get each other's sums.
+    reach = 1
+    for stride, extent in sorted((stride, extent) for stride, extent in zip(array.stride(), array.shape, strict=True) if extent > 1):
+        if stride < reach:
+            raise InputError(
+                f"cannot write gradients to an array of shape {tuple(array.shape)} and strides {array.stride()}: some of its elements "
+                "share memory. Give a copy."
+            )
+        reach += stride * (extent - 1)
+    return array

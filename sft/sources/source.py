@@ -1,0 +1,110 @@
+"""What the executor asks of an input that is not a whole tensor: its shape, and rows of it on demand.
+
+An ``Image`` speaks in rectangles of raw pixels; a :class:`Source` speaks in what a network eats, rows of ``[N, C, H, W]`` numbers.
+The strip walk needs nothing else: it reads row intervals, forwards in pass 1 and in reverse in pass 2, each into memory that it
+owns. Between a source and the walk stands `sft.sources.StripReader`, which reads ahead and hands overlapping rows on.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from sft.analysis.interval import Interval
+from sft.errors import InputError
+
+__all__ = ["Source", "check_rows", "select_samples"]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """An input that hands out rows: what ``net(x)`` reads in strips, so that the image is never whole in memory.
+
+    The contract with the executor:
+
+    - *Constant.* The same rows give the same bits every time. The backward pass reads rows again and differentiates what they
+      were in the forward pass.
+    - *Any order.* Intervals come in any order, may overlap and may repeat. A source whose decoding is expensive may keep what it
+      decoded last; ``StripReader`` already asks for overlapping rows once only.
+    - *Any thread.* ``rows`` is called from a background thread, one call at a time for each reader, under ``torch.no_grad()``.
+    - *No gradient.* Where the gradient of the input is wanted, it goes to a `sft.sources.RowSink` of the same shape.
+
+    A source with ``N > 1`` may also have ``samples(batch: Interval) -> Source``, the source of some batch elements (no copy), so
+    that the walk can take the batch in parts; see :func:`select_samples`.
+    """
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """``(N, C, H, W)``: batch elements, channels, rows, columns; all at least 1, and constant."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Floating-point type that the network gets."""
+        ...
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out`` with the normalised rows ``interval`` of every batch element and channel.
+
+        Args:
+            interval: rows inside ``[0, H)``; an empty one writes nothing.
+            out: CPU tensor of shape ``[N, C, len(interval), W]`` and any floating-point type, usually `dtype`. Channels last
+                (each batch element's rows contiguous) is the fast layout; every other is right too. All of it is overwritten.
+
+        Raises:
+            InputError: the interval or ``out`` does not fit; nothing was written.
+            SourceError: the rows cannot be read; the contents of ``out`` are undefined.
+        """
+        ...
+
+
+def check_rows(name: str, shape: tuple[int, int, int, int], interval: Interval, out: Tensor) -> None:
+    """Refuse an interval outside the image, or a destination that it does not fit; every source calls this first.
+
+    >>> check_rows("scan", (1, 3, 10, 8), Interval(4, 6), torch.empty(1, 3, 2, 8))
+    >>> check_rows("scan", (1, 3, 10, 8), Interval(8, 11), torch.empty(1, 3, 3, 8))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+        ...
+    sft.errors.InputError: cannot read rows [8, 11) of scan: it has 10 rows. ...
+
+    Raises:
+        InputError: one of them is wrong.
+    """
+    num, channels, height_px, width_px = shape
+    rows = f"rows [{interval.start}, {interval.stop})"
+    if interval and not Interval(0, height_px).contains(interval):
+        raise InputError(
+            f"cannot read {rows} of {name}: it has {height_px} rows. Clip the interval to the image; rows outside it have no value."
+        )
+    expected = (num, channels, len(interval), width_px)
+    if tuple(out.shape) != expected:
+        raise InputError(f"cannot read {rows} of {name} into shape {tuple(out.shape)}: they have shape {expected}. Allocate that.")
+    if out.device.type != "cpu" or not out.dtype.is_floating_point or out.layout is not torch.strided:
+        raise InputError(
+            f"cannot read {rows} of {name} into a tensor of {out.dtype} on {out.device}: pixels are normalised on the host into "
+            "fractions. Use a floating-point CPU tensor and copy it to the device."
+        )
+
+
+def select_samples(source: Source, batch: Interval) -> Source:
+    """The source of the batch elements ``batch``, without a copy; the source itself where that is all of them.
+
+    Raises:
+        InputError: there are no such elements, or the source cannot be split.
+    """
+    num = source.shape[0]
+    if not batch or not Interval(0, num).contains(batch):
+        raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {source}: it has {num}. Stay inside them.")
+    if len(batch) == num:
+        return source
+    split = getattr(source, "samples", None)
+    if split is None:
+        raise InputError(
+            f"cannot take {len(batch)} of {num} batch elements of {source}: it has no method samples(batch). "
+            "Add one, or take the batch whole."
+        )
+    part = split(batch)
+    assert isinstance(part, Source)
+    return part

@@ -1,0 +1,205 @@
+"""Reading ahead: while the network works on one strip, a thread reads the next ones.
+
+The walk knows beforehand which rows it will want and in which order, forwards, backwards, or back and forth between kept states. The
+reader takes that list and stays a bounded number of strips ahead of its consumer.
+
+*Each row is read once.* The strips of a convolution overlap by halo rows. Those that the following strip wants too are set aside
+before a strip is handed out, and copied instead of read again, whatever the direction. On a monotone walk every row of the source is
+thus asked for exactly once; how a source aligns that to compressed tiles is its own affair (see `sft.sources.Normalized`).
+
+*A strip belongs to who holds it.* Buffers are few and used again, which invites the mistake of overwriting a strip that somebody
+still reads. Here a buffer returns to the reader only when the last tensor on it is gone: each strip is a storage of its own on top of
+a NumPy view, and the view's death is the signal. Whoever keeps all strips gets an error, not wrong numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from sft.analysis.interval import Interval
+from sft.errors import InputError, SourceError
+from sft.sources.readahead import Bytes, Failure, Shared, aligned_bytes, read_all, row_bytes, shut_down, stop
+from sft.sources.source import Source
+
+__all__ = ["StripReader"]
+
+
+class StripReader:
+    """Serves row intervals of a source as tensors, in a given order, reading ahead in one thread.
+
+    Iterate over it, or call :meth:`take` with each interval in turn. Use it in a ``with`` block: leaving it, for whatever reason,
+    ends the thread. So does dropping the last reference, and an error.
+
+    >>> from sft.sources.array import ArraySource
+    >>> source = ArraySource(torch.arange(12.0).view(1, 6, 2))
+    >>> with StripReader(source, [Interval(0, 4), Interval(3, 6)]) as reader:
+    ...     for strip in reader:
+    ...         print(tuple(strip.shape), strip[0, 0, :, 0].tolist())
+    (1, 1, 4, 2) [0.0, 2.0, 4.0, 6.0]
+    (1, 1, 3, 2) [6.0, 8.0, 10.0]
+    >>> reader.num_rows_read
+    6
+
+    Args:
+        source: what to read.
+        intervals: rows in the order in which they will be wanted. They may overlap and repeat; empty ones give tensors without rows.
+        num_buffers: strips that exist at once, the consumer's included. Default: 2
+
+    Raises:
+        InputError: an interval reaches outside the image, or there are fewer than two buffers.
+    """
+
+    def __init__(self, source: Source, intervals: Sequence[Interval], *, num_buffers: int = 2) -> None:
+        if not isinstance(source, Source):
+            raise InputError(f"cannot read strips of a {type(source).__name__}: expected a sft.sources.Source. Wrap it.")
+        height_px = source.shape[2]
+        outside = [rows for rows in intervals if rows and not Interval(0, height_px).contains(rows)]
+        if outside:
+            listed = ", ".join(f"[{rows.start}, {rows.stop})" for rows in outside[:5])
+            raise InputError(f"cannot read rows {listed} of {source}: it has {height_px} rows. Clip the intervals to the image.")
+        if num_buffers < 2:
+            raise InputError(f"cannot read ahead with {num_buffers} buffers: the consumer holds one. Use num_buffers >= 2.")
+        self.intervals = tuple(intervals)
+        self.num_buffers = num_buffers
+        wanted = tuple(rows for rows in intervals if rows)
+        strip_bytes = max(map(len, wanted), default=0) * row_bytes(source)
+        carried_rows = max((len(a.intersect(b)) for a, b in pairwise(wanted)), default=0)
+        self._shared = shared = Shared(
+            source=source,
+            intervals=wanted,
+            buffers=[aligned_bytes(strip_bytes) for _ in range(min(num_buffers, len(wanted)))],
+            carry=aligned_bytes(carried_rows * row_bytes(source)),
+            free=queue.SimpleQueue(),
+            filled=queue.SimpleQueue(),
+        )
+        #: bytes that the reader allocated: its buffers, and the rows set aside for the following strip
+        self.buffer_bytes = strip_bytes * len(shared.buffers) + carried_rows * row_bytes(source)
+        for index in range(len(shared.buffers)):
+            shared.free.put(index)
+        self._position = 0
+        self._waited_seconds = 0.0
+        self._error: SourceError | None = None
+        self._lent: list[weakref.ref[Bytes]] = []
+        self._process = os.getpid()
+        # A daemon, so that a forgotten reader does not keep the process from ending; the finalizer also runs at exit and joins.
+        self._thread = threading.Thread(target=read_all, args=(shared,), name="sft-strip-reader", daemon=True)
+        self._thread.start()
+        self._finalizer = weakref.finalize(self, shut_down, shared, self._thread)
+
+    def __repr__(self) -> str:
+        return f"StripReader({self._shared.source!r}, {self._position} of {len(self.intervals)} strips served)"
+
+    def __enter__(self) -> StripReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return len(self.intervals)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self._position == len(self.intervals):
+            self.close()
+            raise StopIteration
+        return self.take(self.intervals[self._position])
+
+    def take(self, interval: Interval) -> Tensor:
+        """The next strip, ``[N, C, rows, W]`` and contiguous in channels-last order; yours for as long as you hold it.
+
+        Args:
+            interval: its rows, which must be what comes next in the list.
+
+        Raises:
+            InputError: something else comes next, every buffer is still held, or the reader is closed or of another process.
+            SourceError: the rows cannot be read. Every later call raises the same.
+        """
+        rows = f"rows [{interval.start}, {interval.stop}) of {self._shared.source}"
+        if self._error is not None:
+            raise self._error
+        if self._position == len(self.intervals) or interval != self.intervals[self._position]:
+            following = "nothing" if self._position == len(self.intervals) else str(self.intervals[self._position])
+            raise InputError(f"cannot take {rows}: position {self._position} in the list of intervals has {following}. Keep its order.")
+        if os.getpid() != self._process:
+            raise InputError(f"cannot take {rows}: the thread that reads is in process {self._process}. Make a reader in each process.")
+        if not self._finalizer.alive:
+            raise InputError(f"cannot take {rows}: the reader is closed. Make a new one.")
+        if not interval:
+            self._position += 1
+            num, channels, _, width_px = self._shared.source.shape
+            return torch.empty((num, channels, 0, width_px), dtype=self._shared.source.dtype, memory_format=torch.channels_last)
+        self._lent = [view for view in self._lent if view() is not None]
+        if len(self._lent) >= len(self._shared.buffers):  # waiting would be for ever
+            raise InputError(
+                f"cannot take {rows}: all {len(self._lent)} buffers are held as earlier strips. Drop those, or raise num_buffers."
+            )
+        started = time.perf_counter()
+        result = self._shared.filled.get()
+        self._waited_seconds += time.perf_counter() - started
+        if isinstance(result, Failure):
+            self._error = _source_error(self._shared.source, result)
+            self.close()
+            raise self._error from result.error
+        self._position += 1
+        view = self._shared.strip_bytes(result, interval)
+        # Not at exit: nobody reads then.
+        weakref.finalize(view, self._shared.free.put, result).atexit = False
+        self._lent.append(weakref.ref(view))
+        return self._shared.strip(view, interval)
+
+    def close(self) -> None:
+        """End the thread (it finishes the read that it is in). Strips that were handed out stay valid. Calling it twice is fine."""
+        if self._finalizer.detach() is not None:
+            stop(self._shared)
+            if os.getpid() == self._process:
+                self._thread.join()
+
+    @property
+    def read_seconds(self) -> float:
+        """Seconds that the thread spent reading and normalising."""
+        return self._shared.read_seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        """Seconds that the consumer waited for a strip."""
+        return self._waited_seconds
+
+    @property
+    def num_rows_read(self) -> int:
+        """Rows asked of the source; overlapping ones count once."""
+        return self._shared.num_rows_read
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes that the source delivered, as normalised numbers."""
+        return self.num_rows_read * row_bytes(self._shared.source)
+
+    @property
+    def hidden_fraction(self) -> float:
+        """The share of the reading time that the consumer did not notice, in 0..1; 1 if nothing was read."""
+        return 1.0 if self.read_seconds <= 0 else min(1.0, max(0.0, 1 - self.waited_seconds / self.read_seconds))
+
+    def summary(self) -> str:
+        """One line for people, such as ``read 3.1 s, waited 0.2 s (94 % hidden)``."""
+        return f"read {self.read_seconds:.1f} s, waited {self.waited_seconds:.1f} s ({100 * self.hidden_fraction:.0f} % hidden)"
+
+
+def _source_error(source: Source, failure: Failure) -> SourceError:
+    rows = failure.interval
+    return SourceError(
+        f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(failure.error).__name__}: {failure.error}. "
+        "Mend the source and run the step again."
+    )

@@ -24,9 +24,12 @@ class SqueezeExcite(nn.Module):
     def __init__(self, channels: int = 4) -> None:
         super().__init__()
         self.body = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels),
-        )  # fmt: skip
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
         self.gate = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(channels, 2, 1), nn.ReLU(), nn.Conv2d(2, channels, 1), nn.Sigmoid())
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,15 +55,19 @@ class DenseBlock(nn.Module):
 
 _NETS: dict[str, Callable[[], nn.Module]] = {
     "batch": lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=0.3), nn.ReLU(), nn.Conv2d(4, 3, 3)),
-    "batch, no affine, in place": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.ReLU(inplace=True), nn.MaxPool2d(2)),
+    "batch, no affine, in place": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, affine=False), nn.ReLU(inplace=True), nn.MaxPool2d(2)
+    ),
     "batch, no running statistics": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False), nn.ReLU()),
     "first layer": lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 5, padding=2, stride=2)),
     "group": lambda: nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(3, 6), nn.SiLU(), nn.Conv2d(6, 3, 3)),
     "one group": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(1, 4), nn.GELU(), nn.AvgPool2d(2)),
-    "instance": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.InstanceNorm2d(2)),
+    "instance": lambda: nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.ReLU(), nn.Conv2d(4, 2, 3), nn.InstanceNorm2d(2)
+    ),
     "squeeze-excite": lambda: nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), SqueezeExcite(), SqueezeExcite()),
     "dense": lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), DenseBlock(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(13, 2)),
-}  # fmt: skip
+}
 
 
 @st.composite

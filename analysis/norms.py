@@ -44,7 +44,7 @@ def with_norms_apart(graph: Graph) -> Graph:
 def _parts(node: Node, graph: Graph) -> list[Node]:
     if node.target == "getitem":
         source = graph[node.argument("source").name]
-        if source.target == _BATCH_NORM and node.argument("index") in _RUNNING:
+        if source.target == _BATCH_NORM and len(source.shape) == _IMAGE_RANK and node.argument("index") in _RUNNING:
             return [_running(node, source)]
         return [node]
     if len(node.shape) != _IMAGE_RANK:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even k
 
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[Dag, sft.Options]:
-    dag = draw(dags())
+    dag = draw(dags(measuring=True))
     return dag, draw(tilings(dag))
 
 

@@ -102,11 +102,13 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norm:
-    """BatchNorm with frozen, random statistics."""
+    """A norm: BatchNorm with frozen, random statistics, or one that measures the image."""
 
     source: int
     affine: bool = True
     frozen: bool = False
+    """Whether its parameters stay as they are."""
+    kind: Literal["frozen", "batch", "group", "instance"] = "frozen"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +138,7 @@ class Dag:
     """Of the outputs: a tensor or a tuple, or a dict that holds a tuple."""
     input_grad: bool = True
     training: bool = False
-    """The root's flag; norms stay in eval mode."""
+    """The root's flag; frozen norms stay in eval mode."""
     seed: int = field(default=0)
     """Of parameters, statistics and input."""
 
@@ -196,8 +198,9 @@ class DagNet(nn.Module):
 
     def train(self, mode: bool = True) -> DagNet:
         super().train(mode)
-        for module in self.layers.values():
-            if isinstance(module, nn.BatchNorm2d):
+        for index, module in self.layers.items():
+            node = self.dag.nodes[int(index)]
+            if isinstance(node, Norm) and node.kind == "frozen":
                 module.eval()
         return self
 
@@ -250,6 +253,12 @@ def _make_layer(node: Node, channels: list[int]) -> tuple[nn.Module | None, int]
                 bias=node.bias,
             )
             return layer.requires_grad_(not node.frozen), node.channels
+        case Norm(kind="group"):
+            layer = nn.GroupNorm(math.gcd(2, channels[node.source]), channels[node.source], affine=node.affine)
+            return layer.requires_grad_(not node.frozen), channels[node.source]
+        case Norm(kind="instance"):
+            layer = nn.InstanceNorm2d(channels[node.source], affine=node.affine)
+            return layer.requires_grad_(not node.frozen), channels[node.source]
         case Norm():
             layer = nn.BatchNorm2d(channels[node.source], affine=node.affine)
             assert layer.running_mean is not None and layer.running_var is not None
@@ -299,11 +308,14 @@ def _window(draw: st.DrawFn, extent_px: int, *, max_kernel: int, pool: bool) -> 
     return kernel, draw(st.integers(1, 3)), padding, dilation
 
 
+_SMALLEST_MEASURED = 8
+
+
 class _Builder:
     """Grows a description node by node, keeping the size of every value."""
 
-    def __init__(self, draw: st.DrawFn, shape: tuple[int, int, int, int]) -> None:
-        self.draw = draw
+    def __init__(self, draw: st.DrawFn, shape: tuple[int, int, int, int], *, measuring: bool) -> None:
+        self.draw, self.measuring = draw, measuring
         self.nodes: list[Node] = []
         self.sizes: list[tuple[int, int, int]] = [shape[1:]]
         self.readers: list[int] = [0]
@@ -400,7 +412,14 @@ class _Builder:
 
     def norm(self, source: int) -> None:
         draw = self.draw
-        self.add(Norm(source=source, affine=draw(st.booleans()), frozen=draw(st.booleans())), self.sizes[source])
+        channels, height, width = self.sizes[source]
+        # Few elements have next to no variance: a norm of them would blow rounding up.
+        measures = self.measuring and height * width >= _SMALLEST_MEASURED
+        kind: Literal["frozen", "batch", "group", "instance"] = "frozen"
+        if measures:
+            kind = draw(st.sampled_from(("frozen", "batch", "group", "instance")))
+        norm = Norm(source=source, affine=draw(st.booleans()), frozen=draw(st.booleans()), kind=kind)
+        self.add(norm, (channels, height, width))
 
     def join(self, source: int) -> None:
         """Join with another value of the same size, aligning a smaller one as a U-Net does if there is none."""
@@ -460,13 +479,14 @@ class _Builder:
 
 
 @st.composite
-def dags(draw: st.DrawFn, *, min_nodes: int = 2, max_nodes: int = 10) -> Dag:
+def dags(draw: st.DrawFn, *, min_nodes: int = 2, max_nodes: int = 10, measuring: bool = False) -> Dag:
     """A valid random network: eager PyTorch runs it forward and backward, and everything stays finite.
 
-    At most two nodes more than ``max_nodes`` (an alignment adds three at once).
+    At most two nodes more than ``max_nodes`` (an alignment adds three at once). With ``measuring`` norms over the image are among
+    them.
     """
     shape = (draw(st.integers(1, 3)), draw(st.integers(1, 4)), draw(st.integers(5, 40)), draw(st.integers(3, 24)))
-    builder = _Builder(draw, shape)
+    builder = _Builder(draw, shape, measuring=measuring)
     grow = {
         "conv": builder.conv,
         "pool": builder.pool,

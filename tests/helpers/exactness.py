@@ -95,7 +95,7 @@ def gradient_errors(ours: Mapping[str, Tensor | None], reference: Mapping[str, T
     for name, gradient in reference.items():
         if gradient is not None and gradient.numel():
             module = name.rpartition(".")[0]
-            module_scale[module] = max(module_scale.get(module, 0.0), float(gradient.abs().max()))
+            module_scale[module] = max(module_scale.get(module, 0.0), float(gradient.detach().abs().max()))
     errors = {}
     for name, gradient in reference.items():
         mine = ours[name]

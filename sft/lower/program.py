@@ -19,6 +19,7 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from sft.analysis.interval import Interval
+from sft.errors import InternalError
 
 __all__ = ["DEVICE", "Emitter", "Instruction", "Port", "Program", "Slot", "load_rows"]
 
@@ -179,7 +180,21 @@ class Emitter:
 
     def call_many(self, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: tuple[Slot | None, ...]) -> None:
         """Emit an operation with several results."""
-        self._append(function, arguments, {}, outputs)
+        self.call_into(function, arguments, {}, outputs, has_many=True)
+
+    def call_into(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        keywords: dict[str, Any],
+        outputs: tuple[Slot | None, ...],
+        *,
+        has_many: bool,
+    ) -> None:
+        """Emit an operation whose results go to slots made before; ``has_many`` says whether it returns a tuple."""
+        if has_many and len(outputs) == 1:
+            raise InternalError(f"{function}: a tuple of one result")
+        self._append(function, arguments, keywords, outputs)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
         """An uninitialised buffer, channels last where it has four dimensions."""

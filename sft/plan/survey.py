@@ -256,7 +256,7 @@ class Survey:
         def spread(key: str) -> Floats:
             columns = np.array([np.asarray(sample[key], dtype=np.float64) for sample in sampled])  # [sample, ...]
             flat = columns.reshape(len(at), -1)
-            out = np.stack([np.interp(wanted, at, column) for column in flat.T], axis=0)
+            out = np.array([np.interp(wanted, at, column) for column in flat.T])
             return out.reshape(*columns.shape[1:], len(wanted))
 
         carried, gained = spread("carried"), spread("gained")  # [value, height]
@@ -288,22 +288,24 @@ class Survey:
         assert isinstance(segment, TiledSegment)
         schedule = segment.schedule
         own = [name for name in names if name in problem.phases.streamed]
-        row_bytes = np.array([segment.row_bytes(name, self.batch_tile) for name in own])
-        held = np.stack([schedule.frontier[name][1:] - schedule.kept[name][:-1] for name in own])
-        index = int((row_bytes[:, None] * held).sum(0).argmax())
+        row_bytes = np.array([segment.row_bytes(name, self.batch_tile) for name in own], dtype=np.int64)
+        held = np.zeros(schedule.num_steps)
+        for name, size in zip(own, row_bytes, strict=True):
+            held += size * (schedule.frontier[name][1:] - schedule.kept[name][:-1])
+        index = int(held.argmax())
         place = {name: i for i, name in enumerate(names)}
         quarter = schedule.num_steps // 4
         steady = slice(quarter, schedule.num_steps + 1 - quarter)
-        carried = np.stack([(schedule.frontier[name] - schedule.kept[name])[steady].max() for name in own])
-        gained = np.stack([np.diff(schedule.frontier[name])[steady].max() for name in own])
+        carried = np.array([(schedule.frontier[name] - schedule.kept[name])[steady].max() for name in own], dtype=np.int64)
+        gained = np.array([np.diff(schedule.frontier[name])[steady].max() for name in own], dtype=np.int64)
         step = schedule.step(index)
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
         # What runs forward holds less than what runs forward and backward: one of the two tells enough.
         program = lower_strip(segment.scope, step, "joint" if differentiated else "forward")
         peak = _peaks(program.instructions, place, cuts, suffix=False)
-        carried_gradient = np.array([rows if name in problem.requires_grad else 0 for name, rows in zip(own, carried, strict=True)])
-        places = np.array([place[name] for name in own])
-        incoming = np.array([(row_bytes * carried_gradient)[places < cut].sum() for cut in cuts])
+        gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
+        places = np.array([place[name] for name in own], dtype=np.int64)
+        incoming = np.array([gradients[places < cut].sum() for cut in cuts])
         owners = np.array([place[i.owner] for i in program.instructions])
         overhead = np.array([self._overhead(i) for i in program.instructions])
         passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both

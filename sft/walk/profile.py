@@ -60,9 +60,8 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
     forward = [segment.program("forward", int(step), chunk) for step in first]
     forward_peaks = np.array([program.peak_bytes for program in forward])[kinds]
     names = [name for name in schedule.names if name not in schedule.sources and name in segment.scope.streamed]
-    frontier = np.stack([schedule.frontier[name] for name in names])
-    kept = np.stack([schedule.kept[name] for name in names])
-    row_bytes = np.array([segment.row_bytes(name, len(chunk)) for name in names])
+    frontier, kept = (_stacked([array[name] for name in names], num_steps + 1) for array in (schedule.frontier, schedule.kept))
+    row_bytes = np.array([segment.row_bytes(name, len(chunk)) for name in names], dtype=np.int64)
     blocks = row_bytes[:, None] * (frontier[:, 1:] - np.maximum(kept[:, 1:], frontier[:, :-1])).clip(0)
     states = np.array(sorted(kept_states(num_steps, every))) if keep else np.array([], dtype=np.int64)
     lasting = blocks * _lasts(frontier, kept, states, num_steps)
@@ -85,7 +84,7 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
     need = _needed_by_groups(blocks, lasting)
     own = np.concatenate([[0], np.cumsum(blocks.sum(0))])
     at_strip = need[group] + own[np.arange(num_steps)] - own[group]
-    wanted = np.array([name in segment.scope.requires_grad for name in names])
+    wanted = np.array([name in segment.scope.requires_grad for name in names], dtype=bool)
     gradients = (row_bytes[wanted, None] * (frontier - kept)[wanted]).sum(0)
     joint_peaks = np.array([program.peak_bytes for program in joint])[kinds]
     peak = int((at_strip + gradients[1:] + joint_peaks).max())
@@ -106,6 +105,11 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
         forward_flops=forward_flops,
         backward_flops=flops,
     )
+
+
+def _stacked(rows: list[Ints], length: int) -> Ints:
+    """A row for each value; a run that only reduces its source has no values of its own."""
+    return np.stack(rows) if rows else np.zeros((0, length), dtype=np.int64)
 
 
 def _lasts(frontier: Ints, kept: Ints, states: Ints, num_steps: int) -> npt.NDArray[np.bool_]:

@@ -10,6 +10,7 @@ only wants the forward drops the ones that nobody reads.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -42,16 +43,24 @@ def resolve_target(target: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
+class _Result:
+    """A tensor that a call makes: its index among the trace's values, and the value whose storage it shares."""
+
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    view_of: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a trace; tensors stand as indices into the trace's values."""
+    """One call of a trace; tensors stand as indices into the trace's values. ``None`` is a result that nobody reads."""
 
     function: Any
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
-    out: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    view_of: int | None
+    results: tuple[_Result | None, ...]
+    has_many: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +135,27 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
             if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
                 alias[node] = alias.get(node.args[0], node.args[0])
                 continue
+            if node.target is operator.getitem:
+                continue  # numbered with the call that it belongs to
             value = node.meta["val"]
-            if not isinstance(value, torch.Tensor):
-                raise InternalError(f"the trace of an operator holds a call with several results: {node.target}")
-            number = len(index)
-            index[node] = number
-            storage = value.untyped_storage()._cdata
-            view_of = owner.get(storage)
-            owner.setdefault(storage, number)
+            has_many = isinstance(value, (tuple, list))
+            made = {user.args[1]: user for user in node.users} if has_many else {0: node}
+            results: list[_Result | None] = []
+            for position, tensor in enumerate(value if has_many else (value,)):
+                if position not in made:
+                    results.append(None)
+                    continue
+                number = len(index)
+                index[made[position]] = number
+                storage = tensor.untyped_storage()._cdata
+                results.append(_Result(number, tuple(tensor.shape), tensor.dtype, owner.get(storage)))
+                owner.setdefault(storage, number)
             arguments = tuple(convert(arg) for arg in node.args)
             keywords = tuple((key, convert(item)) for key, item in node.kwargs.items())
-            call = _Call(node.target, arguments, keywords, number, tuple(value.shape), value.dtype, view_of)
+            call = _Call(node.target, arguments, keywords, tuple(results), has_many)
             reads = {v.index for v in _values((*arguments, *(item for _, item in keywords)))}
             if reads & from_grad:
-                from_grad.add(number)
+                from_grad.update(r.index for r in results if r is not None)
                 backward.append(call)
             else:
                 forward.append(call)
@@ -174,15 +190,20 @@ class _Traced(Rule):
             return tuple(convert(i) for i in item) if isinstance(item, tuple) else item
 
         for call in calls:
-            made = tuple(shape) if shape is not None and call.shape == _TINY else call.shape
-            values[call.out] = ctx.emitter.call(
-                call.function,
-                *(convert(arg) for arg in call.arguments),
-                shape=made,
-                dtype=call.dtype,
-                view_of=None if call.view_of is None else values[call.view_of],
-                keywords={key: convert(item) for key, item in call.keywords},
+            arguments = tuple(convert(arg) for arg in call.arguments)
+            keywords = {key: convert(item) for key, item in call.keywords}
+            slots = tuple(
+                None
+                if result is None
+                else ctx.emitter.slot(
+                    tuple(shape) if shape is not None and result.shape == _TINY else result.shape,
+                    result.dtype,
+                    None if result.view_of is None else values[result.view_of].root,
+                )
+                for result in call.results
             )
+            ctx.emitter.call_into(call.function, arguments, keywords, slots, has_many=call.has_many)
+            values.update({r.index: slot for r, slot in zip(call.results, slots, strict=True) if r is not None and slot is not None})
 
 
 class TracedPointwise(_Traced):

@@ -47,7 +47,7 @@ def test_any_tiling_is_exact(name: str) -> None:
     build, smallest, multiple = _MODELS[name]
     model = seeded(build)
 
-    @settings(max_examples=max(2, settings().max_examples // 37))
+    @settings(max_examples=max(2, settings().max_examples // 50))
     @given(case=_tilings(multiple, smallest), train_input=st.booleans())
     def check(case: tuple[tuple[int, int, int, int], sft.Options], train_input: bool) -> None:
         shape, options = case

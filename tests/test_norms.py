@@ -83,7 +83,7 @@ def _cases(draw: st.DrawFn) -> tuple[tuple[int, int, int, int], sft.Options]:
 def test_any_tiling_is_exact(name: str) -> None:
     model = seeded(_NETS[name]).train()
 
-    @settings(max_examples=max(2, settings().max_examples // 25))
+    @settings(max_examples=max(2, settings().max_examples // 50))
     @given(case=_cases())
     def check(case: tuple[tuple[int, int, int, int], sft.Options]) -> None:
         shape, options = case

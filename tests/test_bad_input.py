@@ -67,6 +67,16 @@ def test_smallest_input_is_fine() -> None:
     assert_exact(_body(), image(1, 3, 6, 6), options=sft.Options(tile=(1, 6)))
 
 
+def test_an_image_that_leaves_no_output() -> None:
+    """Smaller than the receptive field without padding: at compile, and at a call of what was compiled for a larger one."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 5), nn.MaxPool2d(4), nn.Conv2d(4, 4, 5))
+    with pytest.raises(sft.InputError):
+        sft.compile(model, (1, 3, 12, 40))
+    net = sft.compile(model, (1, 3, 60, 40))
+    with pytest.raises(sft.InputError):
+        net(torch.zeros(1, 3, 12, 40))
+
+
 def test_skips_of_different_size() -> None:
     """16 rows suit the U-Net, 18 do not: eager fails at the concatenation, and so do we, before any work is done."""
     net = _compiled(seeded(TinyUNet))

@@ -102,6 +102,8 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
     with _quiet():
         try:
             return _exported(model, shapes, dtype, device, dynamic)
+        except UnsupportedError:
+            raise
         except Exception as error:
             # Tell a model that cannot take this input at all from one that only export cannot follow.
             reason = _eager_refusal(model, shapes, dtype)
@@ -130,8 +132,25 @@ def _exported(
     with contextlib.nullcontext() if device.type == "meta" else FakeTensorMode():
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
     exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
+    _refuse_grad_modes(model, exported)
     decomposed: ExportedProgram = exported.run_decompositions({})
     return decomposed
+
+
+def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
+    """Decomposing forgets under which grad mode an operator ran: its gradient would come out where eager has none.
+
+    Raises:
+        UnsupportedError: the model switches the grad mode.
+    """
+    for module in exported.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule) and any("set_grad_enabled" in str(node.target) for node in module.graph.nodes):
+            raise UnsupportedError(
+                [
+                    f"{type(model).__name__}: `forward` switches the grad mode (torch.no_grad, enable_grad), which capture cannot follow; "
+                    "move that part out of `forward`, or freeze its parameters with requires_grad_(False)"
+                ]
+            )
 
 
 def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> str | None:

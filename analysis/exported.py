@@ -229,8 +229,5 @@ def _module_path(fx_node: torch.fx.Node) -> str:
 
 
 def _without_dead_operators(graph: Graph) -> Graph:
-    needed = set(graph.results)
-    for node in reversed(graph.nodes):
-        if node.name in needed:
-            needed.update(node.operands)
+    needed = graph.ancestors(graph.results)
     return replace(graph, nodes=tuple(node for node in graph.nodes if node.name in needed or node.kind == "input"))

@@ -141,7 +141,7 @@ def run_footprint(
 ) -> Footprint:
     """The footprint of a run of streamed operators at one input size."""
     inside = set(names)
-    sources = tuple(dict.fromkeys(o for n in names for o in graph[n].operands if o in streamed and o not in inside))
+    sources = graph.sources(names, streamed)
     rates = row_rates(graph, names, source_rates({name: shapes[name][2] for name in sources}), rows)
     carried = _steady_carries(graph, names, rows, rates, sources)
     values = []

@@ -6,7 +6,7 @@ graph serves every image size. Nothing here knows torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -126,6 +126,24 @@ class Graph:
     def results(self) -> tuple[str, ...]:
         """The values that must come out, each once: outputs, then updates."""
         return tuple(dict.fromkeys((*self.outputs, *(name for name, _ in self.updates))))
+
+    def ancestors(self, names: Collection[str]) -> frozenset[str]:
+        """The values that ``names`` depend on, themselves included."""
+        found = set(names)
+        for node in reversed(self.nodes):
+            if node.name in found:
+                found.update(node.operands)
+        return frozenset(found)
+
+    def sources(self, names: Sequence[str], among: Collection[str]) -> tuple[str, ...]:
+        """What the operators ``names`` read from outside, of the values ``among``, in order."""
+        inside = set(names)
+        return tuple(dict.fromkeys(o for name in names for o in self[name].operands if o in among and o not in inside))
+
+    def handed_on(self, names: Sequence[str]) -> tuple[str, ...]:
+        """The values of the operators ``names`` that others read, or that must come out."""
+        inside = set(names)
+        return tuple(name for name in names if name in self.results or not inside.issuperset(self.users[name]))
 
     @cached_property
     def operators(self) -> tuple[Node, ...]:

@@ -112,7 +112,7 @@ def least_tile_bytes(
     The tile lies in the middle, where its halo is whole on both sides. Of ``dimensions`` the channels stay whole, as in every
     tile that we run.
     """
-    ends = [name for name in _results(graph, names) if name in streamed]
+    ends = [name for name in graph.handed_on(names) if name in streamed]
     inside = [name for name in names if name in streamed]
     spans: list[Mapping[str, int]] = []
     for axis, axis_name in enumerate(AXES):
@@ -135,12 +135,6 @@ def least_tile_bytes(
     return total
 
 
-def _results(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:
-    """The values of a segment that are read outside of it."""
-    inside = set(names)
-    return tuple(name for name in names if name in graph.outputs or not inside.issuperset(graph.users[name]))
-
-
 def _post_dominators(graph: Graph, names: Sequence[str]) -> list[int]:
     """For each operator the place of its immediate post-dominator; the place behind the last is the exit."""
     place = {name: i for i, name in enumerate(names)}
@@ -149,7 +143,7 @@ def _post_dominators(graph: Graph, names: Sequence[str]) -> list[int]:
     for name in names:
         users = graph.users[name]
         backwards.add_edges_from((place.get(user, leave), place[name]) for user in users)
-        if name in graph.outputs or not users:
+        if name in graph.results or not users:
             backwards.add_edge(leave, place[name])
     found = nx.immediate_dominators(backwards, leave) if names else {}
     return [found[i] for i in range(len(names))]
@@ -179,7 +173,7 @@ def _tiled(
 ) -> PartitionSegment:
     dimensions = fused_dimensions(graph, names, rows, streamed)
     tile_bytes = least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
-    whole_bytes = {name: _value_bytes(graph, shapes, name) for name in _results(graph, names)}
+    whole_bytes = {name: _value_bytes(graph, shapes, name) for name in graph.handed_on(names)}
     span = f"{graph[names[0]].label} .. {graph[names[-1]].label}"
     problem = ""
     if max(whole_bytes.values()) >= limit_bytes:

@@ -226,10 +226,7 @@ def build_schedule(
         extents: rows of every streamed value.
         strip_rows: at least 1; clipped to the image.
     """
-    inside = set(names)
-    sources = tuple(
-        dict.fromkeys(operand for name in names for operand in graph[name].operands if operand in streamed and operand not in inside)
-    )
+    sources = graph.sources(names, streamed)
     height = max(extents[name] for name in sources)
     strip = min(strip_rows, height)
     unclipped = _advance(graph, names, rows, streamed, extents, sources, height, strip)

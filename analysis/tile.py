@@ -48,7 +48,6 @@ def tile_step(
         axis: index into ``AXES``; "rows" are columns along the width.
         index: the tile's number.
     """
-    inside = set(names)
     needed = {name: interval.clip(extents[name]) for name, interval in wanted.items()}
     reads: dict[str, tuple[Read, ...]] = {}
     for name in reversed(names):
@@ -66,7 +65,7 @@ def tile_step(
         reads[name] = tuple(Read.clipped(operand, span, extents[operand]) for operand, span in taken.items() if span)
         for read in reads[name]:
             needed[read.operand] = needed.get(read.operand, _NOTHING).hull(read.rows)
-    sources = dict.fromkeys(o for name in names for o in graph[name].operands if o in streamed and o not in inside)
+    sources = graph.sources(names, streamed)
     return Step(index=index, nodes=tuple(_alone(name, needed.get(name, _NOTHING), reads.get(name, ())) for name in (*sources, *names)))
 
 

@@ -252,7 +252,8 @@ class Engine:
         if not kind.with_grad:
             return frozenset()
         found: set[str] = set()
-        updates = {name for name, _ in phases.graph.updates}
+        # A buffer's next value is no output: what only leads there has no gradient.
+        leading = phases.graph.ancestors(phases.graph.outputs)
         arriving = iter(kind.input_grads)
         for node in phases.graph.nodes:
             if node.kind == "input":
@@ -264,7 +265,7 @@ class Engine:
             elif node.kind == "constant":
                 needs = False
             else:
-                needs = node.name not in updates and any(name in found for name in node.operands)
+                needs = node.name in leading and any(name in found for name in node.operands)
             if needs:
                 found.add(node.name)
         return frozenset(found)

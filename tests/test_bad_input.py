@@ -198,6 +198,57 @@ def test_hooks_on_submodules(kind: str, when: str) -> None:
         net(image(*_SHAPE))
 
 
+class _NoGradInside(nn.Module):
+    """A gate without a gradient of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            level = x.mean((2, 3), keepdim=True)
+        return x * level
+
+
+class _Detached(nn.Module):
+    """The same by ``detach``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.mean((2, 3), keepdim=True).detach()
+
+
+@pytest.mark.parametrize("make", [_NoGradInside, _Detached])
+def test_grad_modes_inside_the_model(make: Callable[[], nn.Module]) -> None:
+    """Capture forgets them; a gradient where eager has none would be silently wrong."""
+    with pytest.raises(sft.UnsupportedError, match=r"no_grad|detach"):
+        sft.compile(nn.Sequential(nn.Conv2d(3, 4, 3), make()), _SHAPE)
+
+
+class _PooledToo(nn.Module):
+    """Returns a global value and a map that later phases and it itself read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = self.first(x)
+        level = y.mean((2, 3), keepdim=True)
+        return self.second(y * level), level, y
+
+
+@pytest.mark.parametrize("wanted", [(0,), (0, 1), (0, 2), (0, 1, 2)])
+def test_gradients_of_outputs_that_are_read_inside_too(wanted: tuple[int, ...]) -> None:
+    """They are added to inside: in a copy, for they are the caller's; and some outputs have none."""
+    model, x = seeded(_PooledToo), image(2, 3, 20, 16)
+    net = sft.compile(copy.deepcopy(model), tuple(x.shape), options=sft.Options(tile=(6, None)))
+    theirs, ours = model(x), net(x)
+    gradients = [torch.randn_like(theirs[i]) for i in wanted]
+    before = [gradient.clone() for gradient in gradients]
+    torch.autograd.backward([theirs[i] for i in wanted], gradients)
+    torch.autograd.backward([ours[i] for i in wanted], gradients)
+    assert all(torch.equal(old, new) for old, new in zip(before, gradients, strict=True))
+    for a, b in zip(net.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-12)
+
+
 # --- backward -------------------------------------------------------------------------------------------------------
 
 

@@ -23,8 +23,7 @@ def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[
     for choice in choices:
         inside = set(choice.nodes)
         reads = tuple(o for o in dict.fromkeys(o for name in choice.nodes for o in graph[name].operands) if o not in inside)
-        makes = tuple(name for name in choice.nodes if name in graph.results or any(user not in inside for user in graph.users[name]))
-        found.append((reads, makes))
+        found.append((reads, graph.handed_on(choice.nodes)))
     return found
 
 

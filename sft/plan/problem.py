@@ -90,8 +90,7 @@ class Problem:
 
     def run_sources(self, names: Sequence[str]) -> tuple[str, ...]:
         """Streamed values that a run reads from outside."""
-        inside, streamed = set(names), self.phases.streamed
-        return tuple(dict.fromkeys(o for n in names for o in self.graph[n].operands if o in streamed and o not in inside))
+        return self.graph.sources(names, self.phases.streamed)
 
     def run_height(self, names: Sequence[str]) -> int:
         """Rows of the tallest source of a run."""

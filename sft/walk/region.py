@@ -114,7 +114,7 @@ class Region:
         """Gradients of the inputs and parameters that need one, given those of the outputs that need one."""
         values = tape.values if consume else Values(dict(tape.values.by_name))
         kept = tape.kept if consume else list(tape.kept)
-        grads = Gradients(dict(output_grads))
+        grads, borrowed = Gradients(dict(output_grads)), set(output_grads)
         leaves = {node.name for node in self.graph.nodes if node.kind != "operator"}
         for index in range(len(self.segments) - 1, -1, -1):
             segment, saved = self.segments[index], kept.pop()
@@ -123,7 +123,7 @@ class Region:
                 for name in makes:
                     if name not in grads.by_name:
                         grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.dtypes[name])
-                self._make_accumulators(machine, index, values, grads)
+                self._make_accumulators(machine, index, values, grads, borrowed)
                 segment.backward(machine, values, saved, grads, consume=consume)
             del saved
             for name in self.makes[index]:
@@ -131,10 +131,19 @@ class Region:
             self._drop_values(values, partial(self._read_before, index=index))
         return {name: handle for name, handle in grads.by_name.items() if name in leaves}
 
-    def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients) -> None:
-        """Zeros to add to: for side tensors always, for sources where strips add to them."""
+    def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients, borrowed: set[str]) -> None:
+        """Zeros to add to: for side tensors always, for sources where strips add to them.
+
+        The gradient of an output that is read inside too is the caller's: it is copied before anything is added.
+        """
         segment = self.segments[index]
         for name in self.reads[index]:
+            if name in borrowed and name not in self.makes[index] and name in self.requires_grad:
+                own = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.dtypes[name])
+                machine.add(own, grads.by_name[name])
+                grads.by_name[name] = own
+                borrowed.discard(name)
+                del own
             if name not in self.requires_grad or name in grads.by_name:
                 continue
             if name in segment.sides or segment.accumulates:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import sympy as sp
@@ -85,9 +84,8 @@ def graph_of(program: ExportedProgram) -> Graph:
         builder.add(fx_node)
     if builder.problems:
         raise UnsupportedError(builder.problems)
-    return _without_dead_operators(
-        Graph(nodes=tuple(builder.nodes.values()), outputs=tuple(builder.outputs), updates=tuple(builder.updates))
-    )
+    graph = Graph(nodes=tuple(builder.nodes.values()), outputs=tuple(builder.outputs), updates=tuple(builder.updates))
+    return graph.without_dead_operators()
 
 
 class _GraphBuilder:
@@ -202,6 +200,7 @@ _FIRST_ONLY = frozenset(
         "aten._native_batch_norm_legit_no_training.default",
         "aten._native_batch_norm_legit_functional.default",
         "aten._native_batch_norm_legit.no_stats",
+        "aten.native_dropout.default",
     }
 )
 
@@ -226,8 +225,3 @@ def _module_path(fx_node: torch.fx.Node) -> str:
     stack = fx_node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return "" if path.startswith("_empty_nn_module_stack") else path
-
-
-def _without_dead_operators(graph: Graph) -> Graph:
-    needed = graph.ancestors(graph.results)
-    return replace(graph, nodes=tuple(node for node in graph.nodes if node.name in needed or node.kind == "input"))

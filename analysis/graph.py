@@ -7,7 +7,7 @@ graph serves every image size. Nothing here knows torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import sympy as sp
 
 __all__ = ["Graph", "Kind", "Node", "Ref", "map_refs", "refs_in"]
 
-Kind = Literal["input", "parameter", "buffer", "constant", "operator"]
+Kind = Literal["input", "parameter", "buffer", "constant", "seed", "operator"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +134,19 @@ class Graph:
             if node.name in found:
                 found.update(node.operands)
         return frozenset(found)
+
+    def descendants(self, names: Collection[str]) -> frozenset[str]:
+        """The values that depend on ``names``, themselves included."""
+        found = set(names)
+        for node in self.nodes:
+            if not found.isdisjoint(node.operands):
+                found.add(node.name)
+        return frozenset(found)
+
+    def without_dead_operators(self) -> Graph:
+        """The graph without operators and parameters that nothing comes out of; its inputs stay."""
+        needed = self.ancestors(self.results)
+        return replace(self, nodes=tuple(node for node in self.nodes if node.name in needed or node.kind == "input"))
 
     def sources(self, names: Sequence[str], among: Collection[str]) -> tuple[str, ...]:
         """What the operators ``names`` read from outside, of the values ``among``, in order."""

@@ -16,8 +16,9 @@ import numpy as np
 
 from sft.analysis.access import AxisMap
 from sft.analysis.graph import Graph, Node, refs_in
+from sft.analysis.masks import MASK_TARGETS
 
-__all__ = ["AXES", "Border", "Operator", "Role", "Window", "operator_of", "pool_window", "window_of"]
+__all__ = ["AXES", "Border", "Operator", "Role", "Window", "is_differentiable", "operator_of", "pool_window", "window_of"]
 
 #: The spatial axes of an ``[N, C, H, W]`` value by name; the index is the axis' place after batch and channel.
 AXES = ("height", "width")
@@ -141,6 +142,8 @@ _BINARY = Operator(name="binary", role="join")
 _CAT = Operator(name="cat", role="join")
 _NORM = Operator(name="frozen_norm", role="pointwise")
 _AFFINE = Operator(name="affine", role="pointwise")
+_DROPOUT = Operator(name="dropout", role="pointwise")
+_MASK = Operator(name="mask", role="pointwise")
 _MEAN = Operator(name="mean", role="reduce")
 _MOMENTS = Operator(name="moments", role="reduce")
 _WHOLE = Operator(name="whole", role="whole")
@@ -160,6 +163,8 @@ _TABLE: dict[str, Operator] = {
     "aten.mean.dim": _MEAN,
     "sft.moments": _MOMENTS,
     "sft.affine": _AFFINE,
+    "sft.dropout": _DROPOUT,
+    "sft.mask": _MASK,
 }
 #: Unary functions of one element: any of them streams, and torch's own derivative is traced for it.
 _UNARY = [
@@ -247,8 +252,12 @@ _TAIL = frozenset(
 )
 
 _REMEDIES = {
-    "native_dropout": "put the dropout into eval() (dropout masks that do not depend on the tiling are not there yet)",
-    "bernoulli": "put the dropout into eval() (dropout masks that do not depend on the tiling are not there yet)",
+    "native_dropout": "use the dropped values, not the mask that it returns",
+    "bernoulli": "its probabilities vary; draw with one probability, torch.empty_like(x).bernoulli_(p)",
+    "rand": "random numbers follow the tiling; draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p)",
+    "rand_like": "random numbers follow the tiling; draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p)",
+    "randn": "random numbers follow the tiling; add noise outside the compiled model",
+    "randn_like": "random numbers follow the tiling; add noise outside the compiled model",
     "instance_norm": "drop track_running_stats: the exporter loses the update of an InstanceNorm's buffers",
     "upsample_bilinear2d": "use nearest upsampling by an integer factor",
     "upsample_bicubic2d": "use nearest upsampling by an integer factor",
@@ -266,6 +275,11 @@ def operator_of(node: Node, streamed: Collection[str]) -> Operator | None:
     if row is None and node.target in _TAIL:
         return _WHOLE
     return row
+
+
+def is_differentiable(node: Node) -> bool:
+    """Whether a gradient passes through an operator at all: none passes through a drawn mask."""
+    return node.target != "sft.mask"
 
 
 def remedy(node: Node) -> str:
@@ -385,6 +399,8 @@ def _convolution_problems(node: Node, graph: Graph, streamed: Collection[str]) -
     names = [name for value in (weight, node.argument("bias")) for name in refs_in(value)]
     if any(name in streamed for name in names):
         return [f"{node.label}: the kernel is computed from the image; only parameters may be kernels"]
+    if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(names)):
+        return [f"{node.label}: dropout on the kernel itself; drop its input or its output"]
     return []
 
 

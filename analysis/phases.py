@@ -3,7 +3,8 @@
 A reduction over the image (a mean over height and width) is a barrier: whoever reads its result waits for the whole image.
 Operators are therefore sorted into *phases*. Phase ``p`` is a run of streamed operators, which a strip walk may fuse from the
 first to the last, followed by the operators on whole tensors that depend on it (the tail). An operator that mixes a streamed
-value with a global value of phase ``p`` belongs to phase ``p + 1``.
+value with a global value of phase ``p`` belongs to phase ``p + 1``. Operators that depend on no input (on parameters alone, or drawn
+from the seed) make up a first phase of their own.
 """
 
 from __future__ import annotations
@@ -73,11 +74,15 @@ def find_phases(graph: Graph) -> Phases:
 
 
 def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -> Phases:
-    level: dict[str, int] = {node.name: 0 for node in graph.nodes if node.kind != "operator"}
+    fed = graph.descendants(graph.inputs)
+    # What no input leads to runs before everything, in a phase of its own, and nobody waits for it.
+    first = int(any(node.name not in fed for node in graph.operators))
+    level: dict[str, int] = {node.name: first for node in graph.nodes}
     runs: dict[str, bool] = {}  # whether an operator runs in its phase's streamed run
     for node in graph.operators:
         runs[node.name] = node.name in streamed or (rows[node.name].role == "reduce" and any(name in streamed for name in node.operands))
-        level[node.name] = max((_level(graph, name, level, runs, runs[node.name]) for name in node.operands), default=0)
+        waits = [_level(graph, name, level, runs, runs[node.name]) for name in node.operands if name in fed]
+        level[node.name] = max(waits, default=first) if node.name in fed else 0
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
     phases = tuple(
         Phase(
@@ -94,7 +99,7 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
 def _level(graph: Graph, name: str, level: dict[str, int], runs: dict[str, bool], reader_streams: bool) -> int:
     """The earliest phase in which an operator that reads ``name`` can run."""
     if graph[name].kind != "operator":
-        return 0
+        return level[name]
     waits = reader_streams and (not runs[name] or len(graph[name].shape) != _STREAMED_RANK or _is_global(graph, name))
     return level[name] + 1 if waits else level[name]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from sft.errors import InputError
-from sft.kernels.dropout_reference import reference_dropout, reference_keep_mask
+from sft.kernels.dropout_reference import reference_dropout, reference_keep_mask, reference_write_mask
 from sft.kernels.mask_tile import Kind, MaskTile
 
-__all__ = ["Kind", "PositionalDropout", "dropout", "keep_mask", "positional_dropout"]
+__all__ = ["Kind", "PositionalDropout", "dropout", "keep_mask", "positional_dropout", "write_mask"]
 
 
 @functools.cache
@@ -103,6 +103,19 @@ def keep_mask(
     else:
         mask = reference_keep_mask(tile, device)
     return mask.expand(shape)
+
+
+def write_mask(tile: MaskTile, out: Tensor) -> None:
+    """Write the mask of a tile, as ones and zeros, to ``out`` of shape ``tile.shape`` and any dtype."""
+    if out.is_cuda and _has_triton():
+        from sft.kernels.dropout_triton import launch_keep_mask  # not above: it imports Triton
+
+        mask = torch.empty(tile.mask_shape, dtype=torch.bool, device=out.device)
+        if mask.numel():
+            launch_keep_mask(tile, mask)
+        out.copy_(mask.expand(tile.shape))
+    elif out.numel():
+        reference_write_mask(tile, out)
 
 
 def dropout(

@@ -15,7 +15,7 @@ from torch import Tensor
 from sft.kernels.mask_tile import CHANNELS_PER_CALL, MaskTile, ceil_div
 from sft.kernels.philox import philox4x32
 
-__all__ = ["reference_dropout", "reference_keep_mask"]
+__all__ = ["reference_block", "reference_dropout", "reference_keep_mask", "reference_write_mask"]
 
 #: Philox calls in a block: below 4 MiB of temporaries, and enough that the launches do not show
 _BLOCK_CALLS = 2**15
@@ -38,6 +38,21 @@ def reference_dropout(x: Tensor, tile: MaskTile, out: Tensor) -> None:
         region = tuple(slice(None) if size == 1 else part for size, part in zip(tile.mask_shape, block, strict=True))
         # A product and not a choice, as in eager PyTorch: a dropped NaN stays one.
         torch.mul(x[region], _keep(tile, block, x.device), out=out[region]).mul_(scale)
+
+
+def reference_write_mask(tile: MaskTile, out: Tensor) -> None:
+    """Write the mask as ones and zeros to ``out``, of shape ``tile.shape`` and any dtype."""
+    mask = out[tuple(slice(None) if size != 1 else slice(0, 1) for size in tile.mask_shape)]
+    for block in _blocks(tile.mask_shape):
+        mask[block] = _keep(tile, block, out.device)
+    if mask.shape != out.shape:
+        out.copy_(mask.expand(out.shape))
+
+
+def reference_block(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Sizes of the largest block that a mask of ``shape`` is made in: what bounds the temporaries."""
+    block = next(_blocks(shape))
+    return (len(range(*block[0].indices(shape[0]))), *(part.stop - part.start for part in block[1:]))
 
 
 def _blocks(shape: tuple[int, int, int, int]) -> Iterator[_Block]:

@@ -13,10 +13,13 @@ from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
 from sft.analysis.capture import Capture, capture
+from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
+from sft.analysis.operators import is_differentiable
 from sft.analysis.phases import Phases, find_phases
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import run_region
+from sft.kernels.philox import draw_seed
 from sft.options import Options
 from sft.plan.describe import describe
 from sft.plan.planner import Planned, carry_out, check_tile, plan_segments
@@ -98,11 +101,16 @@ class Engine:
         kind = self._kind_of(inputs)
         ready = self._prepare(kind)
         self.last_plan = ready.plan
+        generator_state = torch.get_rng_state()
         names, tensors = self._bind(ready, inputs)
         graph = ready.captured.capture.graph
         paths = {path for _, path in graph.updates}
         updated = [node.name for node in graph.nodes if node.kind == "buffer" and node.target in paths]
-        outputs = run_region(ready.region, names, tensors, updated=updated)
+        try:
+            outputs = run_region(ready.region, names, tensors, updated=updated)
+        except BaseException:
+            torch.set_rng_state(generator_state)
+            raise
         with torch.no_grad():  # nothing can fail any more
             for name, path in graph.updates:
                 self.model.get_buffer(path).copy_(outputs[name])
@@ -120,6 +128,8 @@ class Engine:
                 tensor = self.model.get_parameter(node.target)
             elif node.kind == "buffer":
                 tensor = self.model.get_buffer(node.target)
+            elif node.kind == "seed":
+                tensor = _signed(draw_seed())
             else:
                 tensor = _attribute(self.model, node.target)
             names.append(node.name)
@@ -239,7 +249,7 @@ class Engine:
         if self._captured:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         found = capture(self.model, kind.shapes, kind.dtype, kind.device)
-        found = replace(found, graph=with_norms_apart(annotated(found.graph)))
+        found = replace(found, graph=with_positional_masks(with_norms_apart(annotated(found.graph))))
         captured = _Captured(found, find_phases(found.graph), kind.training_flags, kind.dtype)
         symbols = found.bind(kind.shapes)
         if symbols is None:
@@ -262,10 +272,10 @@ class Engine:
                 needs = self.model.get_parameter(node.target).requires_grad
             elif node.kind == "buffer":
                 needs = self.model.get_buffer(node.target).requires_grad
-            elif node.kind == "constant":
+            elif node.kind in ("constant", "seed"):
                 needs = False
             else:
-                needs = node.name in leading and any(name in found for name in node.operands)
+                needs = is_differentiable(node) and node.name in leading and any(name in found for name in node.operands)
             if needs:
                 found.add(node.name)
         return frozenset(found)
@@ -294,6 +304,11 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
             copies = 3 if group.get("amsgrad") else 2
         total += copies * size
     return total
+
+
+def _signed(seed: int) -> torch.Tensor:
+    """A seed of 64 bits as a tensor, its two's complement."""
+    return torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
 
 
 def _attribute(model: nn.Module, path: str) -> torch.Tensor:

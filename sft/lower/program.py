@@ -49,7 +49,8 @@ class Port:
     ``role`` is one of: ``source`` (rows of a value from outside), ``side`` (a whole tensor: parameter, buffer, global value),
     ``carry`` (carried rows to load), ``append`` (rows for the row store), ``out`` (rows of an output to write), ``partial``
     (a running sum over the image), ``grad_out`` (rows of an output's gradient), ``grad_carry`` (gradient of carried rows, in
-    and out), ``grad_source`` (rows of a source's gradient to add to), ``grad_side`` (a side tensor's gradient to add to).
+    and out), ``grad_source`` (rows of a source's gradient to add to), ``grad_side`` (a side tensor's gradient to add to),
+    ``origin`` (no tensor: batch element, row and column of the first element that the step adds to the value).
     """
 
     role: str
@@ -84,6 +85,7 @@ class Instruction:
         writes: slots written in place.
         flops: counted floating-point operations.
         num_bytes: bytes of the storages that it allocates.
+        scratch_bytes: bytes that it needs besides while it runs.
         owner: the operator of the graph that it belongs to.
         frees: slots to forget afterwards.
         freed_bytes: bytes that forgetting them returns.
@@ -96,6 +98,7 @@ class Instruction:
     writes: tuple[Slot, ...] = ()
     flops: int = 0
     num_bytes: int = 0
+    scratch_bytes: int = 0
     owner: str = ""
     frees: tuple[int, ...] = ()
     freed_bytes: int = 0
@@ -168,10 +171,11 @@ class Emitter:
         view_of: Slot | None = None,
         writes: Slot | None = None,
         keywords: dict[str, Any] | None = None,
+        scratch_bytes: int = 0,
     ) -> Slot:
         """Emit an operation with one result: a new tensor, a view of ``view_of``, or a write into ``writes``."""
         if writes is not None:
-            self._append(function, arguments, keywords or {}, (), (writes,))
+            self._append(function, arguments, keywords or {}, (), (writes,), scratch_bytes)
             return writes
         assert shape is not None
         out = self.slot(shape, dtype, None if view_of is None else view_of.root)
@@ -231,10 +235,12 @@ class Emitter:
         keywords: dict[str, Any],
         outputs: tuple[Slot | None, ...],
         writes: tuple[Slot, ...] = (),
+        scratch_bytes: int = 0,
     ) -> None:
         num_bytes = sum(out.num_bytes for out in outputs if out is not None and out.root == out.number)
         flops = _flops(function, arguments, keywords, outputs)
-        self.instructions.append(Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes, self.owner))
+        instruction = Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes, scratch_bytes, self.owner)
+        self.instructions.append(instruction)
 
     def finish(self) -> Program:
         """The program: dead instructions dropped, frees placed."""
@@ -272,6 +278,7 @@ class Emitter:
                 i.writes,
                 i.flops,
                 i.num_bytes,
+                i.scratch_bytes,
                 i.owner,
                 tuple(number for root in dying.get(position, ()) for number in members[root]),
                 sum(sized.get(root, 0) for root in dying.get(position, ())),
@@ -295,7 +302,7 @@ def _program(
     bytes_now = peak = 0
     for instruction in instructions:
         bytes_now += instruction.num_bytes
-        peak = max(peak, bytes_now)
+        peak = max(peak, bytes_now + instruction.scratch_bytes)
         bytes_now -= instruction.freed_bytes
     made = {out.number: out for i in instructions for out in i.outputs if out is not None}
     given = {port: slot for port, slot in results.items() if slot.number in made}

@@ -181,7 +181,7 @@ class _StepLowering:
     def _overwritable(self, node: Node) -> Slot | None:
         """The operand's buffer, when this operator is all that ever reads it."""
         scope = self.scope
-        (name,) = dict.fromkeys(node.operands)
+        (name,) = dict.fromkeys(o for o in node.operands if o in scope.streamed)
         if name not in scope.names or name in scope.outputs or scope.graph.users[name] != (node.name,):
             return None
         if name in scope.requires_grad and rule_of(scope, scope.graph[name], whole=self.whole).saves_output:

@@ -17,6 +17,9 @@ from sft.errors import InputError, UnsupportedError
 __all__ = ["Problem", "concrete_shapes"]
 
 
+_IMAGE_RANK = 4
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Problem:
     """A model at one input size.
@@ -60,13 +63,13 @@ class Problem:
         """Whole values with an entry for each batch element in their first dimension; empty when there is only one element."""
         if self.num_batch == 1:
             return frozenset()
-        depends: set[str] = set(self.graph.inputs)
         found = set()
         for node in self.graph.operators:
-            if any(name in depends for name in node.operands):
-                depends.add(node.name)
-                if node.name not in self.phases.streamed and self.shapes[node.name][:1] == (self.num_batch,):
-                    found.add(node.name)
+            if node.name in self.phases.streamed or self.shapes[node.name][:1] != (self.num_batch,):
+                continue
+            # Beside an image the first dimension of four is the batch; that of fewer is channels, however many there are.
+            if len(node.shape) == _IMAGE_RANK or self.phases.rows[node.name].role == "reduce" or node.target == "sft.scale_shift":
+                found.add(node.name)
         return frozenset(found)
 
     def value_bytes(self, name: str) -> int:

@@ -24,6 +24,8 @@ from sft.walk.rowstore import RowStore
 
 __all__ = ["Gradients", "TiledSegment", "Values", "WholeSegment"]
 
+_NO_OFFSET = (0, 0, 0)
+
 
 @dataclass(slots=True)
 class Values:
@@ -186,6 +188,8 @@ class TiledSegment:
             elif port.role == "carry":
                 rows = next(n.carried for n in step.nodes if n.name == port.name)
                 bindings[port] = store.pieces(port.name, rows)
+            elif port.role == "origin":
+                bindings[port] = (chunk.start, next(n.new.start for n in step.nodes if n.name == port.name), 0)
         return bindings
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
@@ -267,6 +271,7 @@ class WholeSegment:
         """Run it; with ``keep`` what the backward needs is returned."""
         program, _ = self.programs(keep)
         bindings = {port: values.by_name[port.name] for port in program.ports if port.role in ("source", "side", "out")}
+        bindings |= {port: _NO_OFFSET for port in program.ports if port.role == "origin"}
         _, saved = machine.run(program, bindings)
         return saved
 
@@ -280,6 +285,8 @@ class WholeSegment:
                 bindings[port] = values.by_name[port.name]
             elif port.role in ("grad_out", "grad_side"):
                 bindings[port] = grads.by_name[port.name]
+            elif port.role == "origin":
+                bindings[port] = _NO_OFFSET
         held = saved if consume else Saved(saved.values if not isinstance(saved.values, dict) else dict(saved.values))
         results, _ = machine.run(program, bindings, held)
         del held

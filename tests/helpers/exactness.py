@@ -32,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import sft
 from sft.units import format_bytes, parse_bytes
 
+from .masks import reseed, seed_of, with_positional_dropout
 from .poison import poisoned
 
 __all__ = ["ExactReport", "assert_exact", "assert_within_budget", "gradient_errors", "plan_of", "relative_error"]
@@ -200,7 +201,7 @@ def assert_exact(
 
     The model is copied, never changed. Both copies take ``steps`` training steps on the same data with the same random
     output gradients and the same plain SGD update between (a stale buffer shows in the second step only). Our run
-    happens in poisoned memory.
+    happens in poisoned memory. Dropout in the reference is positional, with the seed that the compiled model draws.
 
     Args:
         model: any module whose outputs are tensors in nested tuples, lists and dicts; its training flags are kept.
@@ -216,7 +217,7 @@ def assert_exact(
         AssertionError: naming what differs, by how much.
     """
     generator = torch.Generator().manual_seed(seed)
-    eager = copy.deepcopy(model).double()
+    eager = with_positional_dropout(copy.deepcopy(model).double())
     net = sft.compile(copy.deepcopy(model).double(), tuple(x.shape), budget=budget, options=options)
     x = x.detach().double()
     worst = dict.fromkeys(("output", "input_grad", "param_grad", "buffer", "param"), 0.0)
@@ -226,6 +227,8 @@ def assert_exact(
             x = torch.randn(x.shape, dtype=x.dtype, generator=generator)
         x_eager, x_ours = (x.clone().requires_grad_(input_grad) for _ in range(2))
 
+        if reseed(eager, seed_of(seed + step)):
+            torch.manual_seed(seed + step)
         tree_eager = eager(x_eager)
         y_eager = _leaves(tree_eager)
         gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in y_eager]

@@ -7,6 +7,7 @@ from sft.lower.context import Scope
 from sft.lower.rules.base import Rule
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.joins import Binary, Cat
+from sft.lower.rules.masks import Dropout, Mask
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.reductions import Mean, WholeMean
 from sft.lower.rules.resample import Nearest
@@ -30,11 +31,15 @@ _RULES: dict[str, Rule] = {
 _ACTIVATION, _TRACED, _WHOLE = ResultActivation(), TracedPointwise(), TracedWhole()
 #: Where a whole image is at hand, a reduction is not a running one.
 _WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMean(), "moments": WholeMoments()}
+#: What draws does so by position, on strips and on whole tensors.
+_RANDOM: dict[str, Rule] = {"sft.dropout": Dropout(), "sft.mask": Mask()}
 
 
 def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
     """The rule that lowers a node."""
     row = scope.rows[node.name]
+    if node.target in _RANDOM:
+        return _RANDOM[node.target]
     if row.role == "whole" or not any(name in scope.streamed for name in node.operands):
         return _WHOLE
     if row.name == "pointwise":

@@ -1,0 +1,94 @@
+"""Random masks taken apart: what is drawn, and where in the model, instead of a call that advances a generator.
+
+A mask that a generator draws depends on who drew before. Here each random operator becomes a function of a *seed*, drawn once a call,
+of its *site*, the number of the random operator in the model, and of positions in the whole value, so that strips, recomputation and
+ranks see parts of one mask:
+
+* ``sft.dropout``: an element-wise dropout, what ``nn.Dropout`` calls;
+* ``sft.mask``: ones where kept, zeros where dropped. ``nn.Dropout2d``, alpha dropout and stochastic depth draw one (``bernoulli``) of
+  the value's shape, or of a small one, and compute with it in plain operators, which stay as they are.
+
+The seed is a leaf of the graph, one integer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sft.analysis.graph import Graph, Node, Ref
+from sft.errors import UnsupportedError
+
+__all__ = ["MASK_TARGETS", "SEED", "with_positional_masks"]
+
+#: The name of the leaf.
+SEED = "sft_seed"
+#: Operators that draw.
+MASK_TARGETS = frozenset({"sft.dropout", "sft.mask"})
+
+_DROPOUTS = frozenset({"aten.native_dropout.default", "aten.dropout.default"})
+#: Operators that only lend their shape to the draw, and their operand where they have one.
+_BLANKS = frozenset(
+    {
+        "aten.empty_like.default",
+        "aten.zeros_like.default",
+        "aten.ones_like.default",
+        "aten.new_empty.default",
+        "aten.new_zeros.default",
+        "aten.new_ones.default",
+        "aten.empty.memory_format",
+        "aten.zeros.default",
+        "aten.ones.default",
+    }
+)
+_OF_ANOTHER = frozenset({"aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default"})
+
+
+def with_positional_masks(graph: Graph) -> Graph:
+    """The graph with every random operator replaced; the graph itself where it has none.
+
+    Raises:
+        UnsupportedError: a mask whose shape follows the image without following one of its values.
+    """
+    sites = 0
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        drawn = _dropout(node, sites) or _mask(node, graph, sites)
+        nodes.append(drawn or node)
+        sites += drawn is not None
+    if not sites:
+        return graph
+    first = next(i for i, node in enumerate(nodes) if node.kind == "operator")
+    nodes.insert(first, Node(name=SEED, kind="seed", target="seed", shape=(1,), dtype="int64", itemsize_bytes=8))
+    return replace(graph, nodes=tuple(nodes)).without_dead_operators()
+
+
+def _dropout(node: Node, site: int) -> Node | None:
+    if node.target not in _DROPOUTS or node.argument("train") is False:
+        return None
+    return _drawn(node, "sft.dropout", node.argument("input"), node.argument("p"), site)
+
+
+def _mask(node: Node, graph: Graph, site: int) -> Node | None:
+    if node.target == "aten.bernoulli.p":
+        blank, keep = graph[node.argument("self").name], node.argument("p")
+    elif node.target == "aten.bernoulli.default" and graph[node.argument("self").name].target == "aten.full.default":
+        blank = graph[node.argument("self").name]
+        keep = blank.argument("fill_value")
+    else:
+        return None
+    like = blank.argument("self") if blank.target in _OF_ANOTHER else None if _is_blank(blank) else Ref(blank.name)
+    if like is None and not all(isinstance(extent, int) for extent in node.shape):
+        raise UnsupportedError(
+            [f"{node.label}: a mask of shape {node.shape} follows the image's size; draw it with torch.empty_like(image).bernoulli_(p)"]
+        )
+    return _drawn(node, "sft.mask", like, 1 - keep, site)
+
+
+def _is_blank(node: Node) -> bool:
+    return node.target in _BLANKS or node.target == "aten.full.default"
+
+
+def _drawn(node: Node, target: str, operand: Ref | None, p: float, site: int) -> Node:
+    arguments: tuple[tuple[str, Any], ...] = (("self", operand), ("seed", Ref(SEED)), ("p", p), ("site", site))
+    return replace(node, target=target, arguments=arguments)

@@ -1,0 +1,141 @@
+"""Dropout and drawn masks: the same on a strip and on a whole tensor, since a mask follows positions (see ``kernels/mask_tile.py``).
+
+The step knows everything about a mask but where the strip lies; that is bound when the program runs (the ``origin`` port), so strips of
+one signature still share their program. Nothing is saved for the backward pass, which evaluates the mask again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from sft.analysis.graph import refs_in
+from sft.kernels.dropout import dropout, write_mask
+from sft.kernels.dropout_reference import reference_block
+from sft.kernels.mask_tile import MaskTile
+from sft.lower.context import NodeContext
+from sft.lower.program import Slot
+from sft.lower.rules.base import Rule
+from sft.memory import measure_peak
+
+__all__ = ["Dropout", "Mask"]
+
+Extents = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """One random operator on one whole value; called with what is known only when the program runs.
+
+    Attributes:
+        extents: the whole value as ``[N, C, H, W]``.
+        site: the number of the random operator in the model.
+        p: probability of a drop.
+    """
+
+    extents: Extents
+    site: int
+    p: float
+
+    def drop(self, x: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], *, out: torch.Tensor) -> None:
+        """Write ``x`` times mask times scale."""
+        shape = _as_image(tuple(x.shape))
+        dropout(
+            x.view(shape),
+            origin=origin,
+            extents=self.extents,
+            seed=int(seed),
+            site=self.site,
+            draw=0,
+            p=self.p,
+            kind="element",
+            out=out.view(shape),
+        )
+
+    def mask(self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int]) -> None:
+        """Write ones where kept, zeros where dropped."""
+        shape = _as_image(tuple(out.shape))
+        tile = MaskTile(
+            shape=shape,
+            extents=self.extents,
+            origin=origin,
+            seed=int(seed),
+            site=self.site,
+            draw=0,
+            p=self.p,
+            kind="element",
+        )
+        write_mask(tile, out.view(shape))
+
+
+def _as_image(shape: tuple[int, ...]) -> Extents:
+    """Any value as samples, channels, rows and columns: what ``positional_dropout`` sees in it."""
+    padded = (*shape, 1, 1, 1)
+    return (padded[0], padded[1], padded[2], math.prod(shape[3:]))
+
+
+def _draw_of(ctx: NodeContext) -> _Draw:
+    node = ctx.node
+    return _Draw(_as_image(ctx.scope.shapes[node.name]), node.argument("site"), node.argument("p"))
+
+
+def _place(ctx: NodeContext) -> tuple[Slot, Slot]:
+    """The slots of the seed and of the origin."""
+    (seed,) = refs_in(ctx.node.argument("seed"))
+    return ctx.whole(seed), ctx.emitter.port("origin", ctx.node.name, ())
+
+
+@lru_cache(maxsize=256)
+def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
+    """What evaluating the mask of a block takes besides the result: the integers of Philox, in plain PyTorch."""
+    x = torch.empty(block, dtype=dtype, device="meta")
+    seed = torch.zeros(1, dtype=torch.int64)
+    with measure_peak("meta") as peak:
+        _Draw(block, 0, 0.5).drop(x, seed, (0, 0, 0), out=x)
+    return peak.num_bytes
+
+
+def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
+    return _scratch_bytes(reference_block(_as_image(shape)), ctx.scope.side_dtype(ctx.node.name)) if 0 not in shape else 0
+
+
+class Dropout(Rule):
+    """Element-wise dropout: a diagonal linear map, its own adjoint."""
+
+    saves_input = False
+    in_place = True
+    overwrites = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        operand = ctx.operand_slot(ctx.node.argument("self"))
+        target = ctx.destination if ctx.destination is not None else ctx.overwrite
+        return self._apply(ctx, operand, target)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        ctx.add_grad(ctx.node.argument("self"), self._apply(ctx, grad, grad if owned else None), owned=True)
+
+    @staticmethod
+    def _apply(ctx: NodeContext, value: Slot, target: Slot | None) -> Slot:
+        e = ctx.emitter
+        out = target if target is not None else e.empty(value.shape, value.dtype)
+        scratch_bytes = _scratch_of(ctx, value.shape)
+        return e.call(_draw_of(ctx).drop, value, *_place(ctx), writes=out, keywords={"out": out}, scratch_bytes=scratch_bytes)
+
+
+class Mask(Rule):
+    """A drawn mask of ones and zeros; no gradient passes through it."""
+
+    saves_input = False
+    in_place = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, name = ctx.emitter, ctx.node.name
+        shape = ctx.out_shape if name in ctx.scope.streamed else ctx.side_shape(name)
+        out = ctx.destination if ctx.destination is not None else e.empty(shape, ctx.scope.side_dtype(name))
+        return e.call(_draw_of(ctx).mask, out, *_place(ctx), writes=out, scratch_bytes=_scratch_of(ctx, shape))
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        raise AssertionError("a mask has no gradient")

@@ -68,6 +68,8 @@ class NodeRows:
         new: rows computed in this step (for an input of the run: rows that arrive).
         held: rows that are at hand during the step: carried ones, then new ones.
         kept: rows carried into the next step.
+        wanted: the part of ``new`` that is this step's own: all of it, unless neighbouring steps compute it too. Only this part is
+            written out, takes a gradient from outside, and is reduced.
         reads: what the operator reads, one entry for each streamed operand.
     """
 
@@ -75,6 +77,7 @@ class NodeRows:
     new: Interval
     held: Interval
     kept: Interval
+    wanted: Interval
     reads: tuple[Read, ...]
 
     @property
@@ -140,6 +143,7 @@ class Schedule:
                     new=new,
                     held=Interval(int(kept[index]), new.stop),
                     kept=Interval(int(kept[index + 1]), new.stop),
+                    wanted=new,
                     reads=reads,
                 )
             )

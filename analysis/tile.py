@@ -1,4 +1,4 @@
-"""One tile computed by itself: from the rows wanted of a segment's results back to the rows that every operator needs.
+"""Tiles computed by themselves: from the rows wanted of a segment's results back to the rows that every operator needs.
 
 Source: Xu et al., CC 2022, section 4.3 and Listing 4. The reverse walk is the listing's: a value is needed where any of its readers
 reads it, and an operator reads what its access map says. The listing propagates *sizes* (``sigma * T + delta``, largest over the
@@ -13,13 +13,20 @@ part wanted; what comes from outside (its gradient) belongs to the part wanted a
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
 
 from sft.analysis.graph import Graph
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 from sft.analysis.schedule import NodeRows, Read, Step
 
-__all__ = ["tile_step"]
+__all__ = ["TileSchedule", "kinds_of", "step_signature", "tile_at", "tile_step", "tile_steps"]
+
+Rows = npt.NDArray[np.int64]
 
 _NOTHING = Interval(0, 0)
 
@@ -65,9 +72,126 @@ def tile_step(
         reads[name] = tuple(Read.clipped(operand, span, extents[operand]) for operand, span in taken.items() if span)
         for read in reads[name]:
             needed[read.operand] = needed.get(read.operand, _NOTHING).hull(read.rows)
-    sources = graph.sources(names, streamed)
-    return Step(index=index, nodes=tuple(_alone(name, needed.get(name, _NOTHING), reads.get(name, ())) for name in (*sources, *names)))
+    nodes = []
+    for name in (*graph.sources(names, streamed), *names):
+        own = wanted[name].clip(extents[name]) if name in wanted else _NOTHING
+        nodes.append(_alone(name, needed.get(name, _NOTHING), own, reads.get(name, ())))
+    return Step(index=index, nodes=tuple(nodes))
 
 
-def _alone(name: str, rows: Interval, reads: tuple[Read, ...]) -> NodeRows:
-    return NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), reads=reads)
+def _alone(name: str, rows: Interval, wanted: Interval, reads: tuple[Read, ...]) -> NodeRows:
+    return NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), wanted=wanted, reads=reads)
+
+
+def tile_at(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: Collection[str],
+    extents: Mapping[str, int],
+    span: Interval,
+    *,
+    axis: int,
+    index: int = 0,
+) -> Step:
+    """The tile whose results stand for the pixels ``span`` of the largest source.
+
+    Every result, and everything that a reduction takes, is divided among tiles in proportion: each row belongs to one tile.
+    """
+    extent = max(extents[name] for name in graph.sources(names, streamed))
+    reduced = (o for name in names if rows[name].role == "reduce" for o in rows[name].streamed_operands(graph[name], streamed))
+    ends = dict.fromkeys((*(name for name in graph.handed_on(names) if name in streamed), *reduced))
+    wanted = {name: Interval(*(-(-at * extents[name] // extent) for at in (span.start, span.stop))) for name in ends}
+    return tile_step(graph, names, rows, streamed, extents, wanted, axis=axis, index=index)
+
+
+def tile_steps(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: Collection[str],
+    extents: Mapping[str, int],
+    tile_px: int,
+    *,
+    axis: int,
+) -> tuple[Step, ...]:
+    """The tiles along one axis that stand for ``tile_px`` pixels of the largest source each; tiles without any result are left out."""
+    extent = max(extents[name] for name in graph.sources(names, streamed))
+    steps: list[Step] = []
+    for start in range(0, extent, tile_px):
+        span = Interval(start, min(start + tile_px, extent))
+        step = tile_at(graph, names, rows, streamed, extents, span, axis=axis, index=len(steps))
+        if any(node.wanted for node in step.nodes):
+            steps.append(step)
+    return tuple(steps)
+
+
+def step_signature(step: Step) -> tuple[object, ...]:
+    """All of a step that its program depends on: positions count from each value's own first row."""
+    first = {node.name: node.held.start for node in step.nodes}
+    return tuple(
+        (
+            (len(node.new), len(node.held), len(node.kept)),
+            node.wanted.shift(-node.new.start) if node.wanted else None,
+            tuple((read.rows.shift(-first[read.operand]), read.pad_low, read.pad_high) for read in node.reads),
+        )
+        for node in step.nodes
+    )
+
+
+def kinds_of(steps: Sequence[Step]) -> tuple[Rows, Rows]:
+    """Indices of steps with pairwise different signatures, and for each step which of them it equals."""
+    numbers: dict[tuple[object, ...], int] = {}
+    first: list[int] = []
+    kinds = np.empty(len(steps), dtype=np.int64)
+    for index, step in enumerate(steps):
+        number = numbers.setdefault(step_signature(step), len(first))
+        if number == len(first):
+            first.append(index)
+        kinds[index] = number
+    return np.array(first, dtype=np.int64), kinds
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileSchedule:
+    """Steps that carry nothing: every tile computes its own halo. In other respects what :class:`Schedule` is.
+
+    Attributes:
+        sources: the values that enter the run from outside, whole.
+        names: sources, then the run's operators in order.
+        steps: the tiles.
+        strip_rows: rows of the tallest source that a tile stands for.
+    """
+
+    sources: tuple[str, ...]
+    names: tuple[str, ...]
+    steps: tuple[Step, ...]
+    strip_rows: int
+
+    @property
+    def num_steps(self) -> int:
+        """Number of tiles."""
+        return len(self.steps)
+
+    def step(self, index: int) -> Step:
+        """Tile ``index``."""
+        return self.steps[index]
+
+    @cached_property
+    def kinds(self) -> tuple[Rows, Rows]:
+        """Tile indices with pairwise different signatures, and for each tile which of them it equals."""
+        return kinds_of(self.steps)
+
+    @cached_property
+    def frontier(self) -> Mapping[str, Rows]:
+        """Nothing is at hand before a tile."""
+        return dict.fromkeys(self.names, np.zeros(self.num_steps + 1, dtype=np.int64))
+
+    @property
+    def kept(self) -> Mapping[str, Rows]:
+        """Nothing is kept behind one."""
+        return self.frontier
+
+    def carried_rows(self, index: int) -> dict[str, Interval]:
+        """Nothing is carried."""
+        return {}

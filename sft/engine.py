@@ -22,7 +22,7 @@ from sft.execute.function import run_region
 from sft.kernels.philox import draw_seed
 from sft.options import Options
 from sft.plan.describe import describe
-from sft.plan.planner import Planned, carry_out, check_tile, plan_segments
+from sft.plan.planner import Planned, carry_out, plan_segments
 from sft.plan.problem import Problem, concrete_shapes
 from sft.plan.types import Plan
 from sft.walk.region import Region
@@ -223,8 +223,6 @@ class Engine:
             channels_last=frozenset(name for name, last in zip(inputs, kind.channels_last, strict=True) if last),
             resident_bytes=self._resident_bytes(),
         )
-        width = max((shapes[name][3] for name in inputs), default=0)
-        check_tile(self.options, width)
         planned = self._given(problem) or plan_segments(problem, self.budget_bytes, self.options, kind.device.type)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes)
         return _Ready(plan, planned.region, captured)

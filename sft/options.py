@@ -8,7 +8,7 @@ from sft.errors import InputError
 
 __all__ = ["Options"]
 
-_STRATEGIES = ("auto", "none")
+_STRATEGIES = ("auto", "none", "sft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +16,10 @@ class Options:
     """Wishes about the plan; ``None`` and ``"auto"`` leave the choice to the planner.
 
     Attributes:
-        strategy: ``"auto"``, or ``"none"`` to run everything whole, as plain PyTorch does.
-        halo: how neighbouring strips get the rows between them: ``"carry"`` (``"auto"`` means the same for now).
+        strategy: ``"auto"``; ``"none"`` to run everything whole, as plain PyTorch does; ``"sft"`` for the plan of the SFT paper
+            (independent tiles between values that fit).
+        halo: how neighbouring strips get the rows between them: ``"carry"`` from strip to strip (``"auto"`` means the same), or
+            ``"recompute"``: independent tiles that each compute their halo.
         backend: what runs the operators: ``"aten"`` (``"auto"`` means the same for now).
         tile: strip height and panel width in pixels of the input, ``(rows, cols)``; forces streaming also where all would fit.
             A ``cols`` of ``None`` is the full width.
@@ -36,8 +38,10 @@ class Options:
         problems = []
         if self.strategy not in _STRATEGIES:
             problems.append(f"strategy {self.strategy!r}: choose one of {', '.join(_STRATEGIES)}")
-        if self.halo not in ("auto", "carry"):
-            problems.append(f"halo {self.halo!r}: choose 'auto' or 'carry'")
+        if self.halo not in ("auto", "carry", "recompute"):
+            problems.append(f"halo {self.halo!r}: choose 'auto', 'carry' or 'recompute'")
+        if self.strategy == "sft" and self.halo == "carry":
+            problems.append("strategy 'sft' computes halos again, halo 'carry' forbids it: drop one")
         if self.backend not in ("auto", "aten"):
             problems.append(f"backend {self.backend!r}: choose 'auto' or 'aten'")
         if self.tile is not None:

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 __all__ = ["explain"]
 
 
+_HALO = {"carry": "carried", "recompute": "recomputed"}
+
+
 def explain(plan: Plan) -> str:
     """The plan as text: the split of the budget, then one block a segment."""
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
@@ -39,7 +42,9 @@ def _segment(number: int, segment: SegmentPlan) -> list[str]:
         lines += [
             f"  strips            {segment.num_steps:>12}  of {segment.strip_rows} rows and {segment.panel_cols} columns, "
             f"{segment.batch_tile} batch element(s) at a time",
-            f"  states            {format_bytes(segment.state_bytes):>12}  kept every {segment.state_every} strip(s)",
+            f"  panels            {segment.num_panels:>12}  halo of panels recomputed, halo of strips {_HALO[segment.halo]}",
+            f"  states            {format_bytes(segment.state_bytes):>12}  kept every {segment.state_every} strip(s)"
+            + (", of one walk at a time: each runs forward once more" if segment.restart else ""),
         ]
     lines += [
         f"  working set       {format_bytes(segment.working_bytes):>12}",

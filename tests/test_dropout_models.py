@@ -58,14 +58,26 @@ _KINDS = ["element", "inplace", "channel", "row", "batch", "alpha", "feature_alp
     batch_tile=st.sampled_from([1, 2]),
     size=st.tuples(st.integers(9, 24), st.integers(5, 20)),
     norm=st.booleans(),
+    cols=st.none() | st.integers(4, 20),
+    halo=st.sampled_from(["carry", "recompute"]),
 )
 def test_every_kind_is_the_same_at_every_tiling(
-    kinds: list[str], p: float, rows: int, every: int | None, batch: int, batch_tile: int, size: tuple[int, int], norm: bool
+    kinds: list[str],
+    p: float,
+    rows: int,
+    every: int | None,
+    batch: int,
+    batch_tile: int,
+    size: tuple[int, int],
+    norm: bool,
+    cols: int | None,
+    halo: str,
 ) -> None:
     torch.manual_seed(0)
     model = _Net([_drop(kind, p) for kind in kinds], nn.Dropout(p), norm).double().train()
     x = torch.randn(batch, 3, *size, dtype=torch.float64)
-    assert_exact(model, x, options=sft.Options(tile=(rows, None), state_every=every, batch_tile=batch_tile))
+    rows = rows if halo == "carry" else max(rows, 6)
+    assert_exact(model, x, options=sft.Options(tile=(rows, cols), state_every=every, batch_tile=batch_tile, halo=halo))
 
 
 @pytest.mark.parametrize(("kind", "p"), [*((kind, 0.0) for kind in _KINDS), ("element", 1.0)])

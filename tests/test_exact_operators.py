@@ -153,6 +153,33 @@ def _check(model: nn.Module, rows: int, state_every: int | None = None, batch_ti
     assert_exact(model, image(*_SHAPE), options=options)
 
 
+_TILES = {
+    "panels": sft.Options(tile=(4, 5)),
+    "narrow panels": sft.Options(tile=(9, 2), state_every=2),
+    "tiles": sft.Options(tile=(6, 5), halo="recompute"),
+    "rows of tiles": sft.Options(tile=(5, None), halo="recompute", batch_tile=2),
+}
+
+
+@pytest.mark.parametrize("tiles", _TILES)
+@pytest.mark.parametrize("name", _CONVS | _POOLS | _UPSAMPLINGS)
+def test_panels_and_tiles(name: str, tiles: str) -> None:
+    build = (_CONVS | _POOLS | _UPSAMPLINGS)[name]
+    assert_exact(seeded(lambda: Around(build())), image(*_SHAPE), options=_TILES[tiles], steps=1)
+
+
+@pytest.mark.parametrize("tiles", _TILES)
+@pytest.mark.parametrize("how", ["add", "mul_self", "cat"])
+def test_joins_in_panels_and_tiles(how: str, tiles: str) -> None:
+    model = seeded(lambda: Around(_Join(how), out_channels=12 if how == "cat" else 4))
+    assert_exact(model, image(*_SHAPE), options=_TILES[tiles], steps=1)
+
+
+@pytest.mark.parametrize("tiles", _TILES)
+def test_global_average_in_panels_and_tiles(tiles: str) -> None:
+    assert_exact(seeded(lambda: _GlobalHead("mean")), image(*_SHAPE), options=_TILES[tiles], steps=1)
+
+
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("name", _CONVS)
 def test_conv(name: str, rows: int) -> None:

@@ -33,9 +33,11 @@ def _tilings(draw: st.DrawFn, multiple: int, smallest: int) -> tuple[tuple[int, 
         return multiple * draw(st.integers(-(-smallest // multiple), -(-96 // multiple)))
 
     shape = (draw(st.integers(1, 2)), 3, extent(), extent())
-    rows = draw(st.one_of(st.just(1), st.integers(1, shape[2])))
+    halo = draw(st.sampled_from(["carry", "carry", "recompute"]))
+    rows = draw(st.one_of(st.just(1), st.integers(1, shape[2]))) if halo == "carry" else draw(st.integers(-(-shape[2] // 2), shape[2]))
     options = sft.Options(
-        tile=(rows, None),
+        tile=(rows, draw(st.one_of(st.none(), st.integers(-(-shape[3] // 3), shape[3])))),
+        halo=halo,
         state_every=draw(st.one_of(st.none(), st.integers(1, 7))),
         batch_tile=draw(st.one_of(st.none(), st.integers(1, 2))),
     )

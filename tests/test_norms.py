@@ -73,7 +73,7 @@ _NETS: dict[str, Callable[[], nn.Module]] = {
 @st.composite
 def _cases(draw: st.DrawFn) -> tuple[tuple[int, int, int, int], sft.Options]:
     shape = (draw(st.integers(1, 3)), 3, draw(st.integers(9, 30)), draw(st.integers(9, 24)))
-    tile = draw(st.one_of(st.none(), st.tuples(st.integers(1, shape[2]), st.none())))
+    tile = draw(st.one_of(st.none(), st.tuples(st.integers(1, shape[2]), st.none() | st.integers(3, shape[3]))))
     if tile is None:
         return shape, sft.Options(strategy="none")
     return shape, sft.Options(tile=tile, state_every=draw(st.integers(1, 4)), batch_tile=draw(st.one_of(st.none(), st.integers(1, 3))))

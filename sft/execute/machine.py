@@ -37,12 +37,14 @@ class TorchMachine:
             return self.allocate(shape, dtype, zero=True)
         return torch.zeros_like(handle)
 
-    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None) -> torch.Tensor:
+    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None) -> torch.Tensor:
         view: torch.Tensor = handle
         if batch is not None and len(batch) != view.shape[0]:
             view = view[batch.start : batch.stop]
         if rows is not None and len(rows) != view.shape[2]:
             view = view[:, :, rows.start : rows.stop]
+        if columns is not None and len(columns) != view.shape[3]:
+            view = view[..., columns.start : columns.stop]
         return view
 
     def add(self, target: Handle, source: Handle) -> None:

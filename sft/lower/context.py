@@ -18,10 +18,27 @@ import torch
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
-from sft.analysis.schedule import NodeRows, Read
+from sft.analysis.schedule import NodeRows, Read, Step
 from sft.lower.program import Emitter, Slot
 
-__all__ = ["NodeContext", "Scope"]
+__all__ = ["NodeContext", "Patch", "Scope"]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A contribution to the gradient of a value.
+
+    Attributes:
+        slot: the gradient.
+        rows: its rows, for a streamed value.
+        columns: its columns, for a streamed value.
+        owned: whether the slot's storage is nobody else's, so that it may be written to.
+    """
+
+    slot: Slot
+    rows: Interval | None
+    columns: Interval | None
+    owned: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +58,8 @@ class Scope:
         batch: batch elements to a walk.
         dtype: element type of the streamed values.
         per_sample: global values with an entry for each batch element, in their first dimension.
+        columns: what the panel computes and reads along the width, for every streamed value and operator of the segment. A panel
+            carries nothing: it computes its own halo.
     """
 
     graph: Graph
@@ -54,12 +73,25 @@ class Scope:
     in_layout: frozenset[str]
     batch: int
     dtype: torch.dtype
+    columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
 
     def strip_shape(self, name: str, num_rows: int) -> tuple[int, ...]:
         """Shape of ``num_rows`` rows of a streamed value for one walk."""
-        _, channels, _, width = self.shapes[name]
-        return (self.batch, channels, num_rows, width)
+        return (self.batch, self.shapes[name][1], num_rows, len(self.columns[name].new))
+
+    def has_columns(self, name: str) -> bool:
+        """Whether an operator has anything to do in this panel; one far from all that the panel is for has not."""
+        return bool(self.columns[name].new) if name in self.streamed else bool(self.columns[name].reads)
+
+    def rows_read(self, step: Step) -> dict[str, Interval]:
+        """The rows of each operand that a step reads."""
+        found: dict[str, Interval] = {}
+        for rows in step.nodes:
+            if rows.reads and self.has_columns(rows.name):
+                for read in rows.reads:
+                    found[read.operand] = found.get(read.operand, Interval(0, 0)).hull(read.rows)
+        return found
 
     def side_shape(self, name: str) -> tuple[int, ...]:
         """Shape of what one walk sees of a whole value."""
@@ -87,7 +119,7 @@ class NodeContext:
     destination: Slot | None
     overwrite: Slot | None
     saved: dict[str, Any] = field(default_factory=dict)
-    contributions: list[tuple[str, Slot, Interval | None, bool]] = field(default_factory=list)
+    contributions: list[tuple[str, Patch]] = field(default_factory=list)
 
     @property
     def new_rows(self) -> int:
@@ -102,31 +134,54 @@ class NodeContext:
     @property
     def is_whole(self) -> bool:
         """Whether the step is the whole image, so that the operator can be called as it stands."""
-        return all(len(read.rows) == self.scope.shapes[read.operand][2] for read in self.step.reads) and (
-            self.node.name not in self.scope.streamed or self.new_rows == self.scope.shapes[self.node.name][2]
+        return self._covers(self.step, 2) and self.is_full_width
+
+    @property
+    def is_full_width(self) -> bool:
+        """Whether the panel is as wide as the image."""
+        columns = self.scope.columns.get(self.node.name)
+        return columns is None or self._covers(columns, 3)
+
+    def _covers(self, part: NodeRows, dim: int) -> bool:
+        shapes, name = self.scope.shapes, self.node.name
+        return all(len(read.rows) == shapes[read.operand][dim] for read in part.reads) and (
+            name not in self.scope.streamed or len(part.new) == shapes[name][dim]
         )
 
     def read_of(self, operand: str) -> Read:
         """Which rows of a streamed operand are read."""
         return next(read for read in self.step.reads if read.operand == operand)
 
+    def columns_of(self, operand: str) -> Read:
+        """Which columns of a streamed operand are read."""
+        return next(read for read in self.scope.columns[self.node.name].reads if read.operand == operand)
+
+    def reads_nothing(self, operand: str) -> bool:
+        """Whether all that is read of an operand lies in the padding."""
+        return not (self.read_of(operand).rows and self.columns_of(operand).rows)
+
     def strip(self, operand: str) -> Slot:
-        """The rows read of a streamed operand: a view of its buffer."""
-        rows = self.read_of(operand).rows
-        if not rows:  # the strip lies in the padding
-            return self.emitter.empty(self.scope.strip_shape(operand, 0))
+        """The rows and columns read of a streamed operand: a view of its buffer."""
+        rows, columns = self.read_of(operand).rows, self.columns_of(operand).rows
+        if self.reads_nothing(operand):
+            batch, channels, _, _ = self.scope.strip_shape(operand, 0)
+            return self.emitter.empty((batch, channels, len(rows), len(columns)))
         slot, first_row = self.values[operand]
-        return self.emitter.narrow(slot, 2, rows.start - first_row, len(rows))
+        return self._columns(operand, self.emitter.narrow(slot, 2, rows.start - first_row, len(rows)))
+
+    def _columns(self, operand: str, strip: Slot) -> Slot:
+        columns = self.columns_of(operand).rows
+        return self.emitter.narrow(strip, 3, columns.start - self.scope.columns[operand].new.start, len(columns))
 
     def bordered_strip(self, operand: str) -> Slot | None:
         """The rows read and their zero border as one view, where the operand's buffer has room for the border."""
         read = self.read_of(operand)
         low, high = self.borders.get(operand, (0, 0))
-        if not read.rows or low < read.pad_low or high < read.pad_high or not (low or high):
+        if self.reads_nothing(operand) or low < read.pad_low or high < read.pad_high or not (low or high):
             return None
         slot, first_row = self.values[operand]
         start = read.rows.start - read.pad_low - first_row
-        return self.emitter.narrow(slot, 2, start, read.pad_low + len(read.rows) + read.pad_high)
+        return self._columns(operand, self.emitter.narrow(slot, 2, start, read.pad_low + len(read.rows) + read.pad_high))
 
     def operand_slot(self, value: Any) -> Any:
         """An argument with its references replaced: strips, whole tensors, or the plain value."""
@@ -153,16 +208,16 @@ class NodeContext:
         """Whether the tensor that an argument refers to needs a gradient."""
         return any(name in self.scope.requires_grad for name in refs_in(value))
 
-    def add_grad(self, value: Any, slot: Slot, *, rows: Interval | None = None, owned: bool) -> None:
+    def add_grad(self, value: Any, slot: Slot, *, owned: bool) -> None:
         """Report a gradient of the operand that an argument refers to.
 
         Args:
             value: the argument.
-            slot: the gradient, of the rows read (streamed) or of the whole tensor.
-            rows: global rows of ``slot`` when they are not just the rows read.
+            slot: the gradient, of the rows and columns read (streamed) or of the whole tensor.
             owned: whether the slot's storage is nobody else's, so that it may be written to.
         """
         (name,) = refs_in(value)
-        if name in self.scope.streamed and rows is None:
-            rows = self.read_of(name).rows
-        self.contributions.append((name, slot, rows, owned))
+        rows = columns = None
+        if name in self.scope.streamed:
+            rows, columns = self.read_of(name).rows, self.columns_of(name).rows
+        self.contributions.append((name, Patch(slot, rows, columns, owned)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -10,10 +9,10 @@ import torch
 from sft.analysis.graph import Node
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Step
-from sft.lower.context import NodeContext, Scope
+from sft.lower.context import NodeContext, Patch, Scope
 from sft.lower.program import Emitter, Program, Slot, load_rows
 from sft.lower.rules import rule_of
-from sft.lower.rules.windowed import Convolution, has_uneven_columns
+from sft.lower.rules.windowed import Convolution, column_padding
 
 __all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole", "partial_shape"]
 
@@ -75,25 +74,15 @@ def lower_finish(scope: Scope, name: str) -> Program:
     return e.finish()
 
 
-@dataclass
-class _Gradient:
-    """Contributions to the gradient of one value in one step."""
-
-    parts: list[tuple[Slot, Interval | None, bool]] = field(default_factory=list)
-
-
 class _StepLowering:
     def __init__(self, scope: Scope, step: Step, *, whole: bool) -> None:
         self.scope, self.whole = scope, whole
         self.emitter = Emitter(dtype=scope.dtype)
-        self.rows = {rows.name: rows for rows in step.nodes}
+        self.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
         self.contexts: dict[str, NodeContext] = {}
-        self.read: dict[str, Interval] = {}
-        for rows in step.nodes:
-            for read in rows.reads:
-                self.read[read.operand] = self.read.get(read.operand, Interval(0, 0)).hull(read.rows)
+        self.read = scope.rows_read(step)
         self.borders = {} if whole else self._find_borders()
 
     def _find_borders(self) -> dict[str, tuple[int, int]]:
@@ -102,10 +91,11 @@ class _StepLowering:
         borders: dict[str, tuple[int, int]] = {}
         for name in scope.names:
             node = scope.graph[name]
-            if name not in self.rows or not isinstance(rule_of(scope, node, whole=False), Convolution) or has_uneven_columns(node):
+            if name not in self.rows or not isinstance(rule_of(scope, node, whole=False), Convolution):
                 continue
             for read in self.rows[name].reads:
-                if read.operand in scope.names and read.rows and read.pad_low != read.pad_high:
+                low, high = column_padding(scope, node, read.operand)
+                if read.operand in scope.names and read.rows and read.pad_low != read.pad_high and low == high:
                     low, high = borders.get(read.operand, (0, 0))
                     borders[read.operand] = (max(low, read.pad_low), max(high, read.pad_high))
         return borders
@@ -130,13 +120,14 @@ class _StepLowering:
         rows, e = self.read.get(name, Interval(0, 0)), self.emitter
         shape = self.scope.strip_shape(name, len(rows))
         slot = e.port("source", name, shape)
-        if name not in self.scope.in_layout and rows:
+        # A panel's columns of a wider image are no strip of memory either.
+        if rows and (name not in self.scope.in_layout or shape[3] < self.scope.shapes[name][3]):
             slot = e.call(aten.clone.default, slot, shape=shape, keywords={"memory_format": torch.channels_last})
         self.values[name] = (slot, rows.start)
 
     def _forward_streamed(self, node: Node) -> None:
-        scope, e, rows = self.scope, self.emitter, self.rows[node.name]
-        if not rows.held:
+        scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
+        if rows is None or not rows.held:
             return
         held = None
         low, high = self.borders.get(node.name, (0, 0))
@@ -162,9 +153,6 @@ class _StepLowering:
     def _compute(self, node: Node, rows: NodeRows, held: Slot | None) -> None:
         scope, e = self.scope, self.emitter
         rule = rule_of(scope, node, whole=self.whole)
-        out = None
-        if node.name in scope.outputs and self.write_outputs:
-            out = e.port("out", node.name, scope.strip_shape(node.name, len(rows.new)))
         tail = e.narrow(held, 2, len(rows.carried), len(rows.new)) if held is not None else None
         ctx = self._context(node, rows, tail if rule.in_place else None)
         ctx.overwrite = self._overwritable(node) if rule.overwrites and tail is None else None
@@ -174,9 +162,20 @@ class _StepLowering:
                 e.copy(tail, result)
         else:
             self.values[node.name] = (result, rows.new.start)
-        if out is not None:
+        if node.name in scope.outputs and self.write_outputs and self._is_wanted(rows):
+            out = e.port("out", node.name, self._wanted_shape(rows))
             value, first = self.values[node.name]
-            e.copy(out, e.narrow(value, 2, rows.new.start - first, len(rows.new)))
+            columns = scope.columns[node.name]
+            value = e.narrow(value, 2, rows.wanted.start - first, len(rows.wanted))
+            e.copy(out, e.narrow(value, 3, columns.wanted.start - columns.new.start, len(columns.wanted)))
+
+    def _is_wanted(self, rows: NodeRows) -> bool:
+        return bool(rows.wanted and self.scope.columns[rows.name].wanted)
+
+    def _wanted_shape(self, rows: NodeRows) -> tuple[int, ...]:
+        """Shape of the part of a value that this step and panel stand for."""
+        batch, channels, num_rows, _ = self.scope.strip_shape(rows.name, len(rows.wanted))
+        return (batch, channels, num_rows, len(self.scope.columns[rows.name].wanted))
 
     def _overwritable(self, node: Node) -> Slot | None:
         """The operand's buffer, when this operator is all that ever reads it."""
@@ -193,7 +192,8 @@ class _StepLowering:
         return slot
 
     def _forward_whole(self, node: Node) -> None:
-        rows = self.rows.get(node.name) or NodeRows(node.name, Interval(0, 0), Interval(0, 0), Interval(0, 0), ())
+        nothing = Interval(0, 0)
+        rows = self.rows.get(node.name) or NodeRows(node.name, nothing, nothing, nothing, nothing, ())
         rule = rule_of(self.scope, node, whole=self.whole)
         if not self.whole and not rows.reads:
             return
@@ -225,63 +225,69 @@ class _StepLowering:
     def backward(self) -> None:
         """Differentiate the step: gradients of parameters, of sources, and of the rows carried in."""
         scope = self.scope
-        gradients: dict[str, _Gradient] = {}
+        gradients: dict[str, list[Patch]] = {}
         for name in reversed(scope.names):
             if name not in scope.requires_grad:
                 continue
-            gradient = gradients.pop(name, _Gradient())
+            patches = gradients.pop(name, [])
             self.emitter.owner = name
             if name in scope.streamed:
-                self._backward_streamed(scope.graph[name], gradient)
+                self._backward_streamed(scope.graph[name], patches)
             elif name in self.contexts:
-                self._backward_whole(scope.graph[name], gradient)
+                self._backward_whole(scope.graph[name], patches)
             ctx = self.contexts.get(name)
             if ctx is None:
                 continue
-            for operand, slot, rows, owned in ctx.contributions:
-                if operand in scope.names:
-                    gradients.setdefault(operand, _Gradient()).parts.append((slot, rows, owned))
-                elif operand in scope.streamed and not self.whole:
-                    assert rows is not None
-                    self._add_to_source(operand, slot, rows)
+            for operand, patch in ctx.contributions:
+                if operand in scope.names or (operand in scope.streamed and self.whole):
+                    gradients.setdefault(operand, []).append(patch)
                 elif operand in scope.streamed:
-                    gradients.setdefault(operand, _Gradient()).parts.append((slot, rows, owned))
+                    self._add_to_source(operand, patch)
                 else:
-                    target = self.emitter.port("grad_side", operand, slot.shape, slot.dtype)
-                    self.emitter.add_into(target, slot)
+                    target = self.emitter.port("grad_side", operand, patch.slot.shape, patch.slot.dtype)
+                    self.emitter.add_into(target, patch.slot)
 
         for name in scope.sources:
             if self.whole and name in gradients:
                 self._give_source_gradient(name, gradients[name])
 
-    def _give_source_gradient(self, name: str, gradient: _Gradient) -> None:
+    def _give_source_gradient(self, name: str, patches: list[Patch]) -> None:
         """Hand the gradient of a whole source to the caller."""
         rows = Interval(0, self.scope.shapes[name][2])
-        parts = [(slot, interval, owned) for slot, interval, owned in gradient.parts if interval is not None]
-        total, owned = self._sum(name, rows, parts)
+        total, owned = self._sum(name, rows, [patch for patch in patches if patch.rows and patch.columns])
         if not owned:
             total = self.emitter.call(aten.clone.default, total, shape=total.shape)
         self.emitter.result("grad_source", name, total)
 
-    def _add_to_source(self, name: str, slot: Slot, rows: Interval) -> None:
+    def _add_to_source(self, name: str, patch: Patch) -> None:
         read = self.read[name]
         target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)))
-        self.emitter.add_into(self.emitter.narrow(target, 2, rows.start - read.start, len(rows)), slot)
+        self._add_patch(name, target, read, patch)
 
-    def _backward_streamed(self, node: Node, gradient: _Gradient) -> None:
-        scope, e, rows = self.scope, self.emitter, self.rows[node.name]
-        parts = [(slot, interval, owned) for slot, interval, owned in gradient.parts if interval is not None and interval]
-        if rows.kept and not self.whole:
-            parts.append((e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept))), rows.kept, False))
-        if node.name in scope.outputs and rows.new:
-            parts.append((e.port("grad_out", node.name, scope.strip_shape(node.name, len(rows.new))), rows.new, False))
-        if not rows.held:
+    def _add_patch(self, name: str, target: Slot, rows: Interval, patch: Patch) -> None:
+        """Add a patch to a gradient of the panel's columns and ``rows``."""
+        assert patch.rows is not None and patch.columns is not None
+        target = self.emitter.narrow(target, 2, patch.rows.start - rows.start, len(patch.rows))
+        first = self.scope.columns[name].new.start
+        self.emitter.add_into(self.emitter.narrow(target, 3, patch.columns.start - first, len(patch.columns)), patch.slot)
+
+    def _backward_streamed(self, node: Node, patches: list[Patch]) -> None:
+        scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
+        if rows is None or not rows.held:
             return
-        if not parts:
+        columns = scope.columns[node.name]
+        patches = [patch for patch in patches if patch.rows and patch.columns]
+        if rows.kept and not self.whole:
+            port = e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept)))
+            patches.append(Patch(port, rows.kept, columns.new, False))
+        if node.name in scope.outputs and self._is_wanted(rows):
+            port = e.port("grad_out", node.name, self._wanted_shape(rows))
+            patches.append(Patch(port, rows.wanted, columns.wanted, False))
+        if not patches:
             if rows.carried:
                 e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
             return
-        total, owned = self._sum(node.name, rows.held, parts)
+        total, owned = self._sum(node.name, rows.held, patches)
         if rows.carried:
             block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
             e.copy(block, e.narrow(total, 2, 0, len(rows.carried)))
@@ -291,22 +297,24 @@ class _StepLowering:
             new = e.narrow(total, 2, len(rows.carried), len(rows.new))
             rule_of(scope, node, whole=self.whole).backward(ctx, new, owned)
 
-    def _sum(self, name: str, held: Interval, parts: list[tuple[Slot, Interval, bool]]) -> tuple[Slot, bool]:
-        """The sum of gradient parts over the rows held, and whether its storage may be written to."""
-        if len(parts) == 1 and parts[0][1] == held:
-            return parts[0][0], parts[0][2]
-        base = next((i for i, (_, rows, owned) in enumerate(parts) if owned and rows == held), None)
+    def _sum(self, name: str, held: Interval, patches: list[Patch]) -> tuple[Slot, bool]:
+        """The sum of gradient patches over the rows held, and whether its storage may be written to."""
+        columns = self.scope.columns[name].new
+        full = [patch.rows == held and patch.columns == columns for patch in patches]
+        if len(patches) == 1 and full[0]:
+            return patches[0].slot, patches[0].owned
+        base = next((i for i, patch in enumerate(patches) if patch.owned and full[i]), None)
         if base is None:
             total = self.emitter.zeros(self.scope.strip_shape(name, len(held)))
         else:
-            total = parts.pop(base)[0]
-        for slot, rows, _ in parts:
-            self.emitter.add_into(self.emitter.narrow(total, 2, rows.start - held.start, len(rows)), slot)
+            total = patches.pop(base).slot
+        for patch in patches:
+            self._add_patch(name, total, held, patch)
         return total, True
 
-    def _backward_whole(self, node: Node, gradient: _Gradient) -> None:
+    def _backward_whole(self, node: Node, patches: list[Patch]) -> None:
         e, scope = self.emitter, self.scope
-        parts = [(slot, owned) for slot, _, owned in gradient.parts]
+        parts = [(patch.slot, patch.owned) for patch in patches]
         if node.name in scope.outputs:
             shape = scope.shapes[node.name] if self.whole else scope.side_shape(node.name)
             parts.append((e.port("grad_out", node.name, shape, scope.side_dtype(node.name)), False))

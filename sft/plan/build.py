@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import window_of
-from sft.analysis.schedule import NodeRows, Read, Step, build_schedule
+from sft.analysis.schedule import NodeRows, Read, Schedule, Step, build_schedule
+from sft.analysis.tile import TileSchedule, tile_steps
 from sft.lower.context import Scope
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
@@ -58,6 +59,7 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
     inputs = set(problem.graph.inputs)
     tiled = choice.mode == "tiled"
     lead = next(iter(sources), None) or choice.nodes[0]
+    full_width = whole_step(problem, choice.nodes, sources, axis=1)
     scope = Scope(
         graph=problem.graph,
         rows=phases.rows,
@@ -73,30 +75,60 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
         batch=choice.batch_tile if tiled else problem.num_batch,
         dtype=problem.dtypes[lead],
         per_sample=problem.per_sample,
+        columns={columns.name: columns for columns in full_width.nodes},
     )
     if not tiled:
         return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides)
-    extents = {name: problem.shapes[name][2] for name in phases.streamed}
-    schedule = build_schedule(problem.graph, choice.nodes, phases.rows, phases.streamed, extents, choice.strip_rows)
-    return TiledSegment(scope=scope, schedule=schedule, state_every=choice.state_every, num_batch=problem.num_batch, sides=sides)
+    panels: tuple[Step, ...] = (full_width,)
+    if choice.panel_cols and choice.panel_cols < problem.run_width(choice.nodes):
+        panels = _tiles(problem, choice.nodes, choice.panel_cols, axis=1)
+    return TiledSegment(
+        scope=scope,
+        schedule=_schedule(problem, choice),
+        panels=panels,
+        state_every=choice.state_every,
+        restart=choice.restart,
+        num_batch=problem.num_batch,
+        sides=sides,
+    )
 
 
-def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str]) -> Step:
-    """The step that is the whole image: every value gains all its rows at once and keeps none."""
+def _schedule(problem: Problem, choice: SegmentChoice) -> Schedule | TileSchedule:
+    graph, phases = problem.graph, problem.phases
+    if choice.halo == "carry":
+        extents = {name: problem.shapes[name][2] for name in phases.streamed}
+        return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, extents, choice.strip_rows)
+    sources = graph.sources(choice.nodes, phases.streamed)
+    return TileSchedule(
+        sources=sources,
+        names=(*sources, *choice.nodes),
+        steps=_tiles(problem, choice.nodes, choice.strip_rows, axis=0),
+        strip_rows=choice.strip_rows,
+    )
+
+
+def _tiles(problem: Problem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[Step, ...]:
+    phases = problem.phases
+    extents = {name: problem.shapes[name][2 + axis] for name in phases.streamed}
+    return tile_steps(problem.graph, names, phases.rows, phases.streamed, extents, tile_px, axis=axis)
+
+
+def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str], *, axis: int = 0) -> Step:
+    """The step that is the whole image along an axis: every value gains all its rows (columns) at once and keeps none."""
     nodes = []
     for name in (*sources, *names):
         streamed = name in problem.phases.streamed
-        rows = Interval(0, problem.shapes[name][2] if streamed else 0)
-        reads = () if name in sources else _whole_reads(problem, problem.graph[name])
-        nodes.append(NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), reads=reads))
+        rows = Interval(0, problem.shapes[name][2 + axis] if streamed else 0)
+        reads = () if name in sources else _whole_reads(problem, problem.graph[name], axis)
+        nodes.append(NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), wanted=rows, reads=reads))
     return Step(index=0, nodes=tuple(nodes))
 
 
-def _whole_reads(problem: Problem, node: Node) -> tuple[Read, ...]:
-    window = window_of(node, 0)
+def _whole_reads(problem: Problem, node: Node, axis: int) -> tuple[Read, ...]:
+    window = window_of(node, axis)
     low, high = (window.pad_low, window.pad_high) if window is not None else (0, 0)
     return tuple(
-        Read(operand=name, rows=Interval(0, problem.shapes[name][2]), pad_low=low, pad_high=high)
+        Read(operand=name, rows=Interval(0, problem.shapes[name][2 + axis]), pad_low=low, pad_high=high)
         for name in dict.fromkeys(node.operands)
         if name in problem.phases.streamed
     )

@@ -45,7 +45,7 @@ def _segment(
 ) -> SegmentPlan:
     graph, phases = problem.graph, problem.phases
     formulas: tuple[tuple[str, str], ...] = ()
-    num_steps, panel_cols, state_bytes = 1, 0, 0
+    num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
     if isinstance(segment, TiledSegment):
         footprint = run_footprint(
             graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
@@ -58,7 +58,8 @@ def _segment(
             ("tallest strip for this budget, by the footprint", rows),
         )
         num_steps = segment.schedule.num_steps
-        panel_cols = max(problem.shapes[name][3] for name in segment.schedule.sources)
+        num_panels = len(segment.panels)
+        panel_cols = choice.panel_cols if num_panels > 1 else problem.run_width(choice.nodes)
         state_bytes = _state_bytes(problem, segment) if problem.training else footprint.state_bytes
     working_bytes, flops = _working_and_flops(problem, segment)
     return SegmentPlan(
@@ -68,6 +69,9 @@ def _segment(
         placement="device",
         strip_rows=segment.schedule.strip_rows if isinstance(segment, TiledSegment) else 0,
         panel_cols=panel_cols,
+        num_panels=num_panels,
+        halo=choice.halo,
+        restart=choice.restart,
         state_every=choice.state_every,
         batch_tile=choice.batch_tile if choice.mode == "tiled" else problem.num_batch,
         num_steps=num_steps,
@@ -80,7 +84,7 @@ def _segment(
 
 
 def _state_bytes(problem: Problem, segment: TiledSegment) -> int:
-    """Bytes of the rows that the states kept by the forward pass hold, each row once."""
+    """Bytes of the rows that the kept states hold at once, each row once."""
     schedule = segment.schedule
     kept = np.array(sorted(segment.kept))
     total = 0
@@ -90,8 +94,9 @@ def _state_bytes(problem: Problem, segment: TiledSegment) -> int:
         stop, start = schedule.frontier[name][kept], schedule.kept[name][kept]
         before = np.concatenate([[0], stop[:-1]])
         rows = int(np.maximum(0, stop - np.maximum(start, before)).sum())
-        _, channels, _, width = problem.shapes[name]
-        total += rows * channels * width * problem.graph[name].itemsize_bytes * problem.num_batch
+        row_bytes = [segment.row_bytes(name, walk) for walk in segment.walks]
+        # Where walks restart, the states of one exist at a time.
+        total += rows * (max(row_bytes) if segment.restart else sum(row_bytes))
     return total
 
 
@@ -101,7 +106,10 @@ def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment) -
         return max(p.peak_bytes for p in programs), sum(p.flops for p in programs)
     differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
     flops = 0
-    for chunk in segment.chunks:
-        profile = profile_walk(segment, chunk, keep=problem.training, differentiate=differentiate)
-        flops += profile.forward_flops + profile.backward_flops
+    profiles = {}
+    for walk in segment.walks:
+        key = (len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
+        if key not in profiles:
+            profiles[key] = profile_walk(segment, walk, keep=problem.training, differentiate=differentiate)
+        flops += profiles[key].forward_flops + profiles[key].backward_flops
     return segment.working_bytes, flops

@@ -7,26 +7,30 @@ fits, it says what the smallest plan it knows needs, and that budget will work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from sft.errors import BudgetError, InputError
+from sft.errors import BudgetError, UnsupportedError
 from sft.options import Options
 from sft.plan.build import build_region
 from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
-from sft.plan.survey import Candidate, Survey
+from sft.plan.strategy_sft import grids, partition_choices
+from sft.plan.survey import Candidate, Survey, panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
 from sft.walk.region import Region
 
-__all__ = ["Planned", "carry_out", "check_tile", "plan_segments"]
+__all__ = ["Planned", "carry_out", "plan_segments"]
 
 _MAX_PROJECTIONS = 8
 _WORTH_ANOTHER_LOOK = 0.98
 _NUM_SMALLEST = 3
+#: More panels must need less than this share of what fewer need, and a panel narrower than this is all halo.
+_WORTH_ANOTHER_PANEL = 0.95
+_LEAST_PANEL_COLS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,36 +55,88 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
         BudgetError: nothing found fits; names the segment that needs most and the smallest budget found to work.
     """
     room_bytes = budget_bytes - problem.resident_bytes
-    survey = Survey(problem, options, device_type)
-    tried = np.zeros(survey.cost.shape, dtype=bool)
-    found = _cheapest(problem, survey, room_bytes, tried)
-    if found is not None:
-        return found
-    small = [_project(problem, survey, candidate, tried) for candidate in _smallest(survey)]
-    best = min(small, key=lambda planned: planned.projection.peak_bytes)
+    if options.strategy == "sft":
+        return _fused_tiled(problem, budget_bytes, options)
+    surveys: list[Survey] = []
+    fitting: list[tuple[float, Planned]] = []
+    for survey in _surveys(problem, options, device_type):
+        surveys.append(survey)
+        found = _cheapest(problem, survey, room_bytes)
+        if found is not None:
+            fitting.append(found)
+            if survey.halo == "carry":
+                break  # more panels only compute more
+    if fitting:
+        return min(fitting, key=lambda costed: costed[0])[1]
+    small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
+    planned = [carry_out(problem, survey.choices(candidate)) for candidate, survey in small[:_NUM_SMALLEST]]
+    best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best
     raise _too_small(problem, best, budget_bytes)
 
 
-def _cheapest(problem: Problem, survey: Survey, room_bytes: int, tried: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Planned | None:
-    """The cheapest plan that fits, as far as the survey and a few exact projections tell."""
+def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Planned:
+    """The plan with the fewest FLOPs among the SFT paper's that fit."""
+    room_bytes = budget_bytes - problem.resident_bytes
+    best: Planned | None = None
+    smallest: Planned | None = None
+    for partitioned in partition_choices(problem, options):
+        for grid in grids(options):
+            if smallest is not None and _least_bytes(problem, partitioned(grid)) > max(room_bytes, smallest.projection.peak_bytes):
+                break
+            planned = carry_out(problem, partitioned(grid))
+            if best is not None and planned.projection.flops >= best.projection.flops:
+                break  # finer grids only compute more
+            if smallest is None or planned.projection.peak_bytes < smallest.projection.peak_bytes:
+                smallest = planned
+            if planned.projection.peak_bytes <= room_bytes:
+                best = planned
+                break
+    if best is not None:
+        return best
+    if smallest is None:
+        raise UnsupportedError(["strategy 'sft': no segment of the model can run in tiles; choose strategy 'auto'"])
+    raise _too_small(problem, smallest, budget_bytes)
+
+
+def _least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
+    """Bytes that any plan with these segments needs: the values between them, which the backward pass reads again."""
+    handed_on = {name for choice in choices if choice.mode == "tiled" for name in problem.graph.handed_on(choice.nodes)}
+    return sum(problem.value_bytes(name) for name in handed_on) if problem.training else 0
+
+
+def _surveys(problem: Problem, options: Options, device_type: str) -> Iterator[Survey]:
+    """One survey for each number of panels that may be worth it: 1, 2, 4, ... while more panels need less, whatever the budget."""
+    least = float("inf")
+    num_panels = 1
+    while True:
+        survey = Survey(problem, options, device_type, num_panels)
+        yield survey
+        smallest = float(survey.peak_bytes.min())
+        if options.tile is not None or options.strategy == "none" or smallest > _WORTH_ANOTHER_PANEL * least:
+            return
+        least = min(least, smallest)
+        if survey.panel_cols <= max(_LEAST_PANEL_COLS, panel_cols(problem, options, survey.width, survey.width)):
+            return
+        num_panels *= 2
+
+
+def _cheapest(problem: Problem, survey: Survey, room_bytes: int) -> tuple[float, Planned] | None:
+    """The cheapest plan that fits and what it costs, as far as the survey and a few exact projections tell."""
+    tried = np.zeros(survey.cost.shape, dtype=bool)
     error = 0.0  # how many bytes more than the survey says are needed
     best: tuple[float, Planned] | None = None
     for _ in range(_MAX_PROJECTIONS):
         candidate = survey.cheapest(room_bytes - error, tried)
         if candidate is None or (best is not None and candidate.cost > _WORTH_ANOTHER_LOOK * best[0]):
             break
-        planned = _project(problem, survey, candidate, tried)
+        tried[candidate.position, candidate.height, candidate.every] = True
+        planned = carry_out(problem, survey.choices(candidate))
         error = planned.projection.peak_bytes - candidate.peak_bytes
         if planned.projection.peak_bytes <= room_bytes:
             best = (candidate.cost, planned)
-    return None if best is None else best[1]
-
-
-def _project(problem: Problem, survey: Survey, candidate: Candidate, tried: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> Planned:
-    tried[candidate.position, candidate.height, candidate.every] = True
-    return carry_out(problem, survey.choices(candidate))
+    return best
 
 
 def _smallest(survey: Survey) -> list[Candidate]:
@@ -104,16 +160,3 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"Raise the budget to {needed} bytes, give a smaller image, or leave out options that force tile or state_every.",
         needed_bytes=needed,
     )
-
-
-def check_tile(options: Options, width: int) -> None:
-    """Refuse panels, which are not there yet.
-
-    Raises:
-        InputError: the tile asks for panels narrower than the image.
-    """
-    if options.tile is not None and options.tile[1] is not None and options.tile[1] < width:
-        raise InputError(
-            f"tile {options.tile}: panels of {options.tile[1]} columns of a {width} px wide image are not supported yet; "
-            f"give (rows, None) or at least {width} columns"
-        )

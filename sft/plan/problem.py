@@ -99,6 +99,10 @@ class Problem:
         """Rows of the tallest source of a run."""
         return max((self.shapes[name][2] for name in self.run_sources(names)), default=1)
 
+    def run_width(self, names: Sequence[str]) -> int:
+        """Columns of the widest source of a run."""
+        return max((self.shapes[name][3] for name in self.run_sources(names)), default=1)
+
     def stride(self, names: Sequence[str]) -> int:
         """Rows of the run's tallest source after which the pattern of every value repeats."""
         known = source_rates({name: self.shapes[name][2] for name in self.run_sources(names)})

@@ -17,7 +17,7 @@ from sft.plan.types import SegmentChoice
 from sft.walk.machine import Machine, Phantom, PhantomMachine
 from sft.walk.profile import WalkProfile, profile_walk
 from sft.walk.region import Region
-from sft.walk.segments import Gradients, TiledSegment, Values, WholeSegment
+from sft.walk.segments import Gradients, TiledSegment, Values, Walk, WholeSegment
 
 __all__ = ["Projection", "plain_programs", "project"]
 
@@ -76,7 +76,7 @@ class _Projected:
     def __init__(self, segment: TiledSegment, problem: Problem) -> None:
         self.segment = segment
         self.differentiate = any(name in problem.requires_grad for name in segment.scope.names)
-        self.profiles: dict[int, WalkProfile] = {}
+        self.profiles: dict[tuple[int, int, bool], WalkProfile] = {}
 
     @property
     def scope(self) -> Scope:
@@ -86,18 +86,25 @@ class _Projected:
     def sides(self) -> tuple[str, ...]:
         return self.segment.sides
 
+    def _profile(self, walk: Walk, keep: bool) -> WalkProfile:
+        """The walk's profile; walks of one geometry share it."""
+        segment = self.segment
+        key = (len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
+        if key not in self.profiles:
+            self.profiles[key] = profile_walk(segment, walk, keep=keep, differentiate=keep and self.differentiate)
+        return self.profiles[key]
+
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
         assert isinstance(machine, PhantomMachine)
         stores = []
         shared = self.segment.open_reductions(machine, None)
         for chunk in self.segment.chunks:
-            if len(chunk) not in self.profiles:
-                self.profiles[len(chunk)] = profile_walk(self.segment, chunk, keep=keep, differentiate=keep and self.differentiate)
-            profile = self.profiles[len(chunk)]
             partial = {**shared, **self.segment.open_reductions(machine, chunk)}
-            machine.meter.spike(profile.forward_peak_bytes)
-            machine.meter.flops += profile.forward_flops
-            stores.append(Phantom(machine.meter, profile.store_bytes))
+            for walk in (walk for walk in self.segment.walks if walk.chunk == chunk):
+                profile = self._profile(walk, keep)
+                machine.meter.spike(profile.forward_peak_bytes)
+                machine.meter.flops += profile.forward_flops
+                stores.append(Phantom(machine.meter, profile.store_bytes))
             self.segment.close_reductions(machine, values, partial, chunk)
             del partial
         self.segment.close_reductions(machine, values, shared, None)
@@ -105,8 +112,8 @@ class _Projected:
 
     def backward(self, machine: Machine, values: Values, stores: list[Phantom], grads: Gradients, *, consume: bool = True) -> None:
         assert isinstance(machine, PhantomMachine)
-        for chunk in reversed(self.segment.chunks):
+        for walk in reversed(self.segment.walks):
             del stores[-1]
-            profile = self.profiles[len(chunk)]
+            profile = self._profile(walk, True)
             machine.meter.spike(profile.backward_peak_bytes)
             machine.meter.flops += profile.backward_flops

@@ -1,7 +1,8 @@
 """What every candidate plan would roughly cost, from a handful of lowered programs.
 
-A candidate is a *position* (everything before it is tiled, everything behind it kept whole), a strip height ``h`` and a state interval
-``k``. There are thousands. Lowering each would take minutes; three facts make that needless:
+A survey is for one way of getting halos and one number of panels. A candidate is a *position* (everything before it is tiled,
+everything behind it kept whole), a strip height ``h`` and a state interval ``k``. There are thousands. Lowering each would take minutes;
+three facts make that needless:
 
 * Every instruction of a program belongs to one operator. So one whole program of the model tells the peak of every suffix of it, and
   one strip program of a run tells the peak of every prefix: count only the storages of the operators inside (``_peaks``).
@@ -19,23 +20,25 @@ CPU the first touch of a large fresh buffer, whose pages the kernel has to clear
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sft.analysis.interval import Interval
 from sft.analysis.segment import cut_positions
+from sft.analysis.tile import tile_at
 from sft.lower.program import Instruction
 from sft.lower.step import lower_strip
 from sft.options import Options
 from sft.plan.build import borders, build_region
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
-from sft.plan.types import SegmentChoice
-from sft.walk.segments import TiledSegment
+from sft.plan.types import Halo, SegmentChoice
+from sft.walk.segments import TiledSegment, Walk
 
-__all__ = ["Candidate", "Survey"]
+__all__ = ["Candidate", "Survey", "panel_cols"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -70,6 +73,9 @@ class _Run:
     peak: Floats
     #: of one strip, in FLOPs
     overhead: Floats
+    #: [cut, height]: FLOPs forward and in all, halos computed twice included
+    forward_flops: Floats
+    flops: Floats
     #: [cut, height, every]
     states: Floats
     #: [height, every]: strips that are restored in the backward pass, of all strips
@@ -87,7 +93,7 @@ class _Whole:
 
 
 class Survey:
-    """Estimates for all candidates.
+    """Estimates for all candidates of one number of panels.
 
     Attributes:
         positions: (phase, index into that phase's cuts) of each position; the first tiles nothing.
@@ -95,10 +101,17 @@ class Survey:
         cost: estimated cost in FLOPs, likewise.
     """
 
-    def __init__(self, problem: Problem, options: Options, device_type: str) -> None:
+    def __init__(self, problem: Problem, options: Options, device_type: str, num_panels: int = 1) -> None:
         self.problem, self.options, self.device_type = problem, options, device_type
+        self.halo: Halo = "recompute" if options.halo == "recompute" else "carry"
+        self.width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
+        self.panel_cols = panel_cols(problem, options, self.width, num_panels)
+        self._num_panels = -(-self.width // self.panel_cols)
         self.batch_tile = min(options.batch_tile or 1, problem.num_batch)
-        self._num_walks = -(-problem.num_batch // self.batch_tile)
+        num_walks = -(-problem.num_batch // self.batch_tile) * self._num_panels
+        self.restart = self._num_panels > 1 and self.halo == "carry"
+        self._num_walks = num_walks
+        self._num_stores = 1 if self.restart else num_walks
         self._phases = problem.phases.phases
         self._cuts = [cut_positions(problem.graph, phase.streamed, problem.phases.streamed) for phase in self._phases]
         self.positions = [(0, 0), *((i, c) for i, cuts in enumerate(self._cuts) for c in range(1, len(cuts)))]
@@ -119,6 +132,9 @@ class Survey:
         stride = max((problem.stride(names) for names, height in runs if height == self.height), default=1)
         if options.tile is not None:
             self.strip_rows, self._sampled = [min(options.tile[0], self.height)], [0]
+        elif self.halo == "recompute":
+            self.strip_rows = [rows for rows in (-(-self.height // 2**e) for e in range(12, -1, -1)) if rows >= min(stride, self.height)]
+            self._sampled = list(range(len(self.strip_rows)))
         else:
             low = sorted({max(1, stride // d) for d in (8, 4, 2)} - {stride})
             multiples = [stride * m for e in range(32) for m in (2**e, 3 * 2**e)]
@@ -128,8 +144,8 @@ class Survey:
             inner = {first, first + (len(high) - 1) // 3, first + 2 * (len(high) - 1) // 3, len(self.strip_rows) - 1}
             self._sampled = sorted({*range(first), *inner})
         most = -(-self.height // self.strip_rows[0]) + 1
-        self.every = [options.state_every] if options.state_every else [1]
-        while options.state_every is None and problem.training and self.every[-1] ** 2 < 4 * most:
+        self.every = [options.state_every] if options.state_every and self.halo == "carry" else [1]
+        while self.halo == "carry" and options.state_every is None and problem.training and self.every[-1] ** 2 < 4 * most:
             self.every.append(max(self.every[-1] + 1, self.every[-1] * 5 // 4))
 
     def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
@@ -147,12 +163,24 @@ class Survey:
                 if rest:
                     choices.append(SegmentChoice(nodes=rest, mode="whole"))
                     rest = ()
-                rows = self._rows_of(tiled, strip_rows)
-                choices.append(SegmentChoice(nodes=tiled, mode="tiled", strip_rows=rows, state_every=every, batch_tile=self.batch_tile))
+                choices.append(self._tiled(tiled, strip_rows, every))
             rest += phase.streamed[cut:] + phase.tail
         if rest:
             choices.append(SegmentChoice(nodes=rest, mode="whole"))
         return tuple(choices)
+
+    def _tiled(self, names: tuple[str, ...], strip_rows: int, every: int) -> SegmentChoice:
+        width = self.problem.run_width(names)
+        return SegmentChoice(
+            nodes=names,
+            mode="tiled",
+            strip_rows=self._rows_of(names, strip_rows),
+            state_every=every,
+            batch_tile=self.batch_tile,
+            panel_cols=max(1, round(self.panel_cols * width / self.width)) if self._num_panels > 1 else 0,
+            halo=self.halo,
+            restart=self.restart,
+        )
 
     def _rows_of(self, names: Sequence[str], strip_rows: int) -> int:
         """The strip height of a run whose sources are smaller than the tallest."""
@@ -172,7 +200,7 @@ class Survey:
         shape = (len(self.positions), len(self.strip_rows), len(self.every))
         self.peak_bytes, self.cost = np.zeros(shape), np.zeros(shape)
         tiled = [i for i, phase in enumerate(self._phases) if phase.streamed and any(i <= last and c for last, c in self.positions)]
-        runs = {i: self._run(i) for i in tiled}
+        runs = {i: self._run(i, whole) for i in tiled}
         for p, (last, index) in enumerate(self.positions):
             parts = [(run, index if i == last else len(run.cuts) - 1) for i, run in runs.items() if i <= last]
             parts = [(run, c) for run, c in parts if run.cuts[c]]
@@ -184,9 +212,10 @@ class Survey:
                 alive = problem.border_bytes + sum(makes[: j + 1]) + states
                 grads = problem.input_grad_bytes + grad_bytes[0] if problem.training else 0
                 peak = np.maximum(peak, alive + grads + run.peak[c][:, None])
+                cost += (run.flops[c] - sum(whole.flops[name] for name in run.names[: run.cuts[c]]))[:, None]
                 if problem.training:
-                    recomputed = sum(whole.forward_flops[name] for name in run.names[: run.cuts[c]])
-                    cost += recomputed * (1 + run.restored_share)
+                    again = 1 - 1 / self._num_walks if self.restart else 0.0
+                    cost += run.forward_flops[c][:, None] * (1 + again + run.restored_share)
                 cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
             self.peak_bytes[p], self.cost[p] = peak, cost
 
@@ -244,7 +273,7 @@ class Survey:
             if choice.mode == "tiled"
         ]
 
-    def _run(self, number: int) -> _Run:
+    def _run(self, number: int, whole: _Whole) -> _Run:
         """Lower a run's largest strip at the sampled heights, and fill in the others."""
         problem = self.problem
         names, cuts = self._phases[number].streamed, self._cuts[number]
@@ -267,7 +296,7 @@ class Survey:
         spaced = np.minimum(carried[..., None], gained[..., None] * every)
         inner = np.minimum(carried, gained)[..., None] * (every - 1)
         rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner if problem.training else carried[..., None] * 2
-        held = row_bytes[:, None, None] * rows * self._num_walks
+        held = row_bytes[:, None, None] * rows * self._num_stores
         # A prefix carries the values before its cut, except the one that crosses it.
         inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
         states = np.einsum("cv,vhk->chk", inside.astype(np.float64), held)
@@ -277,22 +306,25 @@ class Survey:
             num_steps=num_steps,
             peak=spread("peak"),
             overhead=spread("overhead"),
+            forward_flops=self._with_halos(names, cuts, strip_rows, whole.forward_flops),
+            flops=self._with_halos(names, cuts, strip_rows, whole.flops),
             states=states,
             restored_share=(np.ceil(num_steps[:, None] / every) - 1) * (every - 1) / num_steps[:, None],
         )
 
     def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.problem
-        choice = SegmentChoice(nodes=names, mode="tiled", strip_rows=strip_rows, batch_tile=self.batch_tile)
+        choice = replace(self._tiled(names, self.height, 1), strip_rows=strip_rows)
         segment = build_region(problem, (choice,)).segments[0]
         assert isinstance(segment, TiledSegment)
         schedule = segment.schedule
+        walk = Walk(segment.chunks[0], len(segment.panels) // 2)
         own = [name for name in names if name in problem.phases.streamed]
-        row_bytes = np.array([segment.row_bytes(name, self.batch_tile) for name in own], dtype=np.int64)
+        row_bytes = np.array([segment.row_bytes(name, walk) for name in own], dtype=np.int64)
         held = np.zeros(schedule.num_steps)
         for name, size in zip(own, row_bytes, strict=True):
             held += size * (schedule.frontier[name][1:] - schedule.kept[name][:-1])
-        index = int(held.argmax())
+        index = int(held.argmax()) if self.halo == "carry" else schedule.num_steps // 2
         place = {name: i for i, name in enumerate(names)}
         quarter = schedule.num_steps // 4
         steady = slice(quarter, schedule.num_steps + 1 - quarter)
@@ -301,7 +333,7 @@ class Survey:
         step = schedule.step(index)
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
         # What runs forward holds less than what runs forward and backward: one of the two tells enough.
-        program = lower_strip(segment.scope, step, "joint" if differentiated else "forward")
+        program = lower_strip(segment.scope_of(walk), step, "joint" if differentiated else "forward")
         peak = _peaks(program.instructions, place, cuts, suffix=False)
         gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
         places = np.array([place[name] for name in own], dtype=np.int64)
@@ -314,10 +346,35 @@ class Survey:
             "places": places,
             "carried": carried,
             "gained": gained,
-            "extra_steps": schedule.num_steps - -(-problem.run_height(names) // schedule.strip_rows),
+            "extra_steps": 0 if self.halo == "recompute" else schedule.num_steps - -(-problem.run_height(names) // schedule.strip_rows),
             "peak": peak + incoming,
             "overhead": passes * np.array([overhead[owners < cut].sum() for cut in cuts]),
         }
+
+    def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
+        """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice."""
+        found = np.array([[float(sum(flops[name] for name in names[:cut]))] * len(strip_rows) for cut in cuts])
+        if self._num_panels == 1 and self.halo == "carry":
+            return found
+        for c, cut in enumerate(cuts):
+            wide = self._shares(names[:cut], self._tiled(names, 1, 1).panel_cols, 1) if self._num_panels > 1 else {}
+            for h, rows in enumerate(strip_rows):
+                tall = self._shares(names[:cut], rows, 0) if self.halo == "recompute" else {}
+                found[c, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in names[:cut])
+        return found
+
+    def _shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
+        """How often an operator's rows (columns) are computed, on average, when each tile computes its own halo."""
+        if not names:
+            return {}
+        problem, phases = self.problem, self.problem.phases
+        extents = {name: problem.shapes[name][2 + axis] for name in phases.streamed}
+        extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
+        num_tiles = -(-extent // tile_px)
+        start = num_tiles // 2 * tile_px
+        span = Interval(start, min(start + tile_px, extent))
+        step = tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+        return {node.name: max(1.0, len(node.new) / len(span) * extent / extents[node.name]) for node in step.nodes if node.name in extents}
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 
@@ -334,6 +391,15 @@ class Survey:
     def _candidate(self, flat: int) -> Candidate:
         p, h, k = (int(i) for i in np.unravel_index(flat, self.cost.shape))
         return Candidate(position=p, height=h, every=k, peak_bytes=float(self.peak_bytes[p, h, k]), cost=float(self.cost[p, h, k]))
+
+
+def panel_cols(problem: Problem, options: Options, width: int, num_panels: int) -> int:
+    """Columns of the widest source to a panel: a forced number, or ``num_panels`` of about equal width that end at whole strides."""
+    if options.tile is not None:
+        return min(options.tile[1] or width, width)
+    stride = max((problem.stride(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
+    even = -(-width // num_panels)
+    return min(width, -(-even // stride) * stride)
 
 
 def _peaks(instructions: Sequence[Instruction], place: Mapping[str, int], cuts: Sequence[int], *, suffix: bool) -> Floats:

@@ -8,9 +8,12 @@ from typing import Any, Literal
 
 from sft.errors import InputError
 
-__all__ = ["Plan", "SegmentChoice", "SegmentPlan"]
+__all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 1
+_FORMAT = 2
+
+#: How a strip gets the rows around it.
+Halo = Literal["carry", "recompute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,10 @@ class SegmentChoice:
         strip_rows: rows of the segment's tallest source to a strip.
         state_every: a state of the walk is kept every so many strips.
         batch_tile: batch elements that walk together.
+        panel_cols: columns of the widest source to a panel; 0 is the full width.
+        halo: how a strip gets the rows around it: carried from its neighbour, or computed again.
+        restart: of several walks (panels, batch elements) only the last keeps its states in the forward pass; each other one runs
+            forward once more before its backward pass.
     """
 
     nodes: tuple[str, ...]
@@ -30,6 +37,9 @@ class SegmentChoice:
     strip_rows: int = 0
     state_every: int = 1
     batch_tile: int = 0
+    panel_cols: int = 0
+    halo: Halo = "carry"
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +52,10 @@ class SegmentPlan:
         mode: ``"tiled"`` or ``"whole"``.
         placement: where its outputs live.
         strip_rows: rows of the tallest source to a strip (0 when whole).
-        panel_cols: columns to a panel: the full width.
+        panel_cols: columns of the widest source to a panel.
+        num_panels: panels side by side.
+        halo: how a strip gets the rows around it.
+        restart: whether walks run forward once more before their backward pass, instead of keeping their states.
         state_every: a state of the walk is kept every so many strips.
         batch_tile: batch elements that walk together.
         num_steps: strips to a walk.
@@ -59,6 +72,9 @@ class SegmentPlan:
     placement: str
     strip_rows: int
     panel_cols: int
+    num_panels: int
+    halo: Halo
+    restart: bool
     state_every: int
     batch_tile: int
     num_steps: int
@@ -77,6 +93,9 @@ class SegmentPlan:
             strip_rows=self.strip_rows,
             state_every=self.state_every,
             batch_tile=self.batch_tile,
+            panel_cols=self.panel_cols if self.num_panels > 1 else 0,
+            halo=self.halo,
+            restart=self.restart,
         )
 
 

@@ -35,8 +35,8 @@ class Machine(Protocol):
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
         """Zeros laid out like ``handle``."""
 
-    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None) -> Handle:
-        """Batch elements and rows of a buffer."""
+    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None) -> Handle:
+        """Batch elements, rows and columns of a buffer; ``None`` stands for all."""
 
     def add(self, target: Handle, source: Handle) -> None:
         """Add in place."""
@@ -88,7 +88,7 @@ class PhantomMachine:
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
         return self.allocate(shape, dtype, zero=True)
 
-    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None) -> Phantom:
+    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None) -> Phantom:
         assert isinstance(handle, Phantom)
         return handle.view()
 

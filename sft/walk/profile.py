@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.interval import Interval
 from sft.walk.checkpoints import kept_states
-from sft.walk.segments import TiledSegment
+from sft.walk.segments import TiledSegment, Walk
 
 __all__ = ["WalkProfile", "profile_walk"]
 
@@ -28,12 +27,13 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WalkProfile:
-    """Bytes above what was live before, for one walk (one chunk of the batch), and FLOPs.
+    """Bytes above what was live before, for one walk, and FLOPs.
 
     Attributes:
         forward_peak_bytes: most bytes during the forward walk, row blocks included.
         store_bytes: row blocks that stay after it.
-        backward_peak_bytes: most bytes during the backward walk, the row blocks at its start included.
+        backward_peak_bytes: most bytes during the backward walk, the row blocks at its start included; where these did not stay,
+            during the walk that restores them, too.
         forward_flops: of the forward walk.
         backward_flops: of the backward walk, restored strips included.
     """
@@ -45,31 +45,31 @@ class WalkProfile:
     backward_flops: int
 
 
-def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differentiate: bool) -> WalkProfile:
+def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate: bool) -> WalkProfile:
     """Project one walk of a segment.
 
     Args:
         segment: the segment; programs of its step kinds are lowered.
-        chunk: the batch elements of the walk.
-        keep: whether states are kept for a backward pass.
+        walk: the walk.
+        keep: whether a backward pass follows.
         differentiate: whether that backward pass runs this segment at all.
     """
     schedule = segment.schedule
     num_steps, every = schedule.num_steps, segment.state_every
     first, kinds = schedule.kinds
-    forward = [segment.program("forward", int(step), chunk) for step in first]
+    forward = [segment.program("forward", int(step), walk) for step in first]
     forward_peaks = np.array([program.peak_bytes for program in forward])[kinds]
     names = [name for name in schedule.names if name not in schedule.sources and name in segment.scope.streamed]
     frontier, kept = (_stacked([array[name] for name in names], num_steps + 1) for array in (schedule.frontier, schedule.kept))
-    row_bytes = np.array([segment.row_bytes(name, len(chunk)) for name in names], dtype=np.int64)
+    row_bytes = np.array([segment.row_bytes(name, walk) for name in names], dtype=np.int64)
     blocks = row_bytes[:, None] * (frontier[:, 1:] - np.maximum(kept[:, 1:], frontier[:, :-1])).clip(0)
     states = np.array(sorted(kept_states(num_steps, every))) if keep else np.array([], dtype=np.int64)
     lasting = blocks * _lasts(frontier, kept, states, num_steps)
-    after = _alive_after(frontier, kept, blocks, lasting)
-    before = np.concatenate([[0], after[:-1]])
+    stays = lasting if segment.keeps_states(walk) else np.zeros_like(lasting)
+    before = _alive_before(frontier, kept, blocks, stays)
     forward_flops = int(np.array([program.flops for program in forward])[kinds].sum())
     forward_peak = int((before + forward_peaks).max())
-    store = int(lasting.sum())
+    store = int(stays.sum())
     if not differentiate:
         return WalkProfile(
             forward_peak_bytes=forward_peak,
@@ -78,7 +78,7 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
             forward_flops=forward_flops,
             backward_flops=0,
         )
-    joint = [segment.program("joint", int(step), chunk) for step in first]
+    joint = [segment.program("joint", int(step), walk) for step in first]
     group = np.arange(num_steps) // every * every
     # What strip s finds in the store: blocks before its group that kept states need, and the group's own before s.
     need = _needed_by_groups(blocks, lasting)
@@ -89,15 +89,21 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
     joint_peaks = np.array([program.peak_bytes for program in joint])[kinds]
     peak = int((at_strip + gradients[1:] + joint_peaks).max())
     flops = int(np.array([program.flops for program in joint])[kinds].sum())
+
+    def restore(strips: Ints, alive: Ints) -> int:
+        """The peak of strips that run forward for their rows alone."""
+        nonlocal flops
+        programs = {int(k): segment.program("restore", int(first[k]), walk) for k in np.unique(kinds[strips])}
+        flops += sum(programs[int(k)].flops for k in kinds[strips])
+        return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]])).max(initial=0))
+
     restored = _restored(num_steps, every)
-    if restored.size:
-        which = kinds[restored]
-        programs = {int(k): segment.program("restore", int(first[k]), chunk) for k in np.unique(which)}
-        peaks = np.array([programs[int(k)].peak_bytes for k in which])
-        # The gradient that waits meanwhile is that of the next group's first state.
-        waiting = gradients[np.minimum(group[restored] + every, num_steps)]
-        peak = max(peak, int((at_strip[restored] + waiting + peaks).max()))
-        flops += sum(programs[int(k)].flops for k in which)
+    # The gradient that waits meanwhile is that of the next group's first state.
+    waiting = gradients[np.minimum(group[restored] + every, num_steps)]
+    peak = max(peak, restore(restored, at_strip[restored] + waiting))
+    if not segment.keeps_states(walk):
+        again = np.arange(states.max())
+        peak = max(peak, restore(again, _alive_before(frontier, kept, blocks, lasting)[again]))
     return WalkProfile(
         forward_peak_bytes=forward_peak,
         store_bytes=store,
@@ -122,8 +128,8 @@ def _lasts(frontier: Ints, kept: Ints, states: Ints, num_steps: int) -> npt.NDAr
     return exists[None, :] & (frontier[:, 1:] > kept[:, state])
 
 
-def _alive_after(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> Ints:
-    """Bytes in the store after each step of the forward walk."""
+def _alive_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> Ints:
+    """Bytes in the store before each step of the forward walk."""
     num_steps = blocks.shape[1]
     total = np.zeros(num_steps, dtype=np.int64)
     steps = np.arange(1, num_steps + 1)
@@ -133,7 +139,7 @@ def _alive_after(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> Int
         # Blocks from `since` on are still needed by the walk's own state.
         since = np.minimum(np.searchsorted(front[1:], low[1:], side="right"), steps)
         total += permanent[since] + everything[steps] - everything[since]
-    return total
+    return np.concatenate([[0], total[:-1]])
 
 
 def _needed_by_groups(blocks: Ints, lasting: Ints) -> Ints:

@@ -46,7 +46,7 @@ class RowStore:
         for name, rows in state.items():
             for block in self._touching(name, rows):
                 block.holders -= 1
-            self.blocks[name] = [block for block in self.blocks[name] if block.holders > 0]
+            self.blocks[name] = [block for block in self.blocks.get(name, ()) if block.holders > 0]
 
     def pieces(self, name: str, rows: Interval) -> list[tuple[int, Interval, Handle]]:
         """What to copy to gather ``rows``: offset in the gathered rows, rows within the block, block."""

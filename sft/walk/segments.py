@@ -6,15 +6,17 @@ sources; ``backward`` takes the outputs' gradients and adds to (or makes) the gr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Schedule, Step
+from sft.analysis.schedule import NodeRows, Schedule, Step
+from sft.analysis.tile import TileSchedule, kinds_of
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
 from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole, partial_shape
@@ -22,7 +24,7 @@ from sft.walk.checkpoints import backward_actions, kept_states
 from sft.walk.machine import Handle, Machine, Saved
 from sft.walk.rowstore import RowStore
 
-__all__ = ["Gradients", "TiledSegment", "Values", "WholeSegment"]
+__all__ = ["Gradients", "TiledSegment", "Values", "Walk", "WholeSegment"]
 
 _NO_OFFSET = (0, 0, 0)
 
@@ -41,14 +43,24 @@ class Gradients:
     by_name: dict[str, Handle] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """One walk over the strips: some batch elements of one panel."""
+
+    chunk: Interval
+    panel: int
+
+
 @dataclass(kw_only=True)
 class TiledSegment:
     """A segment that never holds a whole inner value.
 
     Attributes:
-        scope: what the lowering needs.
+        scope: what the lowering needs, for ``scope.batch`` batch elements and the full width.
         schedule: the strips.
+        panels: what each panel computes and reads along the width.
         state_every: a state is kept every so many strips.
+        restart: only the last walk keeps its states in the forward pass; the others run forward once more before their backward.
         num_batch: batch elements of the whole input; walks take ``scope.batch`` at a time.
         sides: whole tensors that the segment reads.
     """
@@ -57,13 +69,15 @@ class TiledSegment:
     accumulates: ClassVar[bool] = True
 
     scope: Scope
-    schedule: Schedule
+    schedule: Schedule | TileSchedule
+    panels: tuple[Step, ...]
     state_every: int
+    restart: bool
     num_batch: int
     sides: tuple[str, ...]
-    _programs: dict[tuple[str, int, int], Program] = field(default_factory=dict, repr=False)
+    _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
-    _tails: dict[int, Scope] = field(default_factory=dict, repr=False)
+    _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
 
     @cached_property
     def reductions(self) -> tuple[str, ...]:
@@ -71,8 +85,8 @@ class TiledSegment:
         return tuple(name for name in self.scope.names if name not in self.scope.streamed)
 
     def open_reductions(self, machine: Machine, chunk: Interval | None) -> dict[str, Handle]:
-        """Running reductions at zero: those of one walk, or (``None``) those that span the whole batch."""
-        scope = self.scope if chunk is None else self._scope(chunk)
+        """Running reductions at zero: those of some batch elements, or (``None``) those that span the whole batch."""
+        scope = self.scope if chunk is None else self.scope_of(Walk(chunk, 0))
         names = [name for name in self.reductions if self._spans_batch(name) == (chunk is None)]
         return {name: machine.allocate(partial_shape(scope, name), torch.float64, zero=True) for name in names}
 
@@ -81,7 +95,7 @@ class TiledSegment:
         for name in self.reductions:
             if self._spans_batch(name) == (chunk is None):
                 out = values.by_name[name] if chunk is None else machine.view(values.by_name[name], chunk, None)
-                program = self.finish(name, self.chunks[0] if chunk is None else chunk)
+                program = lower_finish(self.scope_of(Walk(self.chunks[0] if chunk is None else chunk, 0)), name)
                 machine.run(program, {Port("partial", name): partial.pop(name), Port("out", name): out})
 
     def _spans_batch(self, name: str) -> bool:
@@ -98,59 +112,80 @@ class TiledSegment:
         tile = self.scope.batch
         return tuple(Interval(b, min(b + tile, self.num_batch)) for b in range(0, self.num_batch, tile))
 
-    def finish(self, name: str, chunk: Interval) -> Program:
-        """The program that turns a running sum into a global value."""
-        return lower_finish(self._scope(chunk), name)
+    @cached_property
+    def walks(self) -> tuple[Walk, ...]:
+        """All walks in the order of the forward pass: the panels of the first batch elements, of the next, ..."""
+        return tuple(Walk(chunk, panel) for chunk in self.chunks for panel in range(len(self.panels)))
 
-    def _scope(self, chunk: Interval) -> Scope:
-        if len(chunk) == self.scope.batch:
-            return self.scope
-        if len(chunk) not in self._tails:
-            fields = {name: getattr(self.scope, name) for name in self.scope.__dataclass_fields__}
-            self._tails[len(chunk)] = Scope(**{**fields, "batch": len(chunk)})
-        return self._tails[len(chunk)]
+    def keeps_states(self, walk: Walk) -> bool:
+        """Whether a walk's states stay from its forward to its backward pass."""
+        return not self.restart or walk == self.walks[-1]
+
+    @cached_property
+    def panel_kinds(self) -> tuple[int, ...]:
+        """For each panel the first one of the same geometry, with which it shares its programs."""
+        first, kinds = kinds_of(self.panels)
+        return tuple(int(first[kind]) for kind in kinds)
+
+    def scope_of(self, walk: Walk) -> Scope:
+        """What the lowering needs of one walk."""
+        key = (len(walk.chunk), self.panel_kinds[walk.panel])
+        if key not in self._scopes:
+            columns = {part.name: part for part in self.panels[key[1]].nodes}
+            self._scopes[key] = replace(self.scope, batch=key[0], columns=columns)
+        return self._scopes[key]
 
     def _step(self, index: int) -> Step:
         if index not in self._steps:
             self._steps[index] = self.schedule.step(index)
         return self._steps[index]
 
-    def row_bytes(self, name: str, num_batch: int) -> int:
-        """Bytes of one row of a streamed value for ``num_batch`` batch elements."""
-        _, channels, _, width = self.scope.shapes[name]
-        return num_batch * channels * width * self.scope.graph[name].itemsize_bytes
+    def row_bytes(self, name: str, walk: Walk) -> int:
+        """Bytes of one row of a streamed value in a walk."""
+        scope = self.scope_of(walk)
+        return math.prod(scope.strip_shape(name, 1)) * scope.graph[name].itemsize_bytes
 
     @property
     def working_bytes(self) -> int:
         """The largest peak of the programs lowered so far."""
         return max((program.peak_bytes for program in self._programs.values()), default=0)
 
-    def program(self, kind: StripKind, index: int, chunk: Interval) -> Program:
-        """The program of a strip; strips of one signature share it."""
-        key = (kind, int(self.schedule.kinds[1][index]), len(chunk))
+    def program(self, kind: StripKind, index: int, walk: Walk) -> Program:
+        """The program of a strip; strips of one signature share it, in panels of one geometry."""
+        key = (kind, int(self.schedule.kinds[1][index]), self.panel_kinds[walk.panel], len(walk.chunk))
         if key not in self._programs:
-            self._programs[key] = lower_strip(self._scope(chunk), self._step(index), kind)
+            self._programs[key] = lower_strip(self.scope_of(walk), self._step(index), kind)
         return self._programs[key]
 
-    def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[RowStore]:
-        """Walk all strips; with ``keep`` the states for the backward walk stay in the returned stores."""
-        stores = []
+    def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[RowStore | None]:
+        """Walk all strips; with ``keep`` the states for the backward walks stay in the returned stores (``None``: not kept)."""
+        stores: list[RowStore | None] = []
         shared = self.open_reductions(machine, None)
         for chunk in self.chunks:
-            store = RowStore()
             partial = {**shared, **self.open_reductions(machine, chunk)}
-            kept = self.kept if keep else frozenset()
-            for index in range(self.schedule.num_steps):
-                self._run_forward(machine, values, store, index, chunk, partial, write=True)
-                store.hold(self.schedule.carried_rows(index + 1))
-                if index not in kept:
-                    store.release(self.schedule.carried_rows(index))
-            store.release(self.schedule.carried_rows(self.schedule.num_steps))
+            for walk in (walk for walk in self.walks if walk.chunk == chunk):
+                keeps = keep and self.keeps_states(walk)
+                store = self._walk_forward(machine, values, walk, partial, self.kept if keeps else frozenset())
+                stores.append(store if keeps else None)
             self.close_reductions(machine, values, partial, chunk)
             del partial
-            stores.append(store)
         self.close_reductions(machine, values, shared, None)
         return stores
+
+    def _walk_forward(
+        self, machine: Machine, values: Values, walk: Walk, partial: Mapping[str, Handle] | None, kept: frozenset[int]
+    ) -> RowStore:
+        """Walk forward, holding on to some states; without ``partial`` only for the sake of these states."""
+        store = RowStore()
+        last = self.schedule.num_steps if partial is not None else max(kept)
+        for index in range(last):
+            self._run_forward(machine, values, store, index, walk, partial)
+            store.hold(self.schedule.carried_rows(index + 1))
+            if index not in kept:
+                store.release(self.schedule.carried_rows(index))
+        if last not in kept:
+            store.release(self.schedule.carried_rows(last))
+        return store
 
     def _run_forward(
         self,
@@ -158,18 +193,16 @@ class TiledSegment:
         values: Values,
         store: RowStore,
         index: int,
-        chunk: Interval,
-        partial: Mapping[str, Handle],
-        *,
-        write: bool,
+        walk: Walk,
+        partial: Mapping[str, Handle] | None,
     ) -> None:
-        step, program = self._step(index), self.program("forward" if write else "restore", index, chunk)
-        bindings = self._bind(machine, program, step, chunk, values, store)
+        step, program = self._step(index), self.program("forward" if partial is not None else "restore", index, walk)
+        bindings = self._bind(machine, program, step, walk, values, store)
         for port in program.ports:
             if port.role == "out":
-                rows = next(n.new for n in step.nodes if n.name == port.name)
-                bindings[port] = machine.view(values.by_name[port.name], chunk, rows)
+                bindings[port] = self._own_part(machine, values, port.name, step, walk)
             elif port.role == "partial":
+                assert partial is not None
                 bindings[port] = partial[port.name]
         results, _ = machine.run(program, bindings)
         for node in step.nodes:
@@ -177,26 +210,38 @@ class TiledSegment:
             if block is not None:
                 store.append(node.name, node.appended, block)
 
-    def _bind(self, machine: Machine, program: Program, step: Step, chunk: Interval, values: Values, store: RowStore) -> dict[Port, Handle]:
+    def _bind(self, machine: Machine, program: Program, step: Step, walk: Walk, values: Values, store: RowStore) -> dict[Port, Handle]:
         """The ports that forward and backward have in common."""
         bindings: dict[Port, Handle] = {}
         for port in program.ports:
             if port.role == "source":
-                bindings[port] = machine.view(values.by_name[port.name], chunk, _rows_read(step, port.name))
+                bindings[port] = self._rows_read(machine, values, port.name, step, walk)
             elif port.role == "side":
-                bindings[port] = self._side(machine, values, port.name, chunk)
+                bindings[port] = self._side(machine, values, port.name, walk.chunk)
             elif port.role == "carry":
-                rows = next(n.carried for n in step.nodes if n.name == port.name)
-                bindings[port] = store.pieces(port.name, rows)
+                bindings[port] = store.pieces(port.name, _rows_of(step, port.name).carried)
             elif port.role == "origin":
-                bindings[port] = (chunk.start, next(n.new.start for n in step.nodes if n.name == port.name), 0)
+                columns = self._columns_of(port.name, walk).new
+                bindings[port] = (walk.chunk.start, _rows_of(step, port.name).new.start, columns.start)
         return bindings
+
+    def _columns_of(self, name: str, walk: Walk) -> NodeRows:
+        return _rows_of(self.panels[walk.panel], name)
+
+    def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
+        """What a strip reads of a source, or of its gradient."""
+        rows = self.scope_of(walk).rows_read(step)[name]
+        return machine.view(tensors.by_name[name], walk.chunk, rows, self._columns_of(name, walk).new)
+
+    def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
+        """The part of a streamed output, or of its gradient, that a strip is for."""
+        return machine.view(tensors.by_name[name], walk.chunk, _rows_of(step, name).wanted, self._columns_of(name, walk).wanted)
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
         handle = tensors.by_name[name]
         return machine.view(handle, chunk, None) if name in self.scope.per_sample else handle
 
-    def backward(self, machine: Machine, values: Values, stores: list[RowStore], grads: Gradients, *, consume: bool = True) -> None:
+    def backward(self, machine: Machine, values: Values, stores: list[RowStore | None], grads: Gradients, *, consume: bool = True) -> None:
         """Walk the strips in reverse.
 
         Args:
@@ -207,32 +252,35 @@ class TiledSegment:
             consume: whether the stores are no longer needed afterwards.
         """
         if not consume:
-            stores = [store.fork() for store in stores]
-        chunks = list(self.chunks)
-        while chunks:
-            self._backward_chunk(machine, values, stores.pop(), grads, chunks.pop())
+            stores = [store and store.fork() for store in stores]
+        walks = list(self.walks)
+        while walks:
+            self._walk_backward(machine, values, stores.pop(), grads, walks.pop())
 
-    def _backward_chunk(self, machine: Machine, values: Values, store: RowStore, grads: Gradients, chunk: Interval) -> None:
+    def _walk_backward(self, machine: Machine, values: Values, store: RowStore | None, grads: Gradients, walk: Walk) -> None:
         schedule = self.schedule
+        if store is None:
+            store = self._walk_forward(machine, values, walk, None, self.kept)
         carried: dict[str, Handle] = {}
         for action in backward_actions(schedule.num_steps, self.state_every):
             if action.kind == "forward":
-                self._run_forward(machine, values, store, action.strip, chunk, {}, write=False)
+                self._run_forward(machine, values, store, action.strip, walk, None)
                 store.hold(schedule.carried_rows(action.strip + 1))
                 continue
-            step, program = self._step(action.strip), self.program("joint", action.strip, chunk)
-            bindings = self._bind(machine, program, step, chunk, values, store)
+            step, program = self._step(action.strip), self.program("joint", action.strip, walk)
+            bindings = self._bind(machine, program, step, walk, values, store)
             for port in program.ports:
                 if port.role == "grad_out":
-                    rows = next(n.new for n in step.nodes if n.name == port.name)
-                    streamed = port.name in self.scope.streamed
-                    bindings[port] = machine.view(grads.by_name[port.name], chunk, rows if streamed else None)
+                    if port.name in self.scope.streamed:
+                        bindings[port] = self._own_part(machine, grads, port.name, step, walk)
+                    else:
+                        bindings[port] = machine.view(grads.by_name[port.name], walk.chunk, None)
                 elif port.role == "grad_carry":
                     bindings[port] = carried.pop(port.name)
                 elif port.role == "grad_source":
-                    bindings[port] = machine.view(grads.by_name[port.name], chunk, _rows_read(step, port.name))
+                    bindings[port] = self._rows_read(machine, grads, port.name, step, walk)
                 elif port.role == "grad_side":
-                    bindings[port] = self._side(machine, grads, port.name, chunk)
+                    bindings[port] = self._side(machine, grads, port.name, walk.chunk)
             results, _ = machine.run(program, bindings)
             bindings.clear()
             carried = {port.name: handle for port, handle in results.items()}
@@ -240,13 +288,8 @@ class TiledSegment:
             store.release(schedule.carried_rows(action.strip))
 
 
-def _rows_read(step: Step, name: str) -> Interval:
-    rows = Interval(0, 0)
-    for node in step.nodes:
-        for read in node.reads:
-            if read.operand == name:
-                rows = rows.hull(read.rows)
-    return rows
+def _rows_of(step: Step, name: str) -> NodeRows:
+    return next(node for node in step.nodes if node.name == name)
 
 
 @dataclass(kw_only=True)

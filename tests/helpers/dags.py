@@ -543,10 +543,16 @@ def _runs_in_eager(dag: Dag) -> bool:
 
 @st.composite
 def tilings(draw: st.DrawFn, dag: Dag) -> sft.Options:
-    """Forced strips of 1 to height + 3 rows over the full width, a state kept every k-th strip, a batch tile."""
+    """Forced strips of 1 to height + 3 rows, in half of the cases in panels, a state kept every k-th strip, a batch tile.
+
+    Where the halo is computed again a tile is never a small part of the image: deep networks would compute most of it in each.
+    """
     batch, _, height, width = dag.shape
+    halo = draw(st.sampled_from(["carry", "carry", "recompute"]))
+    rows = draw(st.integers(1 if halo == "carry" else -(-height // 4), height + 3))
     return sft.Options(
-        tile=(draw(st.integers(1, height + 3)), width),
+        tile=(rows, draw(st.just(width) | st.integers(-(-width // 4), width))),
+        halo=halo,
         state_every=draw(st.none() | st.integers(1, 5)),
         batch_tile=draw(st.none() | st.integers(1, batch)),
     )

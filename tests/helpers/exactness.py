@@ -3,14 +3,16 @@
 **The error rule.** Everything is compared with eager PyTorch in float64. The error of a tensor is its largest absolute
 difference, divided by a scale:
 
-* an output, a buffer, the input's gradient: the tensor's own largest absolute value.
+* an output, a buffer, the input's gradient: the tensor's own largest absolute value (of the input's gradient, too, not below the
+  smallest scale of parameters' gradients).
   The sums behind its elements have terms of about that size, so rounding is in proportion to it; an element that
   happens to be near zero has no claim to a relative accuracy of its own.
 * a parameter's gradient, and a parameter after the update: the largest absolute value of its kind in the same module.
   A bias before a norm has the true gradient 0: what is left there is the rounding of a sum of large terms, and the
   module's weight gradient is made of the same terms. Dividing by the bias gradient would compare noise with noise. Two
-  norms in a row leave a whole module with gradients whose true value is 0; so the scale is never below a thousandth of
-  the largest gradient in the model. What is wrong by more than 1e-13 of that is still found.
+  norms in a row leave a whole module with gradients whose true value is 0, and a norm before a mean all of them but its
+  own; so the scale is never below a thousandth of the largest gradient in the model. What is wrong by more than 1e-13
+  of that is still found.
 
 A scale of zero asks for an error of zero; NaN and infinity are never within tolerance. Which gradients are None, and
 which outputs require grad, must agree as well.
@@ -252,7 +254,9 @@ def assert_exact(
         assert all(torch.equal(y, kept) for y, kept in zip(y_ours, before, strict=True)), f"{at}the backward changed an output"
         assert (x_ours.grad is None) == (x_eager.grad is None), f"{at}only one of the two has an input gradient"
         if x_ours.grad is not None and x_eager.grad is not None:
-            found["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad)
+            floor = _SMALLEST_SHARE * max((float(g.abs().max()) for g in _param_grads(eager).values() if g is not None), default=0.0)
+            scale = max(floor, float(x_eager.grad.abs().max()))
+            found["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad, scale=scale)
         assert torch.equal(x_ours, x), f"{at}the input was changed"
         buffers = dict(net.named_buffers())
         assert buffers.keys() == dict(eager.named_buffers()).keys(), f"{at}the buffers' names differ"

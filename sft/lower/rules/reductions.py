@@ -30,7 +30,7 @@ class Mean(Rule):
         image, e = ctx.node.argument("self"), ctx.emitter
         operand = next(refs_in(image))
         _, channels, height, width = ctx.scope.shapes[operand]
-        rows = ctx.read_of(operand).rows
+        rows, columns = ctx.read_of(operand).rows, ctx.columns_of(operand).rows
         scaled = e.call(aten.div.Scalar, grad, height * width, shape=grad.shape)
         flat = e.call(
             aten.view.default,
@@ -39,7 +39,7 @@ class Mean(Rule):
             shape=(grad.shape[0], channels, 1, 1),
             view_of=scaled,
         )
-        shape = (grad.shape[0], channels, len(rows), width)
+        shape = (grad.shape[0], channels, len(rows), len(columns))
         ctx.add_grad(image, e.call(aten.expand.default, flat, list(shape), shape=shape, view_of=flat), owned=False)
 
 

@@ -22,7 +22,8 @@ class Nearest(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         strip = ctx.strip(next(refs_in(ctx.node.argument("input"))))
         factors = ctx.node.argument("factors")
-        assert strip.shape[2] * factors[0] == ctx.new_rows, "a strip of an upsampled value begins and ends at input rows"
+        grown = (strip.shape[2] * factors[0], strip.shape[3] * factors[1])
+        assert grown == ctx.out_shape[2:], "a strip of an upsampled value begins and ends at input rows and columns"
         ctx.saved["shape"] = strip.shape
         return ctx.emitter.call(aten.upsample_nearest2d.default, strip, list(ctx.out_shape[2:]), *map(float, factors), shape=ctx.out_shape)
 

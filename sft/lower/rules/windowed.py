@@ -13,11 +13,12 @@ import torch
 
 from sft.analysis.graph import Node, refs_in
 from sft.analysis.operators import Window, window_of
-from sft.lower.context import NodeContext
+from sft.analysis.schedule import Read
+from sft.lower.context import NodeContext, Scope
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["AvgPool", "Convolution", "MaxPool", "has_uneven_columns"]
+__all__ = ["AvgPool", "Convolution", "MaxPool", "column_padding"]
 
 aten = torch.ops.aten
 
@@ -46,9 +47,10 @@ class _Windowed(Rule):
 
     def _padded(self, ctx: NodeContext, operand: str, windows: tuple[Window, Window]) -> tuple[Slot, tuple[int, int]]:
         """The padded strip and the symmetric paddings (height, width) left to the operator."""
-        read, columns = ctx.read_of(operand), windows[1]
-        own_height = read.pad_low if read.pad_low == read.pad_high and read.rows else 0
-        own_width = columns.pad_low if columns.pad_low == columns.pad_high else 0
+        read, (left, right) = ctx.read_of(operand), column_padding(ctx.scope, ctx.node, operand)
+        is_empty = ctx.reads_nothing(operand)
+        own_height = read.pad_low if read.pad_low == read.pad_high and not is_empty else 0
+        own_width = left if left == right and not is_empty else 0
         if not self._own_padding_fits(own_height, own_width, windows):
             own_height = own_width = 0
         padded = _pad(
@@ -56,29 +58,28 @@ class _Windowed(Rule):
             ctx.strip(operand),
             read.pad_low - own_height,
             read.pad_high - own_height,
-            columns.pad_low - own_width,
-            columns.pad_high - own_width,
+            left - own_width,
+            right - own_width,
             self.border_value,
         )
         ctx.saved["padded"] = padded
-        ctx.saved["offset"] = (read.pad_low - own_height, columns.pad_low - own_width)
+        ctx.saved["offset"] = (read.pad_low - own_height, left - own_width)
         return padded, (own_height, own_width)
 
     def _own_padding_fits(self, height: int, width: int, windows: tuple[Window, Window]) -> bool:
         return True
 
     def _unpadded(self, ctx: NodeContext, operand: str, grad: Slot) -> Slot:
-        """The gradient of the rows read, given the gradient of the padded strip."""
+        """The gradient of the rows and columns read, given the gradient of the padded strip."""
         top, left = ctx.saved["offset"]
-        read = ctx.read_of(operand)
-        inner = ctx.emitter.narrow(grad, 2, top, len(read.rows))
-        return ctx.emitter.narrow(inner, 3, left, ctx.scope.shapes[operand][3])
+        inner = ctx.emitter.narrow(grad, 2, top, len(ctx.read_of(operand).rows))
+        return ctx.emitter.narrow(inner, 3, left, len(ctx.columns_of(operand).rows))
 
 
-def has_uneven_columns(node: Node) -> bool:
-    """Whether a windowed operator pads left and right differently, which ATen's operators cannot."""
-    columns = window_of(node, 1)
-    return columns is None or columns.pad_low != columns.pad_high
+def column_padding(scope: Scope, node: Node, operand: str) -> tuple[int, int]:
+    """Padding left and right of what a windowed operator reads; where the two differ ATen's operators cannot apply it."""
+    read = next(read for read in scope.columns[node.name].reads if read.operand == operand)
+    return read.pad_low, read.pad_high
 
 
 class Convolution(_Windowed):
@@ -87,9 +88,10 @@ class Convolution(_Windowed):
     def forward(self, ctx: NodeContext) -> Slot:
         node = ctx.node
         operand = next(refs_in(node.argument("input")))
-        bordered = None if has_uneven_columns(node) else ctx.bordered_strip(operand)
+        left, right = column_padding(ctx.scope, node, operand)
+        bordered = ctx.bordered_strip(operand) if left == right else None
         if bordered is not None:
-            padded, padding = bordered, (0, _windows(ctx)[1].pad_low)
+            padded, padding = bordered, (0, left)
             ctx.saved.update(padded=padded, offset=(ctx.read_of(operand).pad_low, 0))
         else:
             padded, padding = self._padded(ctx, operand, _windows(ctx))
@@ -120,7 +122,7 @@ class Convolution(_Windowed):
         image, weight, bias = node.argument("input"), node.argument("weight"), node.argument("bias")
         operand = next(refs_in(image))
         weight_slot = ctx.operand_slot(weight)
-        mask = [ctx.needs_grad(image) and bool(ctx.read_of(operand).rows), ctx.needs_grad(weight), ctx.needs_grad(bias)]
+        mask = [ctx.needs_grad(image) and not ctx.reads_nothing(operand), ctx.needs_grad(weight), ctx.needs_grad(bias)]
         if not any(mask):
             return
         out = tuple(
@@ -176,7 +178,7 @@ class MaxPool(_Windowed):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image, padded = ctx.node.argument("self"), ctx.saved["padded"]
         operand = next(refs_in(image))
-        if not ctx.read_of(operand).rows:
+        if ctx.reads_nothing(operand):
             return
         indices = ctx.saved["indices"] if ctx.is_whole else self._pool(ctx)[1]
         out = ctx.emitter.call(
@@ -190,12 +192,17 @@ class MaxPool(_Windowed):
         ctx.add_grad(image, self._unpadded(ctx, operand, out), owned=True)
 
 
+def _counts_as_inside(read: Read, window: Window, counted: bool) -> bool:
+    """Whether every element that a pooling reads along an axis counts: none is padding, or padding counts too."""
+    return not (read.pad_low or read.pad_high) or (counted and read.pad_high <= window.pad_high)
+
+
 class AvgPool(_Windowed):
     """``avg_pool2d``.
 
     The divisor counts elements inside the image (or the image and its declared padding). A strip that holds no border, or only
-    counted padding, has the operator's own divisor. At other borders the strip is padded, summed, and divided by the sums of a
-    mask that is one where elements count.
+    counted padding, has the operator's own divisor; so has one of full width, whose left and right borders the operator knows. At
+    other borders the strip is padded, summed, and divided by the sums of a mask that is one where elements count.
     """
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -205,32 +212,37 @@ class AvgPool(_Windowed):
         read = ctx.read_of(operand)
         override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
         whole = ctx.is_whole and 2 * rows.pad_low <= rows.kernel and 2 * columns.pad_low <= columns.kernel
-        native = whole or override is not None or (not (read.pad_low or read.pad_high) or (counted and read.pad_high <= rows.pad_high))
+        across = ctx.columns_of(operand)
+        left, right = (0, 0) if ctx.is_full_width else (across.pad_low, across.pad_high)
+        native = override is not None or (
+            _counts_as_inside(read, rows, counted) and (ctx.is_full_width or _counts_as_inside(across, columns, counted))
+        )
         e = ctx.emitter
-        if native:
+        if whole or native:
             if whole:
                 padded, padding = ctx.strip(operand), (rows.pad_low, columns.pad_low)
                 ctx.saved["offset"] = (0, 0)
             else:
-                padded = _pad(ctx, ctx.strip(operand), read.pad_low, read.pad_high, 0, 0, 0.0)
-                padding = (0, columns.pad_low)
-                ctx.saved["offset"] = (read.pad_low, 0)
+                padded = _pad(ctx, ctx.strip(operand), read.pad_low, read.pad_high, left, right, 0.0)
+                padding = (0, columns.pad_low if ctx.is_full_width else 0)
+                ctx.saved["offset"] = (read.pad_low, left)
             ctx.saved.update(padded=padded, counts=None, geometry=self._arguments(windows, padding, rows.ceil, counted, override))
             return e.call(aten.avg_pool2d.default, padded, *ctx.saved["geometry"], shape=ctx.out_shape)
-        width = ctx.scope.shapes[operand][3]
-        out_width = ctx.out_shape[3]
-        right = max(0, (out_width - 1) * columns.stride + columns.kernel - columns.pad_low - width)
-        padded = _pad(ctx, ctx.strip(operand), read.pad_low, read.pad_high, columns.pad_low, right, 0.0)
+        width, out_width = len(across.rows), ctx.out_shape[3]
+        if ctx.is_full_width:
+            left = columns.pad_low
+            right = max(0, (out_width - 1) * columns.stride + columns.kernel - left - width)
+        padded = _pad(ctx, ctx.strip(operand), read.pad_low, read.pad_high, left, right, 0.0)
         mask = e.zeros((1, 1, *padded.shape[2:]))
         extra = (rows.pad_low, rows.pad_high, columns.pad_low, columns.pad_high) if counted else (0, 0, 0, 0)
         top = max(0, read.pad_low - extra[0])
         bottom = read.pad_low + len(read.rows) + min(read.pad_high, extra[1])
-        left, end = columns.pad_low - extra[2], columns.pad_low + width + min(right, extra[3])
-        inner = e.narrow(e.narrow(mask, 2, top, bottom - top), 3, left, end - left)
+        begin, end = max(0, left - extra[2]), left + width + min(right, extra[3])
+        inner = e.narrow(e.narrow(mask, 2, top, bottom - top), 3, begin, end - begin)
         e.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
         geometry = self._arguments(windows, (0, 0), False, True, 1)
         counts = e.call(aten.avg_pool2d.default, mask, *geometry, shape=(1, 1, ctx.new_rows, out_width))
-        ctx.saved.update(padded=padded, counts=counts, offset=(read.pad_low, columns.pad_low), geometry=geometry)
+        ctx.saved.update(padded=padded, counts=counts, offset=(read.pad_low, left), geometry=geometry)
         total = e.call(aten.avg_pool2d.default, padded, *geometry, shape=ctx.out_shape)
         return e.call(aten.div_.Tensor, total, counts, writes=total)
 
@@ -244,7 +256,7 @@ class AvgPool(_Windowed):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image, padded, e = ctx.node.argument("self"), ctx.saved["padded"], ctx.emitter
         operand = next(refs_in(image))
-        if not ctx.read_of(operand).rows:
+        if ctx.reads_nothing(operand):
             return
         if ctx.saved["counts"] is not None:
             grad = e.call(aten.div.Tensor, grad, ctx.saved["counts"], shape=grad.shape)

@@ -1,0 +1,98 @@
+"""Strategy ``sft``: the plan of Xu et al., "Training of deep learning pipelines on memory-constrained GPUs via segmented fused-tiled
+execution", CC 2022, on our executor.
+
+A value as large as a *limit* must be tiled; the others may be kept, and are the segments' borders (Listing 3, ``analysis.partition``). A
+tiled segment runs as a grid of 2^n x 2^n independent tiles of its results, each with its own halo (Listing 4, ``analysis.tile``); what
+lies between is kept whole, as plain PyTorch keeps it.
+
+The paper takes the device memory as limit and leaves it to the user to find the grid that is fastest. Here both are searched: for
+limits from the largest value downwards by halves, the coarsest grid that fits; of these plans the one with the fewest FLOPs. The paper's
+condition is per value and per segment; that everything fits *together* is what the exact projection of each plan decides.
+Complexity: O(log(limit) * log(tiles)) projections, each linear in operators and tiles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from sft.analysis.partition import partition
+from sft.options import Options
+from sft.plan.problem import Problem
+from sft.plan.types import SegmentChoice
+
+__all__ = ["grids", "partition_choices"]
+
+#: Tiles along each side of the finest grid.
+_MOST_TILES = 32
+_NUM_LIMITS = 16
+
+#: The rows and columns of a tile, given the extent of the tallest and of the widest image of a segment.
+Grid = Callable[[int, int], tuple[int, int]]
+
+
+def grids(options: Options) -> tuple[Grid, ...]:
+    """The grids to try, from coarse to fine: 2^n x 2^n tiles, or tiles of a forced size."""
+    if options.tile is not None:
+        rows, cols = options.tile
+        return (lambda height, width: (min(rows, height), min(cols or width, width)),)
+    counts = [2**n for n in range(_MOST_TILES.bit_length())]
+    return tuple(lambda height, width, n=n: (-(-height // n), -(-width // n)) for n in counts)
+
+
+def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[Grid], tuple[SegmentChoice, ...]]]:
+    """The paper's partitions for smaller and smaller limits, each waiting for a grid; those that cannot run are left out.
+
+    Args:
+        problem: the model at one size.
+        options: ``batch_tile``; and whether a tile is forced, then even a model that fits is cut where its largest values are.
+    """
+    largest = max((problem.value_bytes(name) for phase in problem.phases.phases for name in phase.streamed), default=1)
+    # Below the first limit every value stays; from the second on the largest must be tiled.
+    limits = [max(1, 2 * largest >> n) for n in range(int(options.tile is not None), _NUM_LIMITS)]
+    seen: set[tuple[tuple[tuple[str, ...], bool], ...]] = set()
+    for limit_bytes in limits:
+        parts = _partition(problem, limit_bytes)
+        if parts is None or parts in seen:
+            continue
+        seen.add(parts)
+        yield lambda grid, parts=parts: _choices(problem, parts, grid, options)  # type: ignore[misc]
+
+
+def _partition(problem: Problem, limit_bytes: int) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
+    """Operators in order and whether they are tiled; ``None`` where the paper reports out of memory."""
+    phases = problem.phases
+    parts: list[tuple[tuple[str, ...], bool]] = []
+    for phase in phases.phases:
+        found = partition(problem.graph, phase.streamed, phases.rows, phases.streamed, problem.shapes, limit_bytes)
+        if found.problems or any(segment.tiled and "height" not in segment.dimensions for segment in found.segments):
+            return None
+        parts += [(segment.names, segment.tiled) for segment in found.segments]
+        if phase.tail:
+            parts.append((phase.tail, False))
+    return tuple(parts)
+
+
+def _choices(problem: Problem, parts: tuple[tuple[tuple[str, ...], bool], ...], grid: Grid, options: Options) -> tuple[SegmentChoice, ...]:
+    choices: list[SegmentChoice] = []
+    waiting: tuple[str, ...] = ()
+    for names, tiled in parts:
+        if not tiled:
+            waiting += names
+            continue
+        if waiting:
+            choices.append(SegmentChoice(nodes=waiting, mode="whole"))
+            waiting = ()
+        rows, cols = grid(problem.run_height(names), problem.run_width(names))
+        choices.append(
+            SegmentChoice(
+                nodes=names,
+                mode="tiled",
+                strip_rows=rows,
+                batch_tile=min(options.batch_tile or 1, problem.num_batch),
+                panel_cols=cols,
+                halo="recompute",
+            )
+        )
+    if waiting:
+        choices.append(SegmentChoice(nodes=waiting, mode="whole"))
+    return tuple(choices)

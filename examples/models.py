@@ -28,6 +28,7 @@ __all__ = [
     "resnet50",
     "unet",
     "vgg16",
+    "vgg19",
 ]
 
 _Model = TypeVar("_Model", bound=nn.Module)
@@ -146,9 +147,19 @@ def resnet50(num_classes: int, width: int = 64) -> PooledClassifier:
 
 def vgg16(num_classes: int, batch_norm: bool = False, width: int = 64) -> PooledClassifier:
     """The thirteen convolutions of VGG-16 in five pooled stages; one linear layer instead of its three."""
+    return _vgg((2, 2, 3, 3, 3), num_classes, batch_norm, width)
+
+
+def vgg19(num_classes: int, batch_norm: bool = False, width: int = 64) -> PooledClassifier:
+    """VGG-19: a fourth convolution in each of the last three stages of VGG-16."""
+    return _vgg((2, 2, 4, 4, 4), num_classes, batch_norm, width)
+
+
+def _vgg(depths: Sequence[int], num_classes: int, batch_norm: bool, width: int) -> PooledClassifier:
     layers: list[nn.Module] = []
     num_inputs = 3
-    for depth, stage_width in ((2, width), (2, 2 * width), (3, 4 * width), (3, 8 * width), (3, 8 * width)):
+    for depth, factor in zip(depths, (1, 2, 4, 8, 8), strict=True):
+        stage_width = factor * width
         for _ in range(depth):
             layers.append(nn.Conv2d(num_inputs, stage_width, 3, padding=1))
             if batch_norm:

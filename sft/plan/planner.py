@@ -28,6 +28,8 @@ __all__ = ["Planned", "carry_out", "plan_segments"]
 _MAX_PROJECTIONS = 8
 _WORTH_ANOTHER_LOOK = 0.98
 _NUM_SMALLEST = 3
+#: A plan that costs at most so much more than running each strip once more is not worth looking further.
+_WORTH_MORE_PANELS = 1.05
 #: More panels must need less than this share of what fewer need, and a panel narrower than this is all halo.
 _WORTH_ANOTHER_PANEL = 0.95
 _LEAST_PANEL_COLS = 64
@@ -64,8 +66,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
         found = _cheapest(problem, survey, room_bytes)
         if found is not None:
             fitting.append(found)
-            if survey.halo == "carry":
-                break  # more panels only compute more
+            if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
+                break  # what is left to gain are strips that run once more to restore states
     if fitting:
         return min(fitting, key=lambda costed: costed[0])[1]
     small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
@@ -107,10 +109,12 @@ def _least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
 
 
 def _surveys(problem: Problem, options: Options, device_type: str) -> Iterator[Survey]:
-    """One survey for each number of panels that may be worth it: 1, 2, 4, ... while more panels need less, whatever the budget."""
+    """Surveys for the numbers of panels that may be worth it: 1, 2, 4, ... while more panels need less, whatever the budget."""
     least = float("inf")
     num_panels = 1
     while True:
+        if num_panels > 1 and options.halo != "recompute":
+            yield Survey(problem, options, device_type, num_panels, restart=False)
         survey = Survey(problem, options, device_type, num_panels)
         yield survey
         smallest = float(survey.peak_bytes.min())

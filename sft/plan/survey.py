@@ -93,15 +93,16 @@ class _Whole:
 
 
 class Survey:
-    """Estimates for all candidates of one number of panels.
+    """Estimates for all candidates of one number of panels, whose states are kept or (``restart``) made again.
 
     Attributes:
         positions: (phase, index into that phase's cuts) of each position; the first tiles nothing.
         peak_bytes: estimated peak, [position, height, every].
+        least_cost: of running all that can be in strips, each state kept.
         cost: estimated cost in FLOPs, likewise.
     """
 
-    def __init__(self, problem: Problem, options: Options, device_type: str, num_panels: int = 1) -> None:
+    def __init__(self, problem: Problem, options: Options, device_type: str, num_panels: int = 1, *, restart: bool = True) -> None:
         self.problem, self.options, self.device_type = problem, options, device_type
         self.halo: Halo = "recompute" if options.halo == "recompute" else "carry"
         self.width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
@@ -109,7 +110,7 @@ class Survey:
         self._num_panels = -(-self.width // self.panel_cols)
         self.batch_tile = min(options.batch_tile or 1, problem.num_batch)
         num_walks = -(-problem.num_batch // self.batch_tile) * self._num_panels
-        self.restart = self._num_panels > 1 and self.halo == "carry"
+        self.restart = restart and self._num_panels > 1 and self.halo == "carry"
         self._num_walks = num_walks
         self._num_stores = 1 if self.restart else num_walks
         self._phases = problem.phases.phases
@@ -218,6 +219,7 @@ class Survey:
                     cost += run.forward_flops[c][:, None] * (1 + again + run.restored_share)
                 cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
             self.peak_bytes[p], self.cost[p] = peak, cost
+        self.least_cost = float(self.cost[-1, :, 0].min())
 
     def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
         """What lies behind each position when it is kept whole."""

@@ -41,6 +41,7 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
         requires_grad=problem.requires_grad,
         outputs=graph.results,
         contiguous=not problem.channels_last,
+        from_source=problem.from_source,
     )
 
 
@@ -68,17 +69,27 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
         outputs=outputs,
         sources=sources,
         in_layout=frozenset(
-            name for name in sources if name in problem.channels_last or (name not in inputs and name not in problem.graph.outputs)
+            name
+            for name in sources
+            if name in problem.channels_last | problem.from_source or (name not in inputs and name not in problem.graph.outputs)
         ),
         batch=choice.batch_tile if tiled else problem.num_batch,
         dtype=problem.dtypes[lead],
         per_sample=problem.per_sample,
     )
+    from_source = problem.from_source.intersection(sources)
     if not tiled:
-        return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides)
+        return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides, from_source=from_source)
     extents = {name: problem.shapes[name][2] for name in phases.streamed}
     schedule = build_schedule(problem.graph, choice.nodes, phases.rows, phases.streamed, extents, choice.strip_rows)
-    return TiledSegment(scope=scope, schedule=schedule, state_every=choice.state_every, num_batch=problem.num_batch, sides=sides)
+    return TiledSegment(
+        scope=scope,
+        schedule=schedule,
+        state_every=choice.state_every,
+        num_batch=problem.num_batch,
+        sides=sides,
+        from_source=from_source,
+    )
 
 
 def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str]) -> Step:

@@ -21,6 +21,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int) -> Plan:
     graph = problem.graph
     return Plan(
         input_shapes=tuple(problem.shapes[name] for name in graph.inputs),
+        input_placements=problem.input_placements,
         dtype=graph[graph.inputs[0]].dtype,
         training=problem.training,
         budget_bytes=budget_bytes,
@@ -102,6 +103,6 @@ def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment) -
     differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
     flops = 0
     for chunk in segment.chunks:
-        profile = profile_walk(segment, chunk, keep=problem.training, differentiate=differentiate)
+        profile = profile_walk(segment, chunk, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
         flops += profile.forward_flops + profile.backward_flops
     return segment.working_bytes, flops

@@ -36,13 +36,16 @@ class Projection:
 
 
 def project(problem: Problem, region: Region, *, exactly: bool = False) -> Projection:
-    """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out."""
+    """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out.
+
+    Inputs that are not resident are read while it runs.
+    """
     if not exactly:
         segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
         region = replace(region, segments=segments)
-    machine = PhantomMachine()
+    machine = PhantomMachine(on_host=problem.on_host)
     meter = machine.meter
-    inputs = set(problem.graph.inputs)
+    inputs = set(problem.resident_inputs)
     given = {
         node.name: Phantom(meter, problem.value_bytes(node.name) if node.name in inputs else 0)
         for node in problem.graph.nodes
@@ -52,7 +55,8 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
     if problem.training:
         wanted = [name for name in region.outputs if name in problem.requires_grad]
         grads = {name: machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) for name in wanted}
-        region.backward(machine, tape, grads)
+        sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
+        region.backward(machine, tape, grads, sinks=sinks)
     del outputs, given
     return Projection(peak_bytes=meter.peak_bytes, flops=meter.flops)
 
@@ -92,7 +96,9 @@ class _Projected:
         shared = self.segment.open_reductions(machine, None)
         for chunk in self.segment.chunks:
             if len(chunk) not in self.profiles:
-                self.profiles[len(chunk)] = profile_walk(self.segment, chunk, keep=keep, differentiate=keep and self.differentiate)
+                self.profiles[len(chunk)] = profile_walk(
+                    self.segment, chunk, keep=keep, differentiate=keep and self.differentiate, on_host=machine.on_host
+                )
             profile = self.profiles[len(chunk)]
             partial = {**shared, **self.segment.open_reductions(machine, chunk)}
             machine.meter.spike(profile.forward_peak_bytes)

@@ -6,6 +6,8 @@ only grow, so of the states after it the next kept one, ``j(s) >= s + 1``, needs
 backward pass, strip ``s`` of the group that starts at state ``g`` finds the blocks that kept states up to ``g`` need, and those of the
 group's strips before ``s``.
 
+Reading an input that is not resident adds its buffers all along, or a copy of the strip on a device of its own memory.
+
 So the bytes at every event are sums over prefixes, and a walk of thousands of strips is projected without walking it. That this equals
 the walk on the phantom machine, byte for byte, is tested.
 """
@@ -19,6 +21,7 @@ import numpy.typing as npt
 
 from sft.analysis.interval import Interval
 from sft.walk.checkpoints import kept_states
+from sft.walk.reading import reading_bytes, strip_bytes
 from sft.walk.segments import TiledSegment
 
 __all__ = ["WalkProfile", "profile_walk"]
@@ -45,7 +48,7 @@ class WalkProfile:
     backward_flops: int
 
 
-def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differentiate: bool) -> WalkProfile:
+def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differentiate: bool, on_host: bool = True) -> WalkProfile:
     """Project one walk of a segment.
 
     Args:
@@ -53,9 +56,11 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
         chunk: the batch elements of the walk.
         keep: whether states are kept for a backward pass.
         differentiate: whether that backward pass runs this segment at all.
+        on_host: whether the device's memory is the host's, and so holds the buffers for reading inputs that are not resident.
     """
     schedule = segment.schedule
     num_steps, every = schedule.num_steps, segment.state_every
+    all_steps = np.arange(num_steps)
     first, kinds = schedule.kinds
     forward = [segment.program("forward", int(step), chunk) for step in first]
     forward_peaks = np.array([program.peak_bytes for program in forward])[kinds]
@@ -68,7 +73,8 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
     after = _alive_after(frontier, kept, blocks, lasting)
     before = np.concatenate([[0], after[:-1]])
     forward_flops = int(np.array([program.flops for program in forward])[kinds].sum())
-    forward_peak = int((before + forward_peaks).max())
+    read = reading_bytes(segment, "forward", chunk) if on_host else strip_bytes(segment, "forward", "source", all_steps, chunk)
+    forward_peak = int((before + forward_peaks + read).max())
     store = int(lasting.sum())
     if not differentiate:
         return WalkProfile(
@@ -87,7 +93,11 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
     wanted = np.array([name in segment.scope.requires_grad for name in names], dtype=bool)
     gradients = (row_bytes[wanted, None] * (frontier - kept)[wanted]).sum(0)
     joint_peaks = np.array([program.peak_bytes for program in joint])[kinds]
-    peak = int((at_strip + gradients[1:] + joint_peaks).max())
+    buffers = reading_bytes(segment, "backward", chunk) if on_host else 0
+    strips = strip_bytes(segment, "joint", "grad_source", all_steps, chunk)
+    if not on_host:
+        strips += strip_bytes(segment, "joint", "source", all_steps, chunk)
+    peak = int((at_strip + gradients[1:] + joint_peaks + strips + buffers).max())
     flops = int(np.array([program.flops for program in joint])[kinds].sum())
     restored = _restored(num_steps, every)
     if restored.size:
@@ -96,7 +106,8 @@ def profile_walk(segment: TiledSegment, chunk: Interval, *, keep: bool, differen
         peaks = np.array([programs[int(k)].peak_bytes for k in which])
         # The gradient that waits meanwhile is that of the next group's first state.
         waiting = gradients[np.minimum(group[restored] + every, num_steps)]
-        peak = max(peak, int((at_strip[restored] + waiting + peaks).max()))
+        copies = 0 if on_host else strip_bytes(segment, "restore", "source", restored, chunk)
+        peak = max(peak, int((at_strip[restored] + waiting + peaks + copies + buffers).max()))
         flops += sum(programs[int(k)].flops for k in which)
     return WalkProfile(
         forward_peak_bytes=forward_peak,

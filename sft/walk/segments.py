@@ -19,7 +19,8 @@ from sft.lower.context import Scope
 from sft.lower.program import Port, Program
 from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole, partial_shape
 from sft.walk.checkpoints import backward_actions, kept_states
-from sft.walk.machine import Handle, Machine, Saved
+from sft.walk.machine import Handle, Machine, Saved, Strips
+from sft.walk.reading import opened
 from sft.walk.rowstore import RowStore
 
 __all__ = ["Gradients", "TiledSegment", "Values", "WholeSegment"]
@@ -27,16 +28,21 @@ __all__ = ["Gradients", "TiledSegment", "Values", "WholeSegment"]
 
 @dataclass(slots=True)
 class Values:
-    """Whole tensors by value name: cuts, parameters, buffers, global values."""
+    """Whole tensors by value name: cuts, parameters, buffers, global values; of inputs that are not resident, the sources.
+
+    ``readers`` are those of the running walk, by input.
+    """
 
     by_name: dict[str, Handle] = field(default_factory=dict)
+    readers: dict[str, Strips] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Gradients:
-    """Gradients of whole tensors by value name."""
+    """Gradients of whole tensors by value name; ``sinks`` take those of inputs that are not resident."""
 
     by_name: dict[str, Handle] = field(default_factory=dict)
+    sinks: dict[str, Handle] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -49,6 +55,7 @@ class TiledSegment:
         state_every: a state is kept every so many strips.
         num_batch: batch elements of the whole input; walks take ``scope.batch`` at a time.
         sides: whole tensors that the segment reads.
+        from_source: inputs that are read strip by strip and never resident.
     """
 
     #: gradients of sources are added to buffers that must exist
@@ -59,6 +66,7 @@ class TiledSegment:
     state_every: int
     num_batch: int
     sides: tuple[str, ...]
+    from_source: frozenset[str] = frozenset()
     _programs: dict[tuple[str, int, int], Program] = field(default_factory=dict, repr=False)
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
     _tails: dict[int, Scope] = field(default_factory=dict, repr=False)
@@ -138,11 +146,13 @@ class TiledSegment:
             store = RowStore()
             partial = {**shared, **self.open_reductions(machine, chunk)}
             kept = self.kept if keep else frozenset()
-            for index in range(self.schedule.num_steps):
-                self._run_forward(machine, values, store, index, chunk, partial, write=True)
-                store.hold(self.schedule.carried_rows(index + 1))
-                if index not in kept:
-                    store.release(self.schedule.carried_rows(index))
+            with opened(machine, self, values.by_name, "forward", chunk) as readers:
+                reading = Values(values.by_name, readers)
+                for index in range(self.schedule.num_steps):
+                    self._run_forward(machine, reading, store, index, chunk, partial, write=True)
+                    store.hold(self.schedule.carried_rows(index + 1))
+                    if index not in kept:
+                        store.release(self.schedule.carried_rows(index))
             store.release(self.schedule.carried_rows(self.schedule.num_steps))
             self.close_reductions(machine, values, partial, chunk)
             del partial
@@ -180,7 +190,8 @@ class TiledSegment:
         bindings: dict[Port, Handle] = {}
         for port in program.ports:
             if port.role == "source":
-                bindings[port] = machine.view(values.by_name[port.name], chunk, _rows_read(step, port.name))
+                rows, reader = _rows_read(step, port.name), values.readers.get(port.name)
+                bindings[port] = machine.view(values.by_name[port.name], chunk, rows) if reader is None else reader.take(rows)
             elif port.role == "side":
                 bindings[port] = self._side(machine, values, port.name, chunk)
             elif port.role == "carry":
@@ -199,14 +210,16 @@ class TiledSegment:
             machine: what runs the programs.
             values: sources and side tensors.
             stores: what ``forward`` returned.
-            grads: holds the outputs' gradients, and zeros to add to for sources and side tensors that need a gradient.
+            grads: holds the outputs' gradients, zeros to add to for sources and side tensors that need a gradient, and sinks.
             consume: whether the stores are no longer needed afterwards.
         """
         if not consume:
             stores = [store.fork() for store in stores]
         chunks = list(self.chunks)
         while chunks:
-            self._backward_chunk(machine, values, stores.pop(), grads, chunks.pop())
+            chunk = chunks.pop()
+            with opened(machine, self, values.by_name, "backward", chunk) as readers:
+                self._backward_chunk(machine, Values(values.by_name, readers), stores.pop(), grads, chunk)
 
     def _backward_chunk(self, machine: Machine, values: Values, store: RowStore, grads: Gradients, chunk: Interval) -> None:
         schedule = self.schedule
@@ -225,11 +238,17 @@ class TiledSegment:
                     bindings[port] = machine.view(grads.by_name[port.name], chunk, rows if streamed else None)
                 elif port.role == "grad_carry":
                     bindings[port] = carried.pop(port.name)
+                elif port.role == "grad_source" and port.name in grads.sinks:
+                    shape = self._scope(chunk).strip_shape(port.name, len(_rows_read(step, port.name)))
+                    bindings[port] = machine.allocate(shape, self.scope.side_dtype(port.name), zero=True)
                 elif port.role == "grad_source":
                     bindings[port] = machine.view(grads.by_name[port.name], chunk, _rows_read(step, port.name))
                 elif port.role == "grad_side":
                     bindings[port] = self._side(machine, grads, port.name, chunk)
             results, _ = machine.run(program, bindings)
+            for name, sink in grads.sinks.items():
+                if Port("grad_source", name) in bindings:
+                    machine.give(sink, chunk, _rows_read(step, name), bindings[Port("grad_source", name)])
             bindings.clear()
             carried = {port.name: handle for port, handle in results.items()}
             results.clear()
@@ -247,7 +266,10 @@ def _rows_read(step: Step, name: str) -> Interval:
 
 @dataclass(kw_only=True)
 class WholeSegment:
-    """A segment that runs like plain PyTorch: everything that its backward needs is kept."""
+    """A segment that runs like plain PyTorch: everything that its backward needs is kept.
+
+    Inputs that are not resident are read whole for its forward pass, and again for its backward pass.
+    """
 
     #: gradients of sources come out as buffers of their own
     accumulates: ClassVar[bool] = False
@@ -255,6 +277,7 @@ class WholeSegment:
     scope: Scope
     step: Step
     sides: tuple[str, ...]
+    from_source: frozenset[str] = frozenset()
     _programs: dict[bool, tuple[Program, Program | None]] = field(default_factory=dict, repr=False)
 
     def programs(self, training: bool) -> tuple[Program, Program | None]:
@@ -266,9 +289,19 @@ class WholeSegment:
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Saved:
         """Run it; with ``keep`` what the backward needs is returned."""
         program, _ = self.programs(keep)
-        bindings = {port: values.by_name[port.name] for port in program.ports if port.role in ("source", "side", "out")}
+        bindings = {port: self._given(machine, port.name, values) for port in program.ports if port.role in ("source", "side", "out")}
         _, saved = machine.run(program, bindings)
+        roots = {out.number: out.root for i in program.instructions for out in i.outputs if out is not None}
+        viewed = {roots[number] for number in program.saved}
+        for port, slot in program.ports.items():
+            if port.name in self.from_source and port.role == "source" and slot.root in viewed:
+                saved.loaded[port.name] = bindings[port]
         return saved
+
+    def _given(self, machine: Machine, name: str, values: Values) -> Handle:
+        """A value from outside; an input that is not resident is read as a whole."""
+        handle = values.by_name[name]
+        return machine.load(handle, self.scope.shapes[name], self.scope.side_dtype(name)) if name in self.from_source else handle
 
     def backward(self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True) -> None:
         """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""
@@ -276,8 +309,10 @@ class WholeSegment:
         assert program is not None
         bindings: dict[Port, Handle] = {}
         for port in program.ports:
-            if port.role in ("source", "side") and port.name in values.by_name:
-                bindings[port] = values.by_name[port.name]
+            if port.role == "source" and port.name in saved.loaded:
+                bindings[port] = saved.loaded[port.name]
+            elif port.role in ("source", "side") and port.name in values.by_name:
+                bindings[port] = self._given(machine, port.name, values)
             elif port.role in ("grad_out", "grad_side"):
                 bindings[port] = grads.by_name[port.name]
         held = saved if consume else Saved(saved.values if not isinstance(saved.values, dict) else dict(saved.values))
@@ -285,7 +320,10 @@ class WholeSegment:
         del held
         for port in list(results):
             handle = results.pop(port)
-            if port.name in grads.by_name:
+            if port.name in grads.sinks:
+                num_batch, _, height, _ = self.scope.shapes[port.name]
+                machine.give(grads.sinks[port.name], Interval(0, num_batch), Interval(0, height), handle)
+            elif port.name in grads.by_name:
                 machine.add(grads.by_name[port.name], handle)
             else:
                 grads.by_name[port.name] = handle

@@ -255,9 +255,9 @@ def main() -> int:
     widths = ", ".join("-".join(map(str, stage)) for stage in STAGES)
     notes = (
         f"A VGG-like network (3 x 3 convolutions of {widths} channels, a pool after each stage, a global mean, a linear layer), one "
-        "forward and one backward pass. Process: high-water mark (VmHWM) of a fresh process with everything in it: Python, torch, capture and "
-        "planning, the step, and the pages of the mapped file that it holds at a time. Reading happens in a thread; waited is what the "
-        "pass noticed of it. Timed once."
+        "forward and one backward pass, timed once. Process: high-water mark (VmHWM) of a fresh process with everything in it: Python, "
+        "torch, capture and planning, the step, and the pages of the mapped file that it holds at a time. Reading happens in a thread; "
+        "waited is what the pass noticed of it."
     )
     written = write_results(stem, raw, [table], notes, None)
     console.print(table.terminal())

@@ -57,7 +57,9 @@ class Given:
     @property
     def shape(self) -> tuple[int, ...]:
         """``(N, C, H, W)``."""
-        return tuple((self.source or self.tensor).shape)  # type: ignore[union-attr]  # one of the two is there
+        given = self.tensor if self.source is None else self.source
+        assert given is not None
+        return tuple(given.shape)
 
     @property
     def needs_grad(self) -> bool:

@@ -32,6 +32,8 @@ HostArray: TypeAlias = AnyArray | Tensor
 
 _LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _USUAL_CHANNELS = (1, 3, 4)
+#: Around a page that is touched Linux maps what its cache holds in one piece: up to a huge page.
+_FAULT_AROUND_BYTES = 2 << 20
 
 
 def as_host_array(value: object, purpose: str) -> HostArray:
@@ -167,5 +169,6 @@ def release_pages(pixels: HostArray) -> None:
         for stride, extent in zip(part.strides, part.shape, strict=True):
             low += min(0, stride * (extent - 1))
             high += max(0, stride * (extent - 1))
+        low = max(0, low - _FAULT_AROUND_BYTES)
         low -= low % mmap.PAGESIZE
-        base.madvise(advice, low, high + part.itemsize - low)
+        base.madvise(advice, low, min(len(base), high + part.itemsize + _FAULT_AROUND_BYTES) - low)

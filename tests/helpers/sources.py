@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import struct
 import threading
+import zlib
 from collections import Counter
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -55,44 +57,43 @@ class Watched:
         return part
 
 
-def write_tiled_tiff(path: Path, pixels: npt.NDArray[np.uint8], *, tile_px: int = 16, missing_tile: int | None = None) -> None:
-    """Write RGB pixels as an uncompressed tiled TIFF, which OpenSlide reads.
+def write_tiled_tiff(path: Path, pixels: npt.NDArray[np.uint8], *, tile_px: int = 16, damaged_tile: int | None = None) -> None:
+    """Write RGB pixels as a tiled TIFF (deflate), which OpenSlide reads.
 
     Args:
         path: of the file.
         pixels: ``[height, width, 3]``.
         tile_px: side of a tile, a multiple of 16.
-        missing_tile: a tile, counted by rows, whose place lies behind the end of the file: it cannot be read.
+        damaged_tile: a tile, counted by rows, whose compressed bytes are overwritten.
     """
     height, width, _ = pixels.shape
     down, across = -(-height // tile_px), -(-width // tile_px)
+    assert down * across > 1, "the offsets of a single tile would stand in the directory"
     padded = np.zeros((down * tile_px, across * tile_px, 3), np.uint8)
     padded[:height, :width] = pixels
-    tiles = [padded[r * tile_px : (r + 1) * tile_px, c * tile_px : (c + 1) * tile_px].tobytes() for r in range(down) for c in range(across)]
-    size, num = len(tiles[0]), len(tiles)
-    offsets = [8 + index * size for index in range(num)]
-    end = 8 + num * size
-    if missing_tile is not None:
-        offsets[missing_tile] = 2**30
-    extra = struct.pack("<3H", 8, 8, 8) + struct.pack(f"<{num}I", *offsets) + struct.pack(f"<{num}I", *[size] * num)
-    at_offsets, at_sizes, directory = end + 6, end + 6 + 4 * num, end + len(extra)
+    corners = [(row * tile_px, column * tile_px) for row in range(down) for column in range(across)]
+    tiles = [zlib.compress(padded[top : top + tile_px, left : left + tile_px].tobytes()) for top, left in corners]
+    if damaged_tile is not None:
+        tiles[damaged_tile] = bytes(len(tiles[damaged_tile]))
+    num, sizes = len(tiles), [len(tile) for tile in tiles]
+    offsets = [8 + before for before in accumulate(sizes, initial=0)]
+    end = offsets.pop()
+    extra = struct.pack(f"<3H{num}I{num}I", 8, 8, 8, *offsets, *sizes)
     short, long = 3, 4
     tags = [
         (256, long, 1, width),
         (257, long, 1, height),
-        (258, short, 3, end),
-        (259, short, 1, 1),
-        (262, short, 1, 2),
+        (258, short, 3, end),  # bits of a sample
+        (259, short, 1, 8),  # deflate
+        (262, short, 1, 2),  # RGB
         (277, short, 1, 3),
         (284, short, 1, 1),
         (322, long, 1, tile_px),
         (323, long, 1, tile_px),
-        (324, long, num, at_offsets if num > 1 else offsets[0]),
-        (325, long, num, at_sizes if num > 1 else size),
+        (324, long, num, end + 6),
+        (325, long, num, end + 6 + 4 * num),
     ]
-    entries = b"".join(
-        struct.pack("<HHI", tag, kind, count) + (struct.pack("<HH", value, 0) if kind == short and count == 1 else struct.pack("<I", value))
-        for tag, kind, count, value in tags
-    )
-    content = struct.pack("<2sHI", b"II", 42, directory) + b"".join(tiles) + extra
-    path.write_bytes(content + struct.pack("<H", len(tags)) + entries + struct.pack("<I", 0))
+    content = struct.pack("<2sHI", b"II", 42, end + len(extra)) + b"".join(tiles) + extra + struct.pack("<H", len(tags))
+    # Little-endian: a short value in the first half of its field reads as a long one.
+    content += b"".join(struct.pack("<HHII", *tag) for tag in tags) + struct.pack("<I", 0)
+    path.write_bytes(content)

@@ -29,7 +29,7 @@ from sft.sources import ArraySource
 from sft.units import format_bytes, parse_bytes
 
 #: Channels of the convolutions of each stage; a stage ends in a pool that halves height and width.
-STAGES = ((16,), (32,), (32, 32), (64, 64), (64, 64))
+STAGES = ((8,), (16,), (32, 32), (64, 64), (64, 64))
 NUM_CLASSES = 2
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 CHECK_STRIP_ROWS = 16

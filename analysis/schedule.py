@@ -13,7 +13,7 @@ so that a schedule of thousands of steps costs as many NumPy operations as there
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -178,6 +178,20 @@ class Schedule:
                 first.append(index)
             kinds[index] = number
         return np.array(first, dtype=np.int64), kinds
+
+    def rows_read(self, name: str, readers: Collection[str]) -> tuple[Rows, Rows]:
+        """First row, and the one behind the last, that some operators read of a value in each step; both 0 where they read none."""
+        extent = self.extents[name]
+        start = np.full(self.num_steps, extent, dtype=np.int64)
+        stop = np.zeros(self.num_steps, dtype=np.int64)
+        for reader in readers:
+            for operand, low, high in self.reads.get(reader, ()):
+                if operand == name:
+                    first, end = np.clip(low, 0, extent), np.clip(high, 0, extent)
+                    is_read = (high > low) & (end > first)
+                    start = np.where(is_read, np.minimum(start, first), start)
+                    stop = np.where(is_read, np.maximum(stop, end), stop)
+        return np.where(stop > start, start, 0), stop
 
     def carried_rows(self, index: int) -> dict[str, Interval]:
         """The rows carried into step ``index``: the state of the walk, a checkpoint from which it can restart."""

@@ -192,6 +192,18 @@ class TileSchedule:
         """Nothing is kept behind one."""
         return self.frontier
 
+    def rows_read(self, name: str, readers: Collection[str]) -> tuple[Rows, Rows]:
+        """First row, and the one behind the last, that some operators read of a value in each tile; both 0 where they read none."""
+        spans = []
+        for step in self.steps:
+            rows = _NOTHING
+            for node in step.nodes:
+                for read in node.reads:
+                    if read.operand == name and node.name in readers:
+                        rows = rows.hull(read.rows)
+            spans.append((rows.start, rows.stop) if rows else (0, 0))
+        return np.array([start for start, _ in spans], dtype=np.int64), np.array([stop for _, stop in spans], dtype=np.int64)
+
     def carried_rows(self, index: int) -> dict[str, Interval]:
         """Nothing is carried."""
         return {}

@@ -17,6 +17,8 @@ from sft.errors import InternalError as InternalError
 from sft.errors import SftError as SftError
 from sft.errors import SourceError as SourceError
 from sft.errors import UnsupportedError as UnsupportedError
+from sft.execute.reading import PassReading as PassReading
+from sft.execute.reading import Reading as Reading
 from sft.memory import Peak as Peak
 from sft.memory import measure_peak as measure_peak
 from sft.options import Options as Options

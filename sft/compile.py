@@ -18,13 +18,15 @@ from torch import nn
 
 from sft.engine import Engine
 from sft.errors import InputError, UnsupportedError
+from sft.execute.reading import Reading
+from sft.inputs import is_readable
 from sft.options import Options
 from sft.plan.types import Plan
 from sft.units import parse_bytes
 
 __all__ = ["CheckReport", "check", "compile", "plan"]
 
-InputShape = Sequence[Any]
+InputShape = Any
 
 #: The memory of a small card.
 DEFAULT_BUDGET = "11GiB"
@@ -47,7 +49,8 @@ def compile(
     Args:
         model: any ``nn.Module`` of supported operators. It is shared, not copied.
         input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. ``None`` stands for an
-            extent that varies; then planning waits for the first call. A new size re-plans on its first use.
+            extent that varies; then planning waits for the first call. A new size re-plans on its first use. Or the input itself
+            where it will be read in strips (an array, a slide, a source): the plan then is one for inputs that are never resident.
         budget: what the card may hold, in bytes or as ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
             when ``optimizer`` is given, inputs, outputs, and all that the step makes.
         device: where to run; the model is moved there. The model's own device by default.
@@ -72,13 +75,16 @@ def compile(
         raise InputError("mesh: several devices are not supported yet; leave it out")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
-    shapes = _shapes(input_shape)
+    examples = _examples(input_shape)
+    shapes = () if examples else _shapes(input_shape)
     budget_bytes = parse_bytes(budget)
     if device is not None:
         model.to(device)
     engine = Engine(model, budget_bytes=budget_bytes, options=options or Options(), optimizer=optimizer, plan=plan)
     net = _wrap(model, engine)
-    if all(extent is not None for shape in shapes for extent in shape):
+    if examples:
+        engine.last_plan = engine.plan_for_inputs(examples)
+    elif all(extent is not None for shape in shapes for extent in shape):
         engine.last_plan = engine.plan_for_shapes([tuple(e for e in shape if e is not None) for shape in shapes])
     return net
 
@@ -143,6 +149,14 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
     return CheckReport(ok=True, num_streamed=streamed, num_whole=whole, num_phases=len(phases.phases))
 
 
+def _examples(inputs: Any) -> tuple[Any, ...]:
+    """The inputs themselves, where one of them is to be read in strips; empty where they are shapes."""
+    if is_readable(inputs):
+        return (inputs,)
+    is_several = isinstance(inputs, (list, tuple)) and any(is_readable(value) for value in inputs)
+    return tuple(inputs) if is_several else ()
+
+
 def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
     """One shape, or several, with ``None`` for extents that vary."""
     if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
@@ -169,11 +183,33 @@ class _Compiled:
     __slots__ = ()
     _sft_engine: Engine
 
-    def forward(self, *inputs: Any, **keywords: Any) -> Any:
-        """The model's output; inputs are tensors of shape ``[N, C, H, W]``."""
+    def forward(self, *inputs: Any, input_grad: Any = None, **keywords: Any) -> Any:
+        """The model's output.
+
+        Inputs that are no tensors on the model's device are read strip by strip and never whole in its memory: host tensors of a
+        model that is elsewhere, NumPy arrays and memmaps (uint8 pixels are divided by 255), `sft.sources.Slide`, and whatever else
+        is a `sft.sources.Source`. They must stay as they are until the backward pass is through: it reads them again, and nobody
+        would notice a change.
+
+        Args:
+            inputs: of shape ``[N, C, H, W]``; arrays also with other orders of axes, see `sft.sources.ArraySource`.
+            input_grad: a writable array (or `sft.sources.RowSink`) of the input's shape that the backward pass fills with the
+                input's gradient, strip by strip: what it held is replaced. For several inputs a sequence, None where no gradient is
+                wanted. If the backward pass fails, its content is undefined. Default: `None`
+
+        Raises:
+            InputError: an argument is wrong; nothing was changed.
+            SourceError: rows cannot be read; nothing was changed.
+            BudgetError: no plan fits.
+        """
         if keywords:
             raise InputError(f"keyword inputs {sorted(keywords)} are not supported; pass tensors by position")
-        return self._sft_engine.run(inputs)
+        return self._sft_engine.run(inputs, input_grad)
+
+    @property
+    def last_reading(self) -> Reading | None:
+        """What the last call read of inputs that are not resident, and how much of the time was hidden; None if they all were."""
+        return self._sft_engine.last_reading
 
     @property
     def plan(self) -> Plan:
@@ -183,10 +219,10 @@ class _Compiled:
             raise InputError("no plan yet: the input shape varies; call the module or plan_for(shape) first")
         return found
 
-    def plan_for(self, *inputs: Any) -> Plan:
-        """The plan for these inputs, given as tensors or as shapes."""
-        if inputs and all(isinstance(value, torch.Tensor) for value in inputs):
-            return self._sft_engine.plan_for_inputs(inputs)
+    def plan_for(self, *inputs: Any, input_grad: Any = None) -> Plan:
+        """The plan for these inputs, given as a call would give them or as shapes (of tensors on the device)."""
+        if inputs and all(isinstance(value, torch.Tensor) or is_readable(value) for value in inputs):
+            return self._sft_engine.plan_for_inputs(inputs, input_grad)
         wanted = _shapes(inputs[0] if len(inputs) == 1 else inputs)
         shapes = [tuple(extent for extent in shape if extent is not None) for shape in wanted]
         if shapes != list(wanted):

@@ -18,7 +18,9 @@ from sft.analysis.norms import with_norms_apart
 from sft.analysis.operators import is_differentiable
 from sft.analysis.phases import Phases, find_phases
 from sft.errors import InputError, UnsupportedError
-from sft.execute.function import run_region
+from sft.execute.function import Leaves, run_region
+from sft.execute.reading import Reading
+from sft.inputs import Given, resolve_inputs
 from sft.kernels.philox import draw_seed
 from sft.options import Options
 from sft.plan.describe import describe
@@ -45,6 +47,8 @@ class _CallKind:
     requires_grad: tuple[bool, ...]
     input_grads: tuple[bool, ...]
     with_grad: bool
+    from_source: tuple[bool, ...] = ()
+    splits_batch: bool = True
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,7 @@ class Engine:
         self.model, self.budget_bytes, self.options = model, budget_bytes, options
         self.optimizer, self.given_plan = optimizer, plan
         self.last_plan: Plan | None = None
+        self.last_reading: Reading | None = None
         self._captured: list[_Captured] = []
         self._ready: dict[_CallKind, _Ready] = {}
 
@@ -88,84 +93,78 @@ class Engine:
         kind = self._kind(tuple(shapes), dtype, device, (False,) * len(shapes), tuple(input_grads or (False,) * len(shapes)))
         return self._prepare(kind).plan
 
-    def plan_for_inputs(self, inputs: Sequence[torch.Tensor]) -> Plan:
+    def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
         """The plan that a call with these inputs would use."""
-        return self._prepare(self._kind_of(inputs)).plan
+        return self._prepare(self._kind_of(self._resolve(inputs, input_grad))).plan
 
     def phases(self) -> Phases:
         """The sorted graph of the last capture."""
         return self._captured[-1].phases
 
-    def run(self, inputs: Sequence[Any]) -> Any:
+    def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
         """The model's output."""
-        kind = self._kind_of(inputs)
-        ready = self._prepare(kind)
+        given = self._resolve(inputs, input_grad)
+        ready = self._prepare(self._kind_of(given))
         self.last_plan = ready.plan
         generator_state = torch.get_rng_state()
-        names, tensors = self._bind(ready, inputs)
-        graph = ready.captured.capture.graph
-        paths = {path for _, path in graph.updates}
-        updated = [node.name for node in graph.nodes if node.kind == "buffer" and node.target in paths]
+        leaves = self._bind(ready, given)
+        self.last_reading = leaves.reading if leaves.sources else None
         try:
-            outputs = run_region(ready.region, names, tensors, updated=updated)
+            outputs = run_region(ready.region, leaves)
         except BaseException:
             torch.set_rng_state(generator_state)
             raise
+        graph = ready.captured.capture.graph
         with torch.no_grad():  # nothing can fail any more
             for name, path in graph.updates:
                 self.model.get_buffer(path).copy_(outputs[name])
         return pytree.tree_unflatten([outputs[name] for name in graph.outputs], ready.captured.capture.out_spec)
 
-    def _bind(self, ready: _Ready, inputs: Sequence[torch.Tensor]) -> tuple[list[str], list[torch.Tensor]]:
-        arriving = iter(inputs)
-        names, tensors = [], []
-        for node in ready.captured.phases.graph.nodes:
-            if node.kind == "operator":
-                continue
+    def _bind(self, ready: _Ready, inputs: Sequence[Given]) -> Leaves:
+        graph = ready.captured.phases.graph
+        by_name = dict(zip(graph.inputs, inputs, strict=True))
+        tensors: dict[str, torch.Tensor] = {}
+        for node in graph.nodes:
             if node.kind == "input":
-                tensor = next(arriving)
+                tensor = by_name[node.name].tensor
+                if tensor is not None:
+                    tensors[node.name] = tensor
             elif node.kind == "parameter":
-                tensor = self.model.get_parameter(node.target)
+                tensors[node.name] = self.model.get_parameter(node.target)
             elif node.kind == "buffer":
-                tensor = self.model.get_buffer(node.target)
+                tensors[node.name] = self.model.get_buffer(node.target)
             elif node.kind == "seed":
-                tensor = _signed(draw_seed())
-            else:
-                tensor = _attribute(self.model, node.target)
-            names.append(node.name)
-            tensors.append(tensor)
-        return names, tensors
+                tensors[node.name] = _signed(draw_seed())
+            elif node.kind != "operator":
+                tensors[node.name] = _attribute(self.model, node.target)
+        paths = {path for _, path in ready.captured.capture.graph.updates}
+        return Leaves(
+            names=tuple(tensors),
+            tensors=tuple(tensors.values()),
+            device=self._dtype_and_device()[1],
+            updated=frozenset(node.name for node in graph.nodes if node.kind == "buffer" and node.target in paths),
+            sources={name: value.source for name, value in by_name.items() if value.source is not None},
+            witnesses=tuple(value.witness for value in inputs if value.witness is not None),
+            sinks={name: value.make_sink for name, value in by_name.items() if value.make_sink is not None},
+        )
 
     def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
         tensors = [*self.model.parameters(), *self.model.buffers()]
         first = next((t for t in tensors if t.is_floating_point()), None)
         return (first.dtype, first.device) if first is not None else (torch.get_default_dtype(), torch.device("cpu"))
 
-    def _kind_of(self, inputs: Sequence[Any]) -> _CallKind:
-        dtype, device = self._dtype_and_device()
-        problems = []
-        for position, value in enumerate(inputs):
-            if not isinstance(value, torch.Tensor):
-                problems.append(f"input {position} is a {type(value).__name__}; give a tensor")
-            elif value.dtype != dtype:
-                problems.append(f"input {position} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()")
-            elif value.device != device:
-                problems.append(f"input {position} is on {value.device}, the model on {device}; move one of them with .to()")
-            elif value.dim() != 4:
-                problems.append(f"input {position} has {value.dim()} dimensions, expected 4 [N, C, H, W]; batch it with x[None]")
-            elif min(value.shape) < 1:
-                problems.append(f"input {position} has shape {tuple(value.shape)}; every extent must be at least 1")
-        if not inputs:
-            problems.append("no input given; call net(x) with a tensor of shape [N, C, H, W]")
-        if problems:
-            raise InputError("; ".join(problems))
-        return self._kind(
-            tuple(tuple(x.shape) for x in inputs),
-            dtype,
-            device,
-            tuple(x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous() for x in inputs),
-            tuple(x.requires_grad for x in inputs),
+    def _resolve(self, inputs: Sequence[Any], input_grad: Any) -> tuple[Given, ...]:
+        return resolve_inputs(inputs, input_grad, *self._dtype_and_device())
+
+    def _kind_of(self, inputs: Sequence[Given]) -> _CallKind:
+        kind = self._kind(
+            tuple(value.shape for value in inputs),
+            *self._dtype_and_device(),
+            tuple(value.is_channels_last for value in inputs),
+            tuple(value.needs_grad for value in inputs),
         )
+        splits_batch = all(value.splits_batch for value in inputs)
+        return replace(kind, from_source=tuple(value.source is not None for value in inputs), splits_batch=splits_batch)
 
     def _kind(
         self,
@@ -185,6 +184,7 @@ class Engine:
             requires_grad=tuple(p.requires_grad for p in self.model.parameters()) if with_grad else (),
             input_grads=input_grads if with_grad else (),
             with_grad=with_grad,
+            from_source=(False,) * len(shapes),
         )
 
     def _prepare(self, kind: _CallKind) -> _Ready:
@@ -222,16 +222,33 @@ class Engine:
             requires_grad=self._requires_grad(kind, phases),
             channels_last=frozenset(name for name, last in zip(inputs, kind.channels_last, strict=True) if last),
             resident_bytes=self._resident_bytes(),
+            from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
+            splits_batch=kind.splits_batch,
+            on_host=kind.device.type in ("cpu", "meta"),
         )
+        self._check_sources(problem)
         planned = self._given(problem) or plan_segments(problem, self.budget_bytes, self.options, kind.device.type)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes)
         return _Ready(plan, planned.region, captured)
+
+    def _check_sources(self, problem: Problem) -> None:
+        returned = sorted(problem.from_source.intersection(problem.graph.results))
+        if returned:
+            raise InputError(f"{', '.join(returned)} is read strip by strip, but the model returns it whole; give it as a tensor")
+        tile = self.options.batch_tile
+        if not problem.splits_batch and tile is not None and tile < problem.num_batch:
+            raise InputError(
+                f"batch_tile {tile} takes {problem.num_batch} batch elements in parts, but a source or sink has no method "
+                "samples(batch); add one, or leave out batch_tile"
+            )
 
     def _given(self, problem: Problem) -> Planned | None:
         """The plan that the user handed in, where it is for this input."""
         plan = self.given_plan
         shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
         if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
+            return None
+        if plan.input_placements != problem.input_placements:
             return None
         known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
         if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):

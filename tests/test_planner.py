@@ -18,6 +18,7 @@ from sft.plan.planner import Planned, carry_out, plan_segments
 from sft.plan.problem import Problem
 from sft.plan.survey import Survey
 
+from .helpers.exactness import assert_exact
 from .helpers.models import Branches, Residual, TinyUNet, image, seeded
 
 _SMALL = {"residual": Residual, "branches": Branches, "unet": TinyUNet}
@@ -90,8 +91,9 @@ def test_inference_needs_far_less_than_training(pooled_vgg16: nn.Module) -> None
     shape = (1, 3, 4096, 4096)
     with torch.no_grad():
         inference = sft.plan(pooled_vgg16, shape, budget="700MiB")
+        smallest = _smallest(pooled_vgg16, shape)
     assert inference.flops == inference.plain_flops
-    assert inference.total_bytes < _smallest(pooled_vgg16, shape)
+    assert smallest < _smallest(pooled_vgg16, shape)
 
 
 @pytest.mark.parametrize("build", [vgg16, lambda n: freeze_norm(resnet18(n)), unet], ids=["vgg16", "resnet18", "unet"])
@@ -116,3 +118,50 @@ def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Modul
         assert candidate is not None
         exact = carry_out(seen[0], survey.choices(candidate)).projection.peak_bytes
         assert candidate.peak_bytes == pytest.approx(exact, rel=0.25)
+
+
+def test_panels_where_strips_do_not_fit() -> None:
+    """The state of a wide image is too large for a small budget; a panel's is not, and exists only in its own backward pass."""
+    model, shape = seeded(Residual).double(), (1, 3, 64, 1024)
+    needed = _smallest(model, shape)
+    report = assert_exact(model, image(*shape), budget=needed, steps=1, input_grad=False)
+    (segment,) = (segment for segment in report.plan.segments if segment.mode == "tiled")
+    assert segment.num_panels > 1
+    one = sft.plan(model, shape, options=sft.Options(tile=(1, None), state_every=8))
+    assert needed < one.total_bytes
+
+
+def test_restarted_walks_hold_one_panels_states() -> None:
+    model, shape = seeded(Residual), (1, 3, 64, 256)
+    plan = sft.plan(model, shape, options=sft.Options(tile=(4, 64)))
+    (segment,) = (segment for segment in plan.segments if segment.mode == "tiled")
+    again = sft.Plan.from_json(plan.to_json())
+    assert (segment.num_panels, segment.restart, segment.panel_cols) == (4, True, 64)
+    assert again == plan
+    full = sft.plan(model, shape, options=sft.Options(tile=(4, None), state_every=segment.state_every)).segments[0]
+    assert segment.state_bytes < full.state_bytes / 2
+    assert "each runs forward once more" in plan.explain()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3, 2.0])
+def test_the_papers_strategy_is_exact_and_in_its_budget(factor: float) -> None:
+    model, shape = seeded(Residual).double(), (1, 3, 64, 96)
+    options = sft.Options(strategy="sft")
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, shape, budget=1, options=options)
+    budget = int(factor * refused.value.needed_bytes)
+    report = assert_exact(model, image(*shape), budget=budget, options=options, steps=1, input_grad=False)
+    assert all(segment.halo == "recompute" for segment in report.plan.segments if segment.mode == "tiled")
+
+
+def test_the_papers_tiles_compute_more_than_strips() -> None:
+    """What the plan calls redundant is counted (`assert_exact`), and carried halos have none of it."""
+    model, shape = seeded(Residual), (1, 3, 64, 64)
+    tiles = assert_exact(model, image(*shape), options=sft.Options(tile=(16, 16), halo="recompute"), steps=1).plan
+    strips = assert_exact(model, image(*shape), options=sft.Options(tile=(16, None), state_every=1), steps=1).plan
+    assert 1 < strips.redundancy <= 4 / 3 < tiles.redundancy
+
+
+def test_wishes_that_contradict_each_other() -> None:
+    with pytest.raises(sft.InputError, match="drop one"):
+        sft.Options(strategy="sft", halo="carry")

@@ -13,13 +13,13 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sft
 from harness.cases import Built, Case, build, prepare
 from harness.memory import PlainNeed
 
-__all__ = ["CHECK_SIZE", "TOLERANCE", "Check", "check_gradients"]
+__all__ = ["CHECK_SIZE", "TOLERANCE", "Check", "check_gradients", "collect", "worst_difference"]
 
 TOLERANCE = 1e-10
 CHECK_SIZE = (167, 139)
@@ -45,15 +45,17 @@ class Check:
         return self.worst_error <= TOLERANCE
 
 
-def _collect(built: Built, output: Tensor) -> dict[str, Tensor]:
+def collect(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
+    """The output and every parameter's gradient, copied."""
     tensors = {"output": output.clone()}
-    for name, parameter in built.body.named_parameters():
+    for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             tensors[name] = parameter.grad.clone()
     return tensors
 
 
-def _worst(reference: dict[str, Tensor], found: dict[str, Tensor]) -> tuple[float, str]:
+def worst_difference(reference: dict[str, Tensor], found: dict[str, Tensor]) -> tuple[float, str]:
+    """The largest difference, over the largest plain value of the same module, and the tensor that has it."""
     if reference.keys() != found.keys():
         return float("inf"), f"gradients present in only one run: {sorted(reference.keys() ^ found.keys())}"
     scale: dict[str, float] = defaultdict(float)
@@ -97,10 +99,10 @@ def check_gradients(case: Case) -> Check:
     case = replace(case, height=height, width=width)
     built = build(case, torch.float64)
     plain, _ = prepare(replace(case, method="plain"), built)
-    reference = _collect(built, plain())
+    reference = collect(built.body, plain())
     worst, described = (0.0, "output"), []
     for way in _ways(case, built):
         step, plan = prepare(way, built)
-        worst = max(worst, _worst(reference, _collect(built, step())))
+        worst = max(worst, worst_difference(reference, collect(built.body, step())))
         described.append(way.method if plan is None else plan.strips)
     return Check(height=height, width=width, worst_error=worst[0], worst_tensor=worst[1], ways=tuple(described))

@@ -23,7 +23,7 @@ import sft
 from harness.cases import Case, PlanNumbers, build, prepare
 from sft.units import format_bytes
 
-__all__ = ["MemoryReading", "PlainNeed", "measure_memory", "misfit", "predict_plain", "probe_case"]
+__all__ = ["MemoryReading", "PlainNeed", "measure_memory", "misfit", "peak_rss_bytes", "predict_plain", "probe_case", "rss_bytes"]
 
 #: Side of the probe from which plain's memory is predicted: large enough that activations dominate.
 PROBE_PX = 256
@@ -110,7 +110,8 @@ def _status_bytes(path: str, key: str) -> int | None:
     return None
 
 
-def _peak_rss_bytes() -> int:
+def peak_rss_bytes() -> int:
+    """The most memory that this process has held so far."""
     peak = _status_bytes("/proc/self/status", "VmHWM")
     if peak is not None:
         return peak
@@ -118,9 +119,10 @@ def _peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _rss_bytes() -> int:
+def rss_bytes() -> int:
+    """The memory that this process holds."""
     rss = _status_bytes("/proc/self/status", "VmRSS")
-    return _peak_rss_bytes() if rss is None else rss
+    return peak_rss_bytes() if rss is None else rss
 
 
 def _available_bytes() -> int | None:
@@ -146,12 +148,12 @@ def measure_memory(case: Case) -> MemoryReading:
     """
     torch.set_num_threads(case.threads)
     built = build(case)
-    start_bytes = _rss_bytes()
+    start_bytes = rss_bytes()
     started = time.perf_counter()
     step, plan = prepare(case, built)
     prepare_seconds = time.perf_counter() - started
     step()
-    process_bytes = _peak_rss_bytes() - start_bytes
+    process_bytes = peak_rss_bytes() - start_bytes
     built.body.zero_grad(set_to_none=True)
     with sft.measure_peak("cpu") as peak:
         step()

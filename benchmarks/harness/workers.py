@@ -26,6 +26,7 @@ from harness.cases import Case, build, prepare
 
 __all__ = ["Round", "StepWorker", "WorkerError", "call_in_process", "run_pairs"]
 
+Question = TypeVar("Question")
 Result = TypeVar("Result")
 
 
@@ -70,7 +71,7 @@ def _explain(error: Exception) -> Failure:
     return Failure(kind="failed", message=f"{type(error).__name__}: {message}")
 
 
-def _answer(connection: Connection, case: Case, function: Callable[[Case], Any]) -> None:
+def _answer(connection: Connection, case: Question, function: Callable[[Question], Any]) -> None:
     """A worker's life for one question."""
     try:
         connection.send(function(case))
@@ -133,7 +134,7 @@ class _Process:
             self.process.join()
 
 
-def call_in_process(function: Callable[[Case], Result], case: Case) -> Result:
+def call_in_process(function: Callable[[Question], Result], case: Question) -> Result:
     """Return `function(case)`, run in a process of its own.
 
     Raises:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from sft.analysis.interval import Interval
+from sft.execute.reading import PassReading, SourceStrips, load_whole
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
+from sft.sources.source import select_samples
 from sft.walk.machine import Handle, Saved
 
 __all__ = ["TorchMachine"]
@@ -22,10 +24,12 @@ class TorchMachine:
     Attributes:
         device: where buffers are made.
         trace: called with each executed instruction, for tests.
+        account: gains what is read of inputs that are not resident.
     """
 
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
+    account: PassReading = field(default_factory=PassReading)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> torch.Tensor:
         layout = torch.channels_last if len(shape) == 4 and not contiguous else torch.contiguous_format
@@ -49,6 +53,17 @@ class TorchMachine:
 
     def add(self, target: Handle, source: Handle) -> None:
         target.add_(source)
+
+    def read(self, source: Handle, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStrips:
+        return SourceStrips(source, batch, order, self.device, self.account)
+
+    def load(self, source: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        out = self.allocate(shape, dtype, zero=False)
+        load_whole(source, out, self.account)
+        return out
+
+    def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
+        select_samples(sink, batch).add(rows, gradient)
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         tensors: dict[int, Any] = {} if saved is None else saved.values

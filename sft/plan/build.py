@@ -42,6 +42,7 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
         requires_grad=problem.requires_grad,
         outputs=graph.results,
         contiguous=not problem.channels_last,
+        from_source=problem.from_source,
     )
 
 
@@ -70,15 +71,18 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
         outputs=outputs,
         sources=sources,
         in_layout=frozenset(
-            name for name in sources if name in problem.channels_last or (name not in inputs and name not in problem.graph.outputs)
+            name
+            for name in sources
+            if name in problem.channels_last | problem.from_source or (name not in inputs and name not in problem.graph.outputs)
         ),
         batch=choice.batch_tile if tiled else problem.num_batch,
         dtype=problem.dtypes[lead],
         per_sample=problem.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
     )
+    from_source = problem.from_source.intersection(sources)
     if not tiled:
-        return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides)
+        return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides, from_source=from_source)
     panels: tuple[Step, ...] = (full_width,)
     if choice.panel_cols and choice.panel_cols < problem.run_width(choice.nodes):
         panels = _tiles(problem, choice.nodes, choice.panel_cols, axis=1)
@@ -90,6 +94,7 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
         restart=choice.restart,
         num_batch=problem.num_batch,
         sides=sides,
+        from_source=from_source,
     )
 
 

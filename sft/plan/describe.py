@@ -21,6 +21,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int) -> Plan:
     graph = problem.graph
     return Plan(
         input_shapes=tuple(problem.shapes[name] for name in graph.inputs),
+        input_placements=problem.input_placements,
         dtype=graph[graph.inputs[0]].dtype,
         training=problem.training,
         budget_bytes=budget_bytes,
@@ -110,6 +111,6 @@ def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment) -
     for walk in segment.walks:
         key = (len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
         if key not in profiles:
-            profiles[key] = profile_walk(segment, walk, keep=problem.training, differentiate=differentiate)
+            profiles[key] = profile_walk(segment, walk, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
         flops += profiles[key].forward_flops + profiles[key].backward_flops
     return segment.working_bytes, flops

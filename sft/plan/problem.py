@@ -30,6 +30,9 @@ class Problem:
         requires_grad: values that need a gradient; empty for inference.
         channels_last: model inputs that are laid out channels last.
         resident_bytes: parameters, their gradients, buffers and optimizer state.
+        from_source: model inputs that are read strip by strip, and never resident.
+        splits_batch: whether the batch may be taken in parts.
+        on_host: whether the device's memory is the host's.
     """
 
     phases: Phases
@@ -37,6 +40,9 @@ class Problem:
     requires_grad: frozenset[str]
     channels_last: frozenset[str]
     resident_bytes: int
+    from_source: frozenset[str] = frozenset()
+    splits_batch: bool = True
+    on_host: bool = True
 
     @property
     def graph(self) -> Graph:
@@ -81,15 +87,26 @@ class Problem:
 
     @cached_property
     def border_bytes(self) -> int:
-        """Bytes of the inputs, the outputs and, in training, the outputs' gradients."""
+        """Bytes of the resident inputs, the outputs and, in training, the outputs' gradients."""
         outputs = self.graph.results
         grads = [name for name in outputs if name in self.requires_grad]
-        return sum(self.value_bytes(name) for name in dict.fromkeys((*self.graph.inputs, *outputs))) + sum(map(self.value_bytes, grads))
+        whole = dict.fromkeys((*self.resident_inputs, *outputs))
+        return sum(map(self.value_bytes, whole)) + sum(map(self.value_bytes, grads))
 
     @cached_property
     def input_grad_bytes(self) -> int:
-        """Bytes of the gradients of the inputs that need one."""
-        return sum(self.value_bytes(name) for name in self.graph.inputs if name in self.requires_grad)
+        """Bytes of the gradients of the resident inputs that need one."""
+        return sum(self.value_bytes(name) for name in self.resident_inputs if name in self.requires_grad)
+
+    @property
+    def input_placements(self) -> tuple[str, ...]:
+        """Where each input is; see `sft.Plan`."""
+        return tuple("source" if name in self.from_source else "device" for name in self.graph.inputs)
+
+    @property
+    def resident_inputs(self) -> tuple[str, ...]:
+        """The model's inputs that are whole on the device."""
+        return tuple(name for name in self.graph.inputs if name not in self.from_source)
 
     def run_sources(self, names: Sequence[str]) -> tuple[str, ...]:
         """Streamed values that a run reads from outside."""

@@ -36,13 +36,16 @@ class Projection:
 
 
 def project(problem: Problem, region: Region, *, exactly: bool = False) -> Projection:
-    """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out."""
+    """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out.
+
+    Inputs that are not resident are read while it runs.
+    """
     if not exactly:
         segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
         region = replace(region, segments=segments)
-    machine = PhantomMachine()
+    machine = PhantomMachine(on_host=problem.on_host)
     meter = machine.meter
-    inputs = set(problem.graph.inputs)
+    inputs = set(problem.resident_inputs)
     given = {
         node.name: Phantom(meter, problem.value_bytes(node.name) if node.name in inputs else 0)
         for node in problem.graph.nodes
@@ -52,7 +55,8 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
     if problem.training:
         wanted = [name for name in region.outputs if name in problem.requires_grad]
         grads = {name: machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) for name in wanted}
-        region.backward(machine, tape, grads)
+        sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
+        region.backward(machine, tape, grads, sinks=sinks)
     del outputs, given
     return Projection(peak_bytes=meter.peak_bytes, flops=meter.flops)
 
@@ -86,12 +90,12 @@ class _Projected:
     def sides(self) -> tuple[str, ...]:
         return self.segment.sides
 
-    def _profile(self, walk: Walk, keep: bool) -> WalkProfile:
+    def _profile(self, walk: Walk, keep: bool, on_host: bool) -> WalkProfile:
         """The walk's profile; walks of one geometry share it."""
         segment = self.segment
         key = (len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
         if key not in self.profiles:
-            self.profiles[key] = profile_walk(segment, walk, keep=keep, differentiate=keep and self.differentiate)
+            self.profiles[key] = profile_walk(segment, walk, keep=keep, differentiate=keep and self.differentiate, on_host=on_host)
         return self.profiles[key]
 
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
@@ -101,7 +105,7 @@ class _Projected:
         for chunk in self.segment.chunks:
             partial = {**shared, **self.segment.open_reductions(machine, chunk)}
             for walk in (walk for walk in self.segment.walks if walk.chunk == chunk):
-                profile = self._profile(walk, keep)
+                profile = self._profile(walk, keep, machine.on_host)
                 machine.meter.spike(profile.forward_peak_bytes)
                 machine.meter.flops += profile.forward_flops
                 stores.append(Phantom(machine.meter, profile.store_bytes))
@@ -114,6 +118,6 @@ class _Projected:
         assert isinstance(machine, PhantomMachine)
         for walk in reversed(self.segment.walks):
             del stores[-1]
-            profile = self._profile(walk, True)
+            profile = self._profile(walk, True, machine.on_host)
             machine.meter.spike(profile.backward_peak_bytes)
             machine.meter.flops += profile.backward_flops

@@ -36,6 +36,7 @@ from sft.plan.build import borders, build_region
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.types import Halo, SegmentChoice
+from sft.sources.readahead import reader_bytes
 from sft.walk.segments import TiledSegment, Walk
 
 __all__ = ["Candidate", "Survey", "panel_cols"]
@@ -108,7 +109,7 @@ class Survey:
         self.width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
         self.panel_cols = panel_cols(problem, options, self.width, num_panels)
         self._num_panels = -(-self.width // self.panel_cols)
-        self.batch_tile = min(options.batch_tile or 1, problem.num_batch)
+        self.batch_tile = min(options.batch_tile or 1, problem.num_batch) if problem.splits_batch else problem.num_batch
         num_walks = -(-problem.num_batch // self.batch_tile) * self._num_panels
         self.restart = restart and self._num_panels > 1 and self.halo == "carry"
         self._num_walks = num_walks
@@ -207,7 +208,7 @@ class Survey:
             parts = [(run, c) for run, c in parts if run.cuts[c]]
             makes = self._cut_bytes(self.positions[p]) if parts else []
             states: Any = sum((run.states[c] for run, c in parts), np.zeros(shape[1:]))
-            peak = problem.border_bytes + sum(makes) + states + whole.peak[p] + grad_bytes[cut_at[p]]
+            peak = problem.border_bytes + sum(makes) + states + whole.peak[p] + grad_bytes[cut_at[p]] + self._read_whole(order[cut_at[p] :])
             cost = np.full(shape[1:], self.plain_flops + whole.overhead[p])
             for j, (run, c) in enumerate(parts):
                 alive = problem.border_bytes + sum(makes[: j + 1]) + states
@@ -244,6 +245,11 @@ class Survey:
             forward_flops=flops[0],
             flops=flops[1],
         )
+
+    def _read_whole(self, names: Sequence[str]) -> int:
+        """Bytes of the inputs that are read as a whole for operators that are kept whole."""
+        read = self.problem.from_source.intersection(operand for name in names for operand in self.problem.graph[name].operands)
+        return sum(map(self.problem.value_bytes, read))
 
     def _overhead(self, instruction: Instruction) -> float:
         """What an instruction costs besides its FLOPs, in FLOPs."""
@@ -339,7 +345,7 @@ class Survey:
         peak = _peaks(program.instructions, place, cuts, suffix=False)
         gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
         places = np.array([place[name] for name in own], dtype=np.int64)
-        incoming = np.array([gradients[places < cut].sum() for cut in cuts])
+        incoming = np.array([gradients[places < cut].sum() for cut in cuts]) + self._read_strips(segment, walk, names, cuts)
         owners = np.array([place[i.owner] for i in program.instructions])
         overhead = np.array([self._overhead(i) for i in program.instructions])
         passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both
@@ -377,6 +383,18 @@ class Survey:
         span = Interval(start, min(start + tile_px, extent))
         step = tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
         return {node.name: max(1.0, len(node.new) / len(span) * extent / extents[node.name]) for node in step.nodes if node.name in extents}
+
+    def _read_strips(self, segment: TiledSegment, walk: Walk, names: Sequence[str], cuts: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Bytes that reading adds while a strip of the operators before each cut runs."""
+        problem, total = self.problem, np.zeros(len(cuts), dtype=np.int64)
+        for name in sorted(segment.from_source):
+            strips = [Interval(int(a), int(b)) for a, b in zip(*segment.schedule.rows_read(name, names), strict=True)]
+            count, strip_bytes, carry_bytes = reader_bytes(strips, segment.source_row_bytes(name, walk))
+            size = count * strip_bytes + carry_bytes if problem.on_host else strip_bytes
+            size += strip_bytes if name in problem.requires_grad else 0
+            first = next(i for i, reader in enumerate(names) if name in problem.graph[reader].operands)
+            total += np.where(np.array(cuts) > first, size, 0)
+        return total
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 

@@ -105,12 +105,13 @@ class Plan:
 
     Attributes:
         input_shapes: shapes of the model's inputs.
+        input_placements: where each of them is: ``"device"``, whole, or ``"source"``, read strip by strip.
         dtype: their element type.
         training: whether a backward pass is planned.
         budget_bytes: the budget.
         resident_bytes: parameters, their gradients, buffers, optimizer state.
-        projected_peak_bytes: most bytes above the resident ones: inputs, outputs, their gradients, cuts, states, strips, new
-            parameter gradients.
+        projected_peak_bytes: most bytes above the resident ones: inputs (of those that are read, the buffers), outputs, their
+            gradients, cuts, states, strips, new parameter gradients.
         flops: what a step computes (convolutions and matrix products, as ``torch.utils.flop_counter`` counts them).
         plain_flops: what plain PyTorch computes for the same step.
         projected_seconds: ``None`` without a cost model.
@@ -118,6 +119,7 @@ class Plan:
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
+    input_placements: tuple[str, ...]
     dtype: str
     training: bool
     budget_bytes: int

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
-from sft.sources.host import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, resolve_layout
+from sft.sources.host import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.normalize import Normalizer
 from sft.sources.source import check_rows
 
@@ -95,7 +95,9 @@ class ArraySource:
             return
         check_mapping(self._given, self._name)
         for sample in range(self.shape[0]):
-            self._normalizer.fill(self._pixels[sample, interval.start : interval.stop], out[sample])
+            pixels = self._pixels[sample, interval.start : interval.stop]
+            self._normalizer.fill(pixels, out[sample])
+            release_pages(pixels)
 
     def samples(self, batch: Interval) -> ArraySource:
         """The source of some batch elements: a view.

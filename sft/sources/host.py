@@ -6,6 +6,9 @@ array is refused.
 
 *A mapped file may shrink.* Touching a page behind its end kills the process (SIGBUS) instead of raising. Its size is therefore
 compared before every access, which costs one ``fstat``.
+
+*A mapped file stays.* Pages that were read count as the process's memory until the kernel wants them back. Whoever reads an image in
+strips is through with them, so they are handed back at once; the file's contents stay in the kernel's cache.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch import Tensor
 
 from sft.errors import InputError, SourceError
 
-__all__ = ["AnyArray", "HostArray", "Layout", "as_host_array", "axis_order", "check_mapping", "resolve_layout"]
+__all__ = ["AnyArray", "HostArray", "Layout", "as_host_array", "axis_order", "check_mapping", "release_pages", "resolve_layout"]
 
 #: Names of an array's axes in order: batch, channels, rows (height), columns (width).
 Layout: TypeAlias = Literal["CHW", "HWC", "NCHW", "NHWC"]
@@ -29,6 +32,8 @@ HostArray: TypeAlias = AnyArray | Tensor
 
 _LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 _USUAL_CHANNELS = (1, 3, 4)
+#: Around a page that is touched Linux maps what its cache holds in one piece: up to a huge page.
+_FAULT_AROUND_BYTES = 2 << 20
 
 
 def as_host_array(value: object, purpose: str) -> HostArray:
@@ -121,10 +126,8 @@ def check_mapping(array: HostArray, name: str) -> None:
     Raises:
         SourceError: the file was cut short after it was opened.
     """
-    base: Any = array
-    while isinstance(base, np.ndarray):
-        base = base.base
-    if not isinstance(base, mmap.mmap):
+    base, _ = _mapping_of(array)
+    if base is None:
         return
     # Views inherit the offset of the memmap that they are of; the mapping starts at the page that holds it.
     offset = int(getattr(array, "offset", 0))
@@ -134,3 +137,38 @@ def check_mapping(array: HostArray, name: str) -> None:
             f"cannot access {name}: its file has {base.size()} bytes, {end_bytes} are mapped. It was cut short while it was open; "
             "restore it and open it again."
         )
+
+
+def _mapping_of(array: HostArray) -> tuple[mmap.mmap | None, str]:
+    """The mapping behind an array, and how it was opened where that is known."""
+    found: Any = array
+    mode = ""
+    while isinstance(found, np.ndarray):
+        mode = mode or str(getattr(found, "mode", "") or "")
+        found = found.base
+    return (found if isinstance(found, mmap.mmap) else None), mode
+
+
+def release_pages(pixels: HostArray) -> None:
+    """Hand the pages of some rows of a mapped file back to the kernel; whoever touches them again finds the same bytes.
+
+    Nothing happens to arrays that are not mapped, nor to copy-on-write mappings, whose changes live in their pages alone.
+
+    Args:
+        pixels: ``[rows, width, channels]`` of one batch element, whatever lies in memory.
+    """
+    base, mode = _mapping_of(pixels)
+    advice = getattr(mmap, "MADV_DONTNEED", None)
+    if base is None or advice is None or mode not in ("r", "r+", "w+") or not isinstance(pixels, np.ndarray) or not pixels.size:
+        return
+    start = np.frombuffer(base, np.uint8).__array_interface__["data"][0]
+    # Rows are one stretch of the file, or one in each channel's plane.
+    by_rows = abs(pixels.strides[0]) >= max(map(abs, pixels.strides))
+    for part in [pixels] if by_rows else [pixels[..., channel] for channel in range(pixels.shape[2])]:
+        low = high = part.__array_interface__["data"][0] - start
+        for stride, extent in zip(part.strides, part.shape, strict=True):
+            low += min(0, stride * (extent - 1))
+            high += max(0, stride * (extent - 1))
+        low = max(0, low - _FAULT_AROUND_BYTES)
+        low -= low % mmap.PAGESIZE
+        base.madvise(advice, low, min(len(base), high + part.itemsize + _FAULT_AROUND_BYTES) - low)

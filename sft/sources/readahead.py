@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -15,9 +17,8 @@ from torch import Tensor
 from sft.analysis.interval import Interval
 from sft.sources.source import Source
 
-__all__ = ["Bytes", "Failure", "Shared", "aligned_bytes", "read_all", "row_bytes", "shut_down", "stop"]
+__all__ = ["Bytes", "Failure", "Shared", "allocate_bytes", "read_all", "reader_bytes", "row_bytes", "shut_down", "stop"]
 
-_ALIGNMENT_BYTES = 64
 _JOIN_SECONDS = 5.0
 _EMPTY = Interval(0, 0)
 
@@ -30,11 +31,30 @@ def row_bytes(source: Source) -> int:
     return num * channels * width_px * source.dtype.itemsize
 
 
-def aligned_bytes(num_bytes: int) -> Bytes:
-    """A buffer that starts on a cache line. Its pages are not touched before they are filled."""
-    data = np.empty(num_bytes + _ALIGNMENT_BYTES, np.uint8)
-    start = -data.ctypes.data % _ALIGNMENT_BYTES
-    return data[start : start + num_bytes]
+def reader_bytes(intervals: Sequence[Interval], num_row_bytes: int, num_buffers: int = 2) -> tuple[int, int, int]:
+    """What a reader allocates: buffers, bytes of each, and bytes of the rows that it sets aside for the following strip.
+
+    >>> reader_bytes([Interval(0, 4), Interval(3, 6), Interval(0, 0)], 10)
+    (2, 40, 10)
+
+    Args:
+        intervals: what it reads, in order.
+        num_row_bytes: of one row.
+        num_buffers: strips that exist at once, at most.
+    """
+    wanted = [rows for rows in intervals if rows]
+    tallest = max(map(len, wanted), default=0)
+    carried_rows = max((len(a.intersect(b)) for a, b in pairwise(wanted)), default=0)
+    return min(num_buffers, len(wanted)), tallest * num_row_bytes, carried_rows * num_row_bytes
+
+
+def allocate_bytes(num_bytes: int) -> Bytes:
+    """A buffer that starts on a cache line; its pages are not touched before they are filled.
+
+    It is torch's, so that `sft.measure_peak` sees it.
+    """
+    data: Bytes = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+    return data
 
 
 @dataclass(slots=True, kw_only=True)

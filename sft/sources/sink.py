@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sft.analysis.interval import Interval
 from sft.errors import InputError
-from sft.sources.host import HostArray, Layout, as_host_array, axis_order, check_mapping, resolve_layout
+from sft.sources.host import HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 
 __all__ = ["ArraySink", "RowSink"]
 
@@ -91,6 +91,9 @@ class ArraySink:
         if len(self.layout) == 3:
             whole = whole[None]
         self._target = whole.permute(axis_order(self.layout, "NCHW"))
+        by_sample = given[None] if len(self.layout) == 3 else given
+        order = axis_order(self.layout, "NHWC")
+        self._pages: HostArray = by_sample.permute(order) if isinstance(by_sample, Tensor) else by_sample.transpose(order)
         #: which rows of which batch element hold a gradient already
         self._written: npt.NDArray[np.bool_] = np.zeros((shape[0], shape[2]), np.bool_)
 
@@ -110,6 +113,7 @@ class ArraySink:
         part._given, part.layout, part.dtype = self._given, self.layout, self.dtype
         part.shape = (len(batch), channels, height_px, width_px)
         part._target = self._target[batch.start : batch.stop]
+        part._pages = self._pages[batch.start : batch.stop]
         part._written = self._written[batch.start : batch.stop]
         return part
 
@@ -141,6 +145,7 @@ class ArraySink:
                     target.add_(source)
                 else:
                     target.copy_(source)
+            release_pages(self._pages[sample, rows.start : rows.stop])
         self._written[:, rows.start : rows.stop] = True
 
     def finish(self) -> None:
@@ -154,6 +159,7 @@ class ArraySink:
             for part, is_written in _runs(self._written[sample]):
                 if not is_written:
                     self._target[sample, :, part.start : part.stop].zero_()
+                    release_pages(self._pages[sample, part.start : part.stop])
         self._written[:] = True
         if isinstance(self._given, np.memmap):
             self._given.flush()

@@ -7,7 +7,7 @@ owns. Between a source and the walk stands `sft.sources.StripReader`, which read
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -60,6 +60,11 @@ class Source(Protocol):
         ...
 
 
+class _HasShape(Protocol):
+    @property
+    def shape(self) -> tuple[int, int, int, int]: ...
+
+
 def check_rows(name: str, shape: tuple[int, int, int, int], interval: Interval, out: Tensor) -> None:
     """Refuse an interval outside the image, or a destination that it does not fit; every source calls this first.
 
@@ -88,8 +93,11 @@ def check_rows(name: str, shape: tuple[int, int, int, int], interval: Interval, 
         )
 
 
-def select_samples(source: Source, batch: Interval) -> Source:
-    """The source of the batch elements ``batch``, without a copy; the source itself where that is all of them.
+_Batched = TypeVar("_Batched", bound=_HasShape)
+
+
+def select_samples(source: _Batched, batch: Interval) -> _Batched:
+    """The source (or sink) of the batch elements ``batch``, without a copy; the source itself where that is all of them.
 
     Raises:
         InputError: there are no such elements, or the source cannot be split.
@@ -105,6 +113,5 @@ def select_samples(source: Source, batch: Interval) -> Source:
             f"cannot take {len(batch)} of {num} batch elements of {source}: it has no method samples(batch). "
             "Add one, or take the batch whole."
         )
-    part = split(batch)
-    assert isinstance(part, Source)
+    part: _Batched = split(batch)
     return part

@@ -20,7 +20,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from types import TracebackType
 
 import torch
@@ -28,10 +27,10 @@ from torch import Tensor
 
 from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
-from sft.sources.readahead import Bytes, Failure, Shared, aligned_bytes, read_all, row_bytes, shut_down, stop
+from sft.sources.readahead import Bytes, Failure, Shared, allocate_bytes, read_all, reader_bytes, row_bytes, shut_down, stop
 from sft.sources.source import Source
 
-__all__ = ["StripReader"]
+__all__ = ["StripReader", "source_error"]
 
 
 class StripReader:
@@ -72,19 +71,18 @@ class StripReader:
         self.intervals = tuple(intervals)
         self.num_buffers = num_buffers
         wanted = tuple(rows for rows in intervals if rows)
-        strip_bytes = max(map(len, wanted), default=0) * row_bytes(source)
-        carried_rows = max((len(a.intersect(b)) for a, b in pairwise(wanted)), default=0)
+        count, strip_bytes, carry_bytes = reader_bytes(wanted, row_bytes(source), num_buffers)
         self._shared = shared = Shared(
             source=source,
             intervals=wanted,
-            buffers=[aligned_bytes(strip_bytes) for _ in range(min(num_buffers, len(wanted)))],
-            carry=aligned_bytes(carried_rows * row_bytes(source)),
+            buffers=[allocate_bytes(strip_bytes) for _ in range(count)],
+            carry=allocate_bytes(carry_bytes),
             free=queue.SimpleQueue(),
             filled=queue.SimpleQueue(),
         )
         #: bytes that the reader allocated: its buffers, and the rows set aside for the following strip
-        self.buffer_bytes = strip_bytes * len(shared.buffers) + carried_rows * row_bytes(source)
-        for index in range(len(shared.buffers)):
+        self.buffer_bytes = strip_bytes * count + carry_bytes
+        for index in range(count):
             shared.free.put(index)
         self._position = 0
         self._waited_seconds = 0.0
@@ -150,7 +148,7 @@ class StripReader:
         result = self._shared.filled.get()
         self._waited_seconds += time.perf_counter() - started
         if isinstance(result, Failure):
-            self._error = _source_error(self._shared.source, result)
+            self._error = source_error(self._shared.source, result.interval, result.error)
             self.close()
             raise self._error from result.error
         self._position += 1
@@ -197,9 +195,9 @@ class StripReader:
         return f"read {self.read_seconds:.1f} s, waited {self.waited_seconds:.1f} s ({100 * self.hidden_fraction:.0f} % hidden)"
 
 
-def _source_error(source: Source, failure: Failure) -> SourceError:
-    rows = failure.interval
+def source_error(source: Source, rows: Interval, error: BaseException) -> SourceError:
+    """What to raise from an error in a source's own ``rows``."""
     return SourceError(
-        f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(failure.error).__name__}: {failure.error}. "
+        f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(error).__name__}: {error}. "
         "Mend the source and run the step again."
     )

@@ -7,23 +7,38 @@ tensor returns its storage. So the very code that executes a plan also projects 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sft.analysis.interval import Interval
 from sft.lower.program import Port, Program, Slot
+from sft.sources.readahead import reader_bytes
 
-__all__ = ["Handle", "Machine", "Meter", "Phantom", "PhantomMachine", "Saved"]
+__all__ = ["Handle", "Machine", "Meter", "Phantom", "PhantomMachine", "Saved", "Strips"]
 
 Handle = Any
 
 
 @dataclass(slots=True)
 class Saved:
-    """What the first half of a whole segment leaves for the second: tensors by slot number, or a phantom."""
+    """What the first half of a whole segment leaves for the second: tensors by slot number, or a phantom.
+
+    ``loaded`` are images read for the first half that some of these tensors are views of.
+    """
 
     values: Any
+    loaded: dict[str, Handle] = field(default_factory=dict)
+
+
+class Strips(Protocol):
+    """Strips of an input that is read while a walk runs."""
+
+    def take(self, rows: Interval) -> Handle:
+        """The next strip; its buffer goes back to the reader when the last handle on it is gone."""
+
+    def close(self) -> None:
+        """End the reading and free its buffers, whether all strips were taken or not."""
 
 
 class Machine(Protocol):
@@ -40,6 +55,15 @@ class Machine(Protocol):
 
     def add(self, target: Handle, source: Handle) -> None:
         """Add in place."""
+
+    def read(self, source: Handle, batch: Interval, order: Sequence[Interval], row_bytes: int) -> Strips:
+        """Begin to read rows of an input's source, in this order; ``row_bytes`` of each row of these batch elements."""
+
+    def load(self, source: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
+        """An input's source as a whole, channels last."""
+
+    def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
+        """Add the gradient of an input's rows to its sink."""
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         """Run a program; returns its results, and what it saved for its second half."""
@@ -77,10 +101,31 @@ class Phantom:
 
 
 @dataclass(slots=True)
+class _PhantomStrips:
+    """Strips of byte counts: the reader's buffers on the host, a copy of the strip on a device."""
+
+    meter: Meter
+    row_bytes: int
+    buffers: Phantom | None
+
+    def take(self, rows: Interval) -> Phantom:
+        return Phantom(self.meter, len(rows) * self.row_bytes if self.buffers is None else 0)
+
+    def close(self) -> None:
+        self.buffers = None
+
+
+@dataclass(slots=True)
 class PhantomMachine:
-    """A machine of byte counts."""
+    """A machine of byte counts.
+
+    Attributes:
+        meter: counts them.
+        on_host: whether the device's memory is the host's, so that buffers for reading are in it.
+    """
 
     meter: Meter = field(default_factory=Meter)
+    on_host: bool = True
 
     def allocate(self, shape: tuple[int, ...], dtype: Any, *, zero: bool, contiguous: bool = False) -> Phantom:
         return Phantom(self.meter, Slot(0, shape, dtype, 0).num_bytes)
@@ -93,6 +138,17 @@ class PhantomMachine:
         return handle.view()
 
     def add(self, target: Handle, source: Handle) -> None:
+        pass
+
+    def read(self, source: Handle, batch: Interval, order: Sequence[Interval], row_bytes: int) -> _PhantomStrips:
+        count, strip_bytes, carry_bytes = reader_bytes(order, row_bytes)
+        buffers = Phantom(self.meter, count * strip_bytes + carry_bytes) if self.on_host else None
+        return _PhantomStrips(self.meter, row_bytes, buffers)
+
+    def load(self, source: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
+        return self.allocate(shape, dtype, zero=False)
+
+    def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
         pass
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:

@@ -6,6 +6,8 @@ only grow, so of the states after it the next kept one, ``j(s) >= s + 1``, needs
 backward pass, strip ``s`` of the group that starts at state ``g`` finds the blocks that kept states up to ``g`` need, and those of the
 group's strips before ``s``.
 
+Reading an input that is not resident adds its buffers all along, or a copy of the strip on a device of its own memory.
+
 So the bytes at every event are sums over prefixes, and a walk of thousands of strips is projected without walking it. That this equals
 the walk on the phantom machine, byte for byte, is tested.
 """
@@ -18,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.walk.checkpoints import kept_states
+from sft.walk.reading import reading_bytes, strip_bytes
 from sft.walk.segments import TiledSegment, Walk
 
 __all__ = ["WalkProfile", "profile_walk"]
@@ -45,7 +48,7 @@ class WalkProfile:
     backward_flops: int
 
 
-def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate: bool) -> WalkProfile:
+def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate: bool, on_host: bool = True) -> WalkProfile:
     """Project one walk of a segment.
 
     Args:
@@ -53,9 +56,11 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
         walk: the walk.
         keep: whether a backward pass follows.
         differentiate: whether that backward pass runs this segment at all.
+        on_host: whether the device's memory is the host's, and so holds the buffers for reading inputs that are not resident.
     """
     schedule = segment.schedule
     num_steps, every = schedule.num_steps, segment.state_every
+    all_steps = np.arange(num_steps)
     first, kinds = schedule.kinds
     forward = [segment.program("forward", int(step), walk) for step in first]
     forward_peaks = np.array([program.peak_bytes for program in forward])[kinds]
@@ -68,7 +73,8 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     stays = lasting if segment.keeps_states(walk) else np.zeros_like(lasting)
     before = _alive_before(frontier, kept, blocks, stays)
     forward_flops = int(np.array([program.flops for program in forward])[kinds].sum())
-    forward_peak = int((before + forward_peaks).max())
+    read = reading_bytes(segment, "forward", walk) if on_host else strip_bytes(segment, "forward", "source", all_steps, walk)
+    forward_peak = int((before + forward_peaks + read).max())
     store = int(stays.sum())
     if not differentiate:
         return WalkProfile(
@@ -87,7 +93,11 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     wanted = np.array([name in segment.scope.requires_grad for name in names], dtype=bool)
     gradients = (row_bytes[wanted, None] * (frontier - kept)[wanted]).sum(0)
     joint_peaks = np.array([program.peak_bytes for program in joint])[kinds]
-    peak = int((at_strip + gradients[1:] + joint_peaks).max())
+    buffers = reading_bytes(segment, "backward", walk) if on_host else 0
+    strips = strip_bytes(segment, "joint", "grad_source", all_steps, walk)
+    if not on_host:
+        strips += strip_bytes(segment, "joint", "source", all_steps, walk)
+    peak = int((at_strip + gradients[1:] + joint_peaks + strips + buffers).max())
     flops = int(np.array([program.flops for program in joint])[kinds].sum())
 
     def restore(strips: Ints, alive: Ints) -> int:
@@ -95,15 +105,17 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
         nonlocal flops
         programs = {int(k): segment.program("restore", int(first[k]), walk) for k in np.unique(kinds[strips])}
         flops += sum(programs[int(k)].flops for k in kinds[strips])
-        return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]])).max(initial=0))
+        copies = 0 if on_host or not strips.size else strip_bytes(segment, "restore", "source", strips, walk)
+        return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]]) + copies).max(initial=0))
 
     restored = _restored(num_steps, every)
     # The gradient that waits meanwhile is that of the next group's first state.
     waiting = gradients[np.minimum(group[restored] + every, num_steps)]
-    peak = max(peak, restore(restored, at_strip[restored] + waiting))
+    peak = max(peak, restore(restored, at_strip[restored] + waiting + buffers))
     if not segment.keeps_states(walk):
         again = np.arange(states.max())
-        peak = max(peak, restore(again, _alive_before(frontier, kept, blocks, lasting)[again]))
+        buffers = reading_bytes(segment, "restore", walk) if on_host else 0
+        peak = max(peak, restore(again, _alive_before(frontier, kept, blocks, lasting)[again] + buffers))
     return WalkProfile(
         forward_peak_bytes=forward_peak,
         store_bytes=store,

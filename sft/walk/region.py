@@ -55,6 +55,7 @@ class Region:
         requires_grad: values that need a gradient.
         outputs: the model's outputs, each once.
         contiguous: outputs are laid out channels first.
+        from_source: inputs that are read while walks run; their handles are sources, their gradients go to sinks.
     """
 
     graph: Graph
@@ -66,6 +67,7 @@ class Region:
     requires_grad: frozenset[str]
     outputs: tuple[str, ...]
     contiguous: bool = True
+    from_source: frozenset[str] = frozenset()
 
     def forward(self, machine: Machine, given: Mapping[str, Handle], *, keep: bool) -> tuple[dict[str, Handle], Tape]:
         """Compute the outputs from inputs, parameters and buffers.
@@ -109,12 +111,16 @@ class Region:
         tape: Tape,
         output_grads: Mapping[str, Handle],
         *,
+        sinks: Mapping[str, Handle] | None = None,
         consume: bool = True,
     ) -> dict[str, Handle]:
-        """Gradients of the inputs and parameters that need one, given those of the outputs that need one."""
+        """Gradients of the inputs and parameters that need one, given those of the outputs that need one.
+
+        Those of inputs that are not resident go to their ``sinks`` instead, strip by strip.
+        """
         values = tape.values if consume else Values(dict(tape.values.by_name))
         kept = tape.kept if consume else list(tape.kept)
-        grads, borrowed = Gradients(dict(output_grads)), set(output_grads)
+        grads, borrowed = Gradients(dict(output_grads), dict(sinks or {})), set(output_grads)
         leaves = {node.name for node in self.graph.nodes if node.kind != "operator"}
         for index in range(len(self.segments) - 1, -1, -1):
             segment, saved = self.segments[index], kept.pop()
@@ -144,7 +150,7 @@ class Region:
                 grads.by_name[name] = own
                 borrowed.discard(name)
                 del own
-            if name not in self.requires_grad or name in grads.by_name:
+            if name not in self.requires_grad or name in grads.by_name or name in self.from_source:
                 continue
             if name in segment.sides or segment.accumulates:
                 handle = values.by_name[name]

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -21,7 +21,8 @@ from sft.lower.context import Scope
 from sft.lower.program import Port, Program
 from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole, partial_shape
 from sft.walk.checkpoints import backward_actions, kept_states
-from sft.walk.machine import Handle, Machine, Saved
+from sft.walk.machine import Handle, Machine, Saved, Strips
+from sft.walk.reading import opened
 from sft.walk.rowstore import RowStore
 
 __all__ = ["Gradients", "TiledSegment", "Values", "Walk", "WholeSegment"]
@@ -31,16 +32,21 @@ _NO_OFFSET = (0, 0, 0)
 
 @dataclass(slots=True)
 class Values:
-    """Whole tensors by value name: cuts, parameters, buffers, global values."""
+    """Whole tensors by value name: cuts, parameters, buffers, global values; of inputs that are not resident, the sources.
+
+    ``readers`` are those of the running walk, by input.
+    """
 
     by_name: dict[str, Handle] = field(default_factory=dict)
+    readers: dict[str, Strips] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Gradients:
-    """Gradients of whole tensors by value name."""
+    """Gradients of whole tensors by value name; ``sinks`` take those of inputs that are not resident."""
 
     by_name: dict[str, Handle] = field(default_factory=dict)
+    sinks: dict[str, Handle] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,7 @@ class TiledSegment:
         restart: only the last walk keeps its states in the forward pass; the others run forward once more before their backward.
         num_batch: batch elements of the whole input; walks take ``scope.batch`` at a time.
         sides: whole tensors that the segment reads.
+        from_source: inputs that are read strip by strip and never resident.
     """
 
     #: gradients of sources are added to buffers that must exist
@@ -75,6 +82,7 @@ class TiledSegment:
     restart: bool
     num_batch: int
     sides: tuple[str, ...]
+    from_source: frozenset[str] = frozenset()
     _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
@@ -145,6 +153,11 @@ class TiledSegment:
         scope = self.scope_of(walk)
         return math.prod(scope.strip_shape(name, 1)) * scope.graph[name].itemsize_bytes
 
+    def source_row_bytes(self, name: str, walk: Walk) -> int:
+        """Bytes of one row in full width of an input that is not resident."""
+        _, channels, _, width = self.scope.shapes[name]
+        return len(walk.chunk) * channels * width * self.scope.graph[name].itemsize_bytes
+
     @property
     def working_bytes(self) -> int:
         """The largest peak of the programs lowered so far."""
@@ -177,15 +190,22 @@ class TiledSegment:
     ) -> RowStore:
         """Walk forward, holding on to some states; without ``partial`` only for the sake of these states."""
         store = RowStore()
-        last = self.schedule.num_steps if partial is not None else max(kept)
-        for index in range(last):
-            self._run_forward(machine, values, store, index, walk, partial)
-            store.hold(self.schedule.carried_rows(index + 1))
-            if index not in kept:
-                store.release(self.schedule.carried_rows(index))
+        direction: Literal["forward", "restore"] = "restore" if partial is None else "forward"
+        last = self.walked(direction)
+        with opened(machine, self, values.by_name, direction, walk) as readers:
+            reading = Values(values.by_name, readers)
+            for index in range(last):
+                self._run_forward(machine, reading, store, index, walk, partial)
+                store.hold(self.schedule.carried_rows(index + 1))
+                if index not in kept:
+                    store.release(self.schedule.carried_rows(index))
         if last not in kept:
             store.release(self.schedule.carried_rows(last))
         return store
+
+    def walked(self, direction: Literal["forward", "restore"]) -> int:
+        """Strips that a walk forward runs: all, or those before the last kept state."""
+        return self.schedule.num_steps if direction == "forward" else max(self.kept)
 
     def _run_forward(
         self,
@@ -230,8 +250,17 @@ class TiledSegment:
 
     def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """What a strip reads of a source, or of its gradient."""
-        rows = self.scope_of(walk).rows_read(step)[name]
-        return machine.view(tensors.by_name[name], walk.chunk, rows, self._columns_of(name, walk).new)
+        rows, columns = self.scope_of(walk).rows_read(step)[name], self._columns_of(name, walk).new
+        reader = tensors.readers.get(name) if isinstance(tensors, Values) else None
+        if reader is not None:
+            return machine.view(reader.take(rows), None, None, columns)
+        return machine.view(tensors.by_name[name], walk.chunk, rows, columns)
+
+    def _zero_rows(self, machine: Machine, name: str, step: Step, walk: Walk) -> Handle:
+        """Room for a strip's gradient of an input that is not resident: rows in full width, as a sink takes them."""
+        _, channels, _, width = self.scope.shapes[name]
+        shape = (len(walk.chunk), channels, len(self.scope_of(walk).rows_read(step)[name]), width)
+        return machine.allocate(shape, self.scope.side_dtype(name), zero=True)
 
     def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """The part of a streamed output, or of its gradient, that a strip is for."""
@@ -248,7 +277,7 @@ class TiledSegment:
             machine: what runs the programs.
             values: sources and side tensors.
             stores: what ``forward`` returned.
-            grads: holds the outputs' gradients, and zeros to add to for sources and side tensors that need a gradient.
+            grads: holds the outputs' gradients, zeros to add to for sources and side tensors that need a gradient, and sinks.
             consume: whether the stores are no longer needed afterwards.
         """
         if not consume:
@@ -258,9 +287,13 @@ class TiledSegment:
             self._walk_backward(machine, values, stores.pop(), grads, walks.pop())
 
     def _walk_backward(self, machine: Machine, values: Values, store: RowStore | None, grads: Gradients, walk: Walk) -> None:
-        schedule = self.schedule
         if store is None:
             store = self._walk_forward(machine, values, walk, None, self.kept)
+        with opened(machine, self, values.by_name, "backward", walk) as readers:
+            self._walk_joint(machine, Values(values.by_name, readers), store, grads, walk)
+
+    def _walk_joint(self, machine: Machine, values: Values, store: RowStore, grads: Gradients, walk: Walk) -> None:
+        schedule = self.schedule
         carried: dict[str, Handle] = {}
         for action in backward_actions(schedule.num_steps, self.state_every):
             if action.kind == "forward":
@@ -269,6 +302,7 @@ class TiledSegment:
                 continue
             step, program = self._step(action.strip), self.program("joint", action.strip, walk)
             bindings = self._bind(machine, program, step, walk, values, store)
+            parts: dict[str, Handle] = {}
             for port in program.ports:
                 if port.role == "grad_out":
                     if port.name in self.scope.streamed:
@@ -277,12 +311,17 @@ class TiledSegment:
                         bindings[port] = machine.view(grads.by_name[port.name], walk.chunk, None)
                 elif port.role == "grad_carry":
                     bindings[port] = carried.pop(port.name)
+                elif port.role == "grad_source" and port.name in grads.sinks:
+                    parts[port.name] = self._zero_rows(machine, port.name, step, walk)
+                    bindings[port] = machine.view(parts[port.name], None, None, self._columns_of(port.name, walk).new)
                 elif port.role == "grad_source":
                     bindings[port] = self._rows_read(machine, grads, port.name, step, walk)
                 elif port.role == "grad_side":
                     bindings[port] = self._side(machine, grads, port.name, walk.chunk)
             results, _ = machine.run(program, bindings)
             bindings.clear()
+            for name in list(parts):
+                machine.give(grads.sinks[name], walk.chunk, self.scope_of(walk).rows_read(step)[name], parts.pop(name))
             carried = {port.name: handle for port, handle in results.items()}
             results.clear()
             store.release(schedule.carried_rows(action.strip))
@@ -294,7 +333,10 @@ def _rows_of(step: Step, name: str) -> NodeRows:
 
 @dataclass(kw_only=True)
 class WholeSegment:
-    """A segment that runs like plain PyTorch: everything that its backward needs is kept."""
+    """A segment that runs like plain PyTorch: everything that its backward needs is kept.
+
+    Inputs that are not resident are read whole for its forward pass, and again for its backward pass.
+    """
 
     #: gradients of sources come out as buffers of their own
     accumulates: ClassVar[bool] = False
@@ -302,6 +344,7 @@ class WholeSegment:
     scope: Scope
     step: Step
     sides: tuple[str, ...]
+    from_source: frozenset[str] = frozenset()
     _programs: dict[bool, tuple[Program, Program | None]] = field(default_factory=dict, repr=False)
 
     def programs(self, training: bool) -> tuple[Program, Program | None]:
@@ -313,10 +356,20 @@ class WholeSegment:
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Saved:
         """Run it; with ``keep`` what the backward needs is returned."""
         program, _ = self.programs(keep)
-        bindings = {port: values.by_name[port.name] for port in program.ports if port.role in ("source", "side", "out")}
+        bindings = {port: self._given(machine, port.name, values) for port in program.ports if port.role in ("source", "side", "out")}
         bindings |= {port: _NO_OFFSET for port in program.ports if port.role == "origin"}
         _, saved = machine.run(program, bindings)
+        roots = {out.number: out.root for i in program.instructions for out in i.outputs if out is not None}
+        viewed = {roots[number] for number in program.saved}
+        for port, slot in program.ports.items():
+            if port.name in self.from_source and port.role == "source" and slot.root in viewed:
+                saved.loaded[port.name] = bindings[port]
         return saved
+
+    def _given(self, machine: Machine, name: str, values: Values) -> Handle:
+        """A value from outside; an input that is not resident is read as a whole."""
+        handle = values.by_name[name]
+        return machine.load(handle, self.scope.shapes[name], self.scope.side_dtype(name)) if name in self.from_source else handle
 
     def backward(self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True) -> None:
         """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""
@@ -324,8 +377,10 @@ class WholeSegment:
         assert program is not None
         bindings: dict[Port, Handle] = {}
         for port in program.ports:
-            if port.role in ("source", "side") and port.name in values.by_name:
-                bindings[port] = values.by_name[port.name]
+            if port.role == "source" and port.name in saved.loaded:
+                bindings[port] = saved.loaded[port.name]
+            elif port.role in ("source", "side") and port.name in values.by_name:
+                bindings[port] = self._given(machine, port.name, values)
             elif port.role in ("grad_out", "grad_side"):
                 bindings[port] = grads.by_name[port.name]
             elif port.role == "origin":
@@ -335,7 +390,10 @@ class WholeSegment:
         del held
         for port in list(results):
             handle = results.pop(port)
-            if port.name in grads.by_name:
+            if port.name in grads.sinks:
+                num_batch, _, height, _ = self.scope.shapes[port.name]
+                machine.give(grads.sinks[port.name], Interval(0, num_batch), Interval(0, height), handle)
+            elif port.name in grads.by_name:
                 machine.add(grads.by_name[port.name], handle)
             else:
                 grads.by_name[port.name] = handle

@@ -1,0 +1,199 @@
+"""What ``net(x)`` may be given, and what becomes of it: a tensor on the device, or a source that is read strip by strip.
+
+========================================  ====================================================================================
+x                                         becomes
+========================================  ====================================================================================
+tensor on the model's device              itself: whole, and counted whole
+tensor on the host, model elsewhere       a source: exact, rows go to the device as they are needed
+NumPy array or memmap                     a source: uint8 pixels divided by 255, floats as they are; axes as in `sft.sources.ArraySource`
+`sft.sources.Slide`                       a source: pixels divided by 255
+any `sft.sources.Source`                  itself; `ArraySource` and `Normalized` say how pixels are normalised
+========================================  ====================================================================================
+
+With ``input_grad=`` a tensor on the host becomes a source too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.errors import InputError
+from sft.sources.array import ArraySource
+from sft.sources.host import as_host_array
+from sft.sources.image import Image
+from sft.sources.normalized import Normalized
+from sft.sources.sink import ArraySink, RowSink
+from sft.sources.slide import Slide
+from sft.sources.source import Source
+
+__all__ = ["Given", "is_readable", "resolve_inputs"]
+
+_SLIDE_CHANNELS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Given:
+    """One input of a call.
+
+    Attributes:
+        tensor: where it is resident.
+        source: where it is read strip by strip.
+        witness: the tensor behind the source, if it is one.
+        make_sink: makes what takes the gradient of a source, where that is wanted.
+    """
+
+    tensor: Tensor | None = None
+    source: Source | None = None
+    witness: Tensor | None = None
+    make_sink: Callable[[], RowSink] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """``(N, C, H, W)``."""
+        given = self.tensor if self.source is None else self.source
+        assert given is not None
+        return tuple(given.shape)
+
+    @property
+    def needs_grad(self) -> bool:
+        """Whether its gradient is wanted."""
+        return self.make_sink is not None or (self.tensor is not None and self.tensor.requires_grad)
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether it is a tensor laid out channels last."""
+        x = self.tensor
+        return x is not None and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+
+    @property
+    def splits_batch(self) -> bool:
+        """Whether it can be taken a few batch elements at a time."""
+        parts = [part for part in (self.source, self.make_sink and self.make_sink()) if part is not None]
+        return self.shape[0] == 1 or all(hasattr(part, "samples") for part in parts)
+
+
+def is_readable(value: object) -> bool:
+    """Whether a value is an input that is read in strips: an array, a slide or a source, but no tensor."""
+    return isinstance(value, (np.ndarray, Image, Source)) and not isinstance(value, Tensor)
+
+
+def resolve_inputs(values: Sequence[Any], input_grad: Any, dtype: torch.dtype, device: torch.device) -> tuple[Given, ...]:
+    """The inputs of a call.
+
+    Args:
+        values: what the caller gave.
+        input_grad: where gradients of inputs go: None, one array or sink, or a sequence of them with an entry for each input.
+        dtype: of the model.
+        device: of the model.
+
+    Raises:
+        InputError: naming everything that is wrong with any of them.
+        SourceError: a slide cannot be opened.
+    """
+    if not values:
+        raise InputError("no input given; call net(x) with a tensor of shape [N, C, H, W]")
+    targets = _targets(input_grad, len(values))
+    problems: list[str] = []
+    found: list[Given] = []
+    for position, (value, target) in enumerate(zip(values, targets, strict=True)):
+        name = f"input {position}"
+        try:
+            if isinstance(value, Tensor):
+                _check_tensor(name, value, dtype, device, wants_sink=target is not None)
+                is_host = value.device.type == "cpu" and (device.type != "cpu" or target is not None)
+                given = _host_tensor(name, value, dtype) if is_host else Given(tensor=value)
+            else:
+                given = Given(source=_source(name, value, dtype))
+            if target is not None:
+                given = _with_sink(name, given, value, target, dtype)
+            found.append(given)
+        except InputError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError("; ".join(problems))
+    return tuple(found)
+
+
+def _targets(input_grad: Any, num_inputs: int) -> list[Any]:
+    if input_grad is None:
+        return [None] * num_inputs
+    targets = list(input_grad) if isinstance(input_grad, (list, tuple)) else [input_grad]
+    if len(targets) != num_inputs:
+        raise InputError(
+            f"input_grad has {len(targets)} entries for {num_inputs} inputs; give a sequence with an array for each, None where the "
+            "gradient is not wanted"
+        )
+    if not torch.is_grad_enabled() and any(target is not None for target in targets):
+        raise InputError("input_grad is given, but gradients are off (torch.no_grad): no backward pass can fill it; leave it out")
+    return targets
+
+
+def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.device, *, wants_sink: bool) -> None:
+    if value.dtype != dtype:
+        raise InputError(f"{name} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()")
+    moves = value.device.type == "cpu" and device.type not in ("cpu", "meta")
+    if value.device != device and not moves:
+        raise InputError(f"{name} is on {value.device}, the model on {device}; move one of them with .to()")
+    if value.dim() != 4:
+        raise InputError(f"{name} has {value.dim()} dimensions, expected 4 [N, C, H, W]; batch it with x[None]")
+    if min(value.shape) < 1:
+        raise InputError(f"{name} has shape {tuple(value.shape)}; every extent must be at least 1")
+    if wants_sink and value.device.type != "cpu":
+        raise InputError(f"{name} is on {value.device}, where its gradient is x.grad; leave out input_grad and use x.requires_grad_()")
+    if value.requires_grad and (moves or wants_sink):
+        why = "input_grad is given too" if wants_sink else f"it is on the host and the model on {device}"
+        raise InputError(f"{name} requires grad, and {why}: its gradient is streamed; give x.detach() and input_grad=array")
+
+
+def _host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> Given:
+    if value.layout is not torch.strided or value.is_neg():
+        raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
+    return Given(source=ArraySource(value.detach(), layout="NCHW", dtype=dtype), witness=value)
+
+
+def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
+    try:
+        if isinstance(value, np.ndarray):
+            return ArraySource(value, dtype=dtype)
+        if isinstance(value, Slide):
+            return Normalized(value, mean=(0.0,) * _SLIDE_CHANNELS, std=(1.0,) * _SLIDE_CHANNELS, dtype=dtype)
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    if isinstance(value, Source):
+        shape = tuple(value.shape)
+        if len(shape) != 4 or not all(isinstance(extent, int) and extent >= 1 for extent in shape):
+            raise InputError(f"{name} is a source of shape {shape}; a source has four positive extents (N, C, H, W)")
+        if value.dtype != dtype:
+            raise InputError(f"{name} is a source of {value.dtype}, the model has {dtype}; make the source with dtype={dtype}")
+        return value
+    hint = "; make it a source: sft.sources.Normalized(image, mean=..., std=...)" if isinstance(value, Image) else ""
+    raise InputError(f"{name} is a {type(value).__name__}; give a tensor, a NumPy array, or a sft.sources.Source{hint}")
+
+
+def _with_sink(name: str, given: Given, value: Any, target: Any, dtype: torch.dtype) -> Given:
+    assert given.source is not None
+    shape = given.source.shape
+    if isinstance(target, RowSink):
+        if tuple(target.shape) != tuple(shape):
+            raise InputError(f"{name} has shape {tuple(shape)}, its sink {tuple(target.shape)}; give one of the same shape")
+        return Given(source=given.source, witness=given.witness, make_sink=lambda: target)
+    try:
+        make = partial(ArraySink, target, shape=shape, dtype=dtype)
+        make()
+        if isinstance(value, (np.ndarray, Tensor)) and _may_overlap(value, target):
+            raise InputError("it shares memory with the input, which is read while the gradient is written. Give an array of its own.")
+    except InputError as error:
+        raise InputError(f"input_grad of {name}: {error}") from error
+    return Given(source=given.source, witness=given.witness, make_sink=make)
+
+
+def _may_overlap(value: Any, target: Any) -> bool:
+    arrays = [as_host_array(array, "compare memory of") for array in (value, target)]
+    return all(isinstance(array, np.ndarray) for array in arrays) and np.may_share_memory(arrays[0], arrays[1])

@@ -1,0 +1,99 @@
+"""Inputs that are read while a walk runs, and never resident.
+
+A walk knows beforehand which rows it reads and in which order: strip after strip forwards, and by `backward_actions` backwards. Each
+walk opens a reader with that list for every input that it reads, takes strip after strip, and closes it whatever happens. So an
+input is read once for each walk over it: for each chunk of the batch, in each segment that reads it, forwards and again backwards.
+Where restored strips make the backward walk turn round, their rows are read once more. Rows are read in full width: panels take their
+columns of them, and each panel is a walk of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.analysis.interval import Interval
+from sft.lower.program import Port
+from sft.lower.step import StripKind
+from sft.sources.readahead import reader_bytes
+from sft.walk.checkpoints import backward_actions
+from sft.walk.machine import Handle, Machine, Strips
+
+if TYPE_CHECKING:
+    from sft.walk.segments import TiledSegment, Walk
+
+__all__ = ["Direction", "opened", "reading_bytes", "reading_order", "strip_bytes"]
+
+Ints = npt.NDArray[np.int64]
+
+#: What a walk is for: results, states alone, or gradients.
+Direction = Literal["forward", "restore", "backward"]
+
+
+def _rows_read(segment: TiledSegment, walk: Walk, name: str) -> tuple[Ints, Ints]:
+    scope = segment.scope_of(walk)
+    return segment.schedule.rows_read(name, [reader for reader in scope.names if scope.has_columns(reader)])
+
+
+def reading_order(segment: TiledSegment, direction: Direction, walk: Walk) -> dict[str, tuple[Interval, ...]]:
+    """The rows that a walk reads of each input that is not resident, in order; inputs that it does not read are left out."""
+    num_steps = segment.schedule.num_steps
+    events: list[tuple[StripKind, int]]
+    if direction == "backward":
+        actions = backward_actions(num_steps, segment.state_every)
+        events = [("restore" if action.kind == "forward" else "joint", action.strip) for action in actions]
+    else:
+        events = [(direction, index) for index in range(segment.walked(direction))]
+    found = {}
+    for name in sorted(segment.from_source):
+        start, stop = (rows.tolist() for rows in _rows_read(segment, walk, name))
+        port = Port("source", name)
+        order = tuple(Interval(start[index], stop[index]) for kind, index in events if port in segment.program(kind, index, walk).ports)
+        if order:
+            found[name] = order
+    return found
+
+
+@contextmanager
+def opened(
+    machine: Machine, segment: TiledSegment, handles: Mapping[str, Handle], direction: Direction, walk: Walk
+) -> Iterator[dict[str, Strips]]:
+    """Readers of a walk's inputs by name, for the time of the walk."""
+    readers: dict[str, Strips] = {}
+    with ExitStack() as stack:
+        for name, order in reading_order(segment, direction, walk).items():
+            reader = machine.read(handles[name], walk.chunk, order, segment.source_row_bytes(name, walk))
+            readers[name] = stack.enter_context(closing(reader))
+        yield readers
+
+
+def reading_bytes(segment: TiledSegment, direction: Direction, walk: Walk) -> int:
+    """Bytes of the buffers that reading holds during a walk, where they are in the device's memory."""
+    total = 0
+    for name, order in reading_order(segment, direction, walk).items():
+        count, buffer_bytes, carry_bytes = reader_bytes(order, segment.source_row_bytes(name, walk))
+        total += count * buffer_bytes + carry_bytes
+    return total
+
+
+def strip_bytes(segment: TiledSegment, kind: StripKind, role: str, steps: Ints, walk: Walk) -> Ints:
+    """Bytes of the strips of inputs that are not resident, at each of some steps.
+
+    Args:
+        segment: what walks.
+        kind: which program of the steps.
+        role: of the ports: ``"source"`` for the strips themselves, ``"grad_source"`` for their gradients.
+        steps: indices.
+        walk: the walk.
+    """
+    total = np.zeros(len(steps), dtype=np.int64)
+    for name in sorted(segment.from_source):
+        start, stop = _rows_read(segment, walk, name)
+        port = Port(role, name)
+        is_bound = np.array([port in segment.program(kind, int(step), walk).ports for step in steps], dtype=bool)
+        total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, walk)
+    return total

@@ -1,0 +1,99 @@
+"""Sources for tests: one that counts and can fail, and slide files made of known pixels."""
+
+from __future__ import annotations
+
+import gc
+import struct
+import threading
+import zlib
+from collections import Counter
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sft.analysis.interval import Interval
+
+__all__ = ["Watched", "reader_threads", "write_tiled_tiff"]
+
+
+def reader_threads() -> list[threading.Thread]:
+    """Threads of readers that are still there; there must be none once a pass is over."""
+    gc.collect()
+    return [thread for thread in threading.enumerate() if thread.name == "sft-strip-reader"]
+
+
+class Watched:
+    """A tensor as a source that counts how often each row of each batch element is asked for.
+
+    ``fails_at`` is a row that cannot be read any more, which a test may set at any time.
+    """
+
+    def __init__(self, content: Tensor, *, counts: Counter[tuple[int, int]] | None = None, first: int = 0) -> None:
+        num, channels, height, width = content.shape
+        self.shape = (num, channels, height, width)
+        self.dtype = content.dtype
+        self.content = content
+        self.counts: Counter[tuple[int, int]] = Counter() if counts is None else counts
+        self.first = first
+        self.fails_at: int | None = None
+
+    def __repr__(self) -> str:
+        return "Watched"
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        assert not torch.is_grad_enabled()
+        if self.fails_at is not None and interval.start <= self.fails_at < interval.stop:
+            raise RuntimeError("the disk is on fire")
+        self.counts.update((self.first + n, row) for n in range(self.shape[0]) for row in range(interval.start, interval.stop))
+        out.copy_(self.content[:, :, interval.start : interval.stop])
+
+    def samples(self, batch: Interval) -> Watched:
+        part = Watched(self.content[batch.start : batch.stop], counts=self.counts, first=self.first + batch.start)
+        part.fails_at = self.fails_at
+        return part
+
+
+def write_tiled_tiff(path: Path, pixels: npt.NDArray[np.uint8], *, tile_px: int = 16, damaged_tile: int | None = None) -> None:
+    """Write RGB pixels as a tiled TIFF (deflate), which OpenSlide reads.
+
+    Args:
+        path: of the file.
+        pixels: ``[height, width, 3]``.
+        tile_px: side of a tile, a multiple of 16.
+        damaged_tile: a tile, counted by rows, whose compressed bytes are overwritten.
+    """
+    height, width, _ = pixels.shape
+    down, across = -(-height // tile_px), -(-width // tile_px)
+    assert down * across > 1, "the offsets of a single tile would stand in the directory"
+    padded = np.zeros((down * tile_px, across * tile_px, 3), np.uint8)
+    padded[:height, :width] = pixels
+    corners = [(row * tile_px, column * tile_px) for row in range(down) for column in range(across)]
+    tiles = [zlib.compress(padded[top : top + tile_px, left : left + tile_px].tobytes()) for top, left in corners]
+    if damaged_tile is not None:
+        tiles[damaged_tile] = bytes(len(tiles[damaged_tile]))
+    num, sizes = len(tiles), [len(tile) for tile in tiles]
+    offsets = [8 + before for before in accumulate(sizes, initial=0)]
+    end = offsets.pop()
+    extra = struct.pack(f"<3H{num}I{num}I", 8, 8, 8, *offsets, *sizes)
+    short, long = 3, 4
+    tags = [
+        (256, long, 1, width),
+        (257, long, 1, height),
+        (258, short, 3, end),  # bits of a sample
+        (259, short, 1, 8),  # deflate
+        (262, short, 1, 2),  # RGB
+        (277, short, 1, 3),
+        (284, short, 1, 1),
+        (322, long, 1, tile_px),
+        (323, long, 1, tile_px),
+        (324, long, num, end + 6),
+        (325, long, num, end + 6 + 4 * num),
+    ]
+    content = struct.pack("<2sHI", b"II", 42, end + len(extra)) + b"".join(tiles) + extra + struct.pack("<H", len(tags))
+    # Little-endian: a short value in the first half of its field reads as a long one.
+    content += b"".join(struct.pack("<HHII", *tag) for tag in tags) + struct.pack("<I", 0)
+    path.write_bytes(content)

@@ -2,21 +2,31 @@
 
 The whole schedule, forward and backward, is inside: autograd sees inputs, parameters and buffers going in and outputs coming out.
 They pass through ``save_for_backward``, so changing one of them between forward and backward raises as it does in eager PyTorch.
-Gradients are returned, not written: ``.grad`` is touched by autograd after the last strip, or not at all.
+Gradients are returned, not written: ``.grad`` is touched by autograd after the last strip, or not at all. A leaf that no used output
+depends on gets no gradient, as in eager PyTorch, rather than zeros, which an optimizer with momentum or weight decay would act on.
+
+The programs hold every cast that they need. Both passes therefore run with autocast off, whatever the caller has switched on.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from sft.execute.machine import TorchMachine
 from sft.walk.region import Region
 
-__all__ = ["run_region"]
+__all__ = ["autocast_off", "run_region"]
+
+
+def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast does not touch this device's operators."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def run_region(
@@ -37,8 +47,9 @@ def run_region(
     given = dict(zip(names, tensors, strict=True))
     made = [name for name in region.outputs if name not in given]
     if not keep:
-        with torch.no_grad():
-            outputs, _ = region.forward(TorchMachine(tensors[0].device), given, keep=False)
+        device = tensors[0].device
+        with torch.no_grad(), autocast_off(device):
+            outputs, _ = region.forward(TorchMachine(device), given, keep=False)
         return outputs
     results = _RegionFunction.apply(region, tuple(names), frozenset(updated), *tensors)  # type: ignore[no-untyped-call]
     return {**{name: given[name] for name in region.outputs if name in given}, **dict(zip(made, results, strict=True))}
@@ -50,41 +61,79 @@ class _RegionFunction(torch.autograd.Function):
         ctx: Any, region: Region, names: tuple[str, ...], updated: frozenset[str], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(names, tensors, strict=True)}
-        outputs, tape = region.forward(TorchMachine(tensors[0].device), given, keep=True)
-        # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks.
-        tape.values.by_name = {name: value for name, value in tape.values.by_name.items() if name not in given}
+        device = tensors[0].device
+        with autocast_off(device):
+            outputs, tape = region.forward(TorchMachine(device), given, keep=True)
+        made = [name for name in region.outputs if name not in given]
+        # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks. Outputs on the tape
+        # are aliases: the result itself would hold its own graph alive. An alias shares the version, so a change in place is noticed.
+        values = {name: value for name, value in tape.values.by_name.items() if name not in given}
+        values.update({name: outputs[name].detach() for name in made if name in values})
+        tape.values.by_name = values
+        ctx.versions = {name: values[name]._version for name in made if name in values}
         ctx.save_for_backward(*(None if name in updated else tensor for name, tensor in zip(names, tensors, strict=True)))
         ctx.set_materialize_grads(False)
-        ctx.region, ctx.names, ctx.tape = region, names, tape
-        made = [name for name in region.outputs if name not in given]
-        ctx.made = made
-        # An output that later segments read is on the tape as well; the caller gets it as the function's own result.
+        ctx.region, ctx.names, ctx.tape, ctx.made = region, names, tape, made
         results = tuple(outputs[name] for name in made)
         ctx.mark_non_differentiable(*(outputs[name] for name in made if name not in region.requires_grad))
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        region: Region = ctx.region
-        consume = not _keeps_graph()
-        tape = ctx.tape
-        if consume:
-            ctx.tape = None
-        elif tape is not None:
-            tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), list(tape.kept))
-        given = {name: tensor.detach() for name, tensor in zip(ctx.names, tensors, strict=True) if tensor is not None}
-        tape.values.by_name.update(given)
-        device = next(tensor.device for tensor in tensors if tensor is not None)
-        wanted = {
-            name: _materialized(grad, region, name, device)
-            for name, grad in zip(ctx.made, grads, strict=True)
-            if name in region.requires_grad
-        }
-        del grads
+        arriving = list(grads)
+        del grads  # each gradient lives as long as the backward pass needs it
+        with torch.no_grad():
+            found = _differentiate(ctx, arriving)
+        if not torch.is_grad_enabled():
+            return (None, None, None, *found)
+        # create_graph=True. Torch's own once_differentiable lets gradients through as constants where the incoming gradient is one.
+        delayed = torch._C._functions.DelayedError(_TWICE, len(found))
+        given = delayed(*(None if grad is None else grad.detach().requires_grad_() for grad in found))
+        return (None, None, None, *(given if isinstance(given, tuple) else (given,)))
+
+
+_TWICE = (
+    b"a compiled model's gradient cannot be differentiated again (create_graph=True): its backward pass recomputes strips outside of "
+    b"autograd; use the plain model for gradient penalties and Hessians"
+)
+
+
+def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The gradients of the function's tensors, given those of its results (the list is emptied)."""
+    tensors = ctx.saved_tensors
+    region: Region = ctx.region
+    consume = not _keeps_graph()
+    tape = ctx.tape
+    for name, version in ctx.versions.items():
+        if tape.values.by_name[name]._version != version:
+            raise RuntimeError(
+                f"the output {name} of the compiled model was modified in place after the forward pass, and the backward pass needs it; "
+                "modify a clone of it instead"
+            )
+    if consume:
+        ctx.tape = None
+    elif tape is not None:
+        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), list(tape.kept))
+    given = {name: tensor.detach() for name, tensor in zip(ctx.names, tensors, strict=True) if tensor is not None}
+    tape.values.by_name.update(given)
+    device = next(tensor.device for tensor in tensors if tensor is not None)
+    by_output = {name: grad for name, grad in zip(ctx.made, grads, strict=True) if name in region.requires_grad}
+    reached = _reached(region, [name for name, grad in by_output.items() if grad is not None])
+    wanted = {name: _materialized(grad, region, name, device) for name, grad in by_output.items()}
+    grads.clear()
+    by_output.clear()
+    with autocast_off(device):
         found = region.backward(TorchMachine(device), tape, wanted, consume=consume)
-        return (None, None, None, *(found.get(name) for name in ctx.names))
+    return [found.get(name) if name in reached else None for name in ctx.names]
+
+
+def _reached(region: Region, outputs: Collection[str]) -> frozenset[str]:
+    """The values that a gradient of these outputs flows to."""
+    found = set(outputs)
+    for node in reversed(region.graph.nodes):
+        if node.name in found:
+            found.update(name for name in node.operands if name in region.requires_grad)
+    return frozenset(found)
 
 
 def _materialized(grad: torch.Tensor | None, region: Region, name: str, device: torch.device) -> torch.Tensor:

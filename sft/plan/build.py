@@ -40,7 +40,7 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
         dtypes=problem.dtypes,
         requires_grad=problem.requires_grad,
         outputs=graph.results,
-        contiguous=not problem.channels_last,
+        contiguous=frozenset(graph.results) - problem.channels_last,
     )
 
 

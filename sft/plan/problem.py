@@ -25,7 +25,7 @@ class Problem:
         phases: the sorted graph.
         shapes: shape of every value.
         requires_grad: values that need a gradient; empty for inference.
-        channels_last: model inputs that are laid out channels last.
+        channels_last: model inputs and outputs that are laid out channels last.
         resident_bytes: parameters, their gradients, buffers and optimizer state.
     """
 

@@ -54,7 +54,7 @@ class Region:
         dtypes: element type of every value (``torch.dtype``).
         requires_grad: values that need a gradient.
         outputs: the model's outputs, each once.
-        contiguous: outputs are laid out channels first.
+        contiguous: outputs that are laid out channels first.
     """
 
     graph: Graph
@@ -65,7 +65,7 @@ class Region:
     dtypes: Mapping[str, Any]
     requires_grad: frozenset[str]
     outputs: tuple[str, ...]
-    contiguous: bool = True
+    contiguous: frozenset[str]
 
     def forward(self, machine: Machine, given: Mapping[str, Handle], *, keep: bool) -> tuple[dict[str, Handle], Tape]:
         """Compute the outputs from inputs, parameters and buffers.
@@ -79,8 +79,7 @@ class Region:
         outputs: dict[str, Handle] = {name: given[name] for name in self.outputs if name in given}
         for index, segment in enumerate(self.segments):
             for name in self.makes[index]:
-                contiguous = self.contiguous and name in self.outputs
-                handle = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=contiguous)
+                handle = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=name in self.contiguous)
                 tape.values.by_name[name] = handle
                 if name in self.outputs:
                     outputs[name] = handle

@@ -85,6 +85,16 @@ def _trace(
     dtypes: Sequence[torch.dtype],
     needs_grad: Sequence[bool],
 ) -> _Trace:
+    with torch.inference_mode(False):  # the caller's may be on, and a trace is kept for later calls
+        return _traced(function, shapes, dtypes, needs_grad)
+
+
+def _traced(
+    function: Callable[..., torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    needs_grad: Sequence[bool],
+) -> _Trace:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         inputs = [torch.empty(s, dtype=d).requires_grad_(n) for s, d, n in zip(shapes, dtypes, needs_grad, strict=True)]
         with torch.no_grad():

@@ -210,7 +210,7 @@ def outputs_channels_last(
     layouts = [torch.channels_last if last else torch.contiguous_format for last in channels_last]
     with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast):
         try:
-            state = {name: mode.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+            state: dict[str, torch.Tensor] = {name: mode.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
             with mode:
                 inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
                 outputs = pytree.tree_leaves(torch.func.functional_call(model, state, tuple(inputs)))

@@ -4,6 +4,8 @@ A reduction over the image (a mean over height and width) is a barrier: whoever 
 Operators are therefore sorted into *phases*. Phase ``p`` is a run of streamed operators, which a strip walk may fuse from the
 first to the last, followed by the operators on whole tensors that depend on it (the tail). An operator that mixes a streamed
 value with a global value of phase ``p`` belongs to phase ``p + 1``.
+
+What follows from parameters alone (a weight in another type) waits for no image: it runs first, in a phase that streams nothing.
 """
 
 from __future__ import annotations
@@ -36,12 +38,14 @@ class Phases:
         phases: the phases in order.
         streamed: names of the values that can come in strips.
         rows: the operator table's row for each operator.
+        prologue: operators on parameters alone that others read; where there are any, they are the first phase.
     """
 
     graph: Graph
     phases: tuple[Phase, ...]
     streamed: frozenset[str]
     rows: dict[str, Operator]
+    prologue: tuple[str, ...] = ()
 
 
 def find_phases(graph: Graph) -> Phases:
@@ -73,9 +77,14 @@ def find_phases(graph: Graph) -> Phases:
 
 
 def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -> Phases:
+    prologue = _prologue(graph)
     level: dict[str, int] = {node.name: 0 for node in graph.nodes if node.kind != "operator"}
+    level.update(dict.fromkeys(prologue, -1))
     runs: dict[str, bool] = {}  # whether an operator runs in its phase's streamed run
     for node in graph.operators:
+        if node.name in level:
+            runs[node.name] = False
+            continue
         runs[node.name] = node.name in streamed or (rows[node.name].role == "reduce" and any(name in streamed for name in node.operands))
         level[node.name] = max((_level(graph, name, level, runs, runs[node.name]) for name in node.operands), default=0)
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
@@ -84,11 +93,21 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
             streamed=tuple(n.name for n in graph.operators if level[n.name] == p and runs[n.name]),
             tail=tuple(n.name for n in graph.operators if level[n.name] == p and not runs[n.name]),
         )
-        for p in range(num_phases)
+        for p in range(-1 if prologue else 0, num_phases)
     )
     leaves = tuple(node for node in graph.nodes if node.kind != "operator")
     ordered: tuple[Node, ...] = leaves + tuple(graph[name] for phase in phases for name in (*phase.streamed, *phase.tail))
-    return Phases(graph=replace(graph, nodes=ordered), phases=phases, streamed=streamed, rows=rows)
+    return Phases(graph=replace(graph, nodes=ordered), phases=phases, streamed=streamed, rows=rows, prologue=prologue)
+
+
+def _prologue(graph: Graph) -> tuple[str, ...]:
+    """The operators that depend on no input, and that an operator which does depends on."""
+    depends = set(graph.inputs)
+    for node in graph.operators:
+        if depends.intersection(node.operands):
+            depends.add(node.name)
+    wanted = graph.ancestors([name for name in depends if graph[name].kind == "operator"])
+    return tuple(node.name for node in graph.operators if node.name in wanted and node.name not in depends)
 
 
 def _level(graph: Graph, name: str, level: dict[str, int], runs: dict[str, bool], reader_streams: bool) -> int:

@@ -43,6 +43,7 @@ class _Traced:
     dtypes: tuple[torch.dtype, ...]
     device: torch.device
     autocast: torch.dtype | None
+    default_dtype: torch.dtype
     training_flags: tuple[bool, ...]
     fingerprint: Fingerprint
 
@@ -188,6 +189,7 @@ class Engine:
                 dtypes=dtypes,
                 device=device,
                 autocast=_autocast_dtype(device),
+                default_dtype=torch.get_default_dtype(),
                 training_flags=tuple(module.training for module in self.model.modules()),
                 fingerprint=fingerprint(self.model),
             ),

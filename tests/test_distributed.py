@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -108,4 +108,4 @@ def _worker(rank: int, store: str) -> None:
 
 
 def test_gradients_are_averaged(tmp_path: Path) -> None:
-    mp.spawn(_worker, args=(str(tmp_path / "store"),), nprocs=_NUM_RANKS)
+    cast(Any, mp).spawn(_worker, args=(str(tmp_path / "store"),), nprocs=_NUM_RANKS)

@@ -37,7 +37,7 @@ class TwoHeads(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         features = self.stem(x)
         gate = torch.sigmoid(self.gate(features.mean((2, 3))))
-        return features, self.head(torch.tanh(features) * gate[:, :, None, None])
+        return features, self.head(torch.square(features) * gate[:, :, None, None])
 
 
 def _pair(make: Callable[[], nn.Module] = ConvNet, shape: tuple[int, ...] = _SHAPE) -> tuple[nn.Module, nn.Module]:
@@ -108,12 +108,11 @@ def test_gradient_penalty_is_refused() -> None:
 
 def test_create_graph_alone_gives_the_gradients() -> None:
     model, net = _pair()
+    found = []
     for module in (model, net):
-        module(image(*_SHAPE)).square().sum().backward(create_graph=True)
-    ours, eager = ({name: None if g is None else g.detach() for name, g in _grads(m).items()} for m in (net, model))
-    assert max(gradient_errors(ours, eager).values()) <= 1e-11
-    for module in (model, net):
-        module.zero_grad(set_to_none=True)  # the graph and the gradient refer to each other
+        grads = torch.autograd.grad(module(image(*_SHAPE)).square().sum(), list(module.parameters()), create_graph=True)
+        found.append(dict(zip(dict(module.named_parameters()), grads, strict=True)))
+    assert max(gradient_errors(found[1], found[0]).values()) <= 1e-11
 
 
 def test_a_changed_output_that_the_backward_needs() -> None:
@@ -194,7 +193,8 @@ def test_accumulate_clip_step(set_to_none: bool) -> None:
     for module in (model, net):
         head = [p for name, p in module.named_parameters() if name.startswith("head")]
         body = [p for name, p in module.named_parameters() if not name.startswith("head")]
-        optimizer = torch.optim.SGD([{"params": body}, {"params": head, "lr": 1e-3}], lr=1e-2, momentum=0.9, weight_decay=0.1)
+        groups: list[dict[str, Any]] = [{"params": body}, {"params": head, "lr": 1e-3}]
+        optimizer = torch.optim.SGD(groups, lr=1e-2, momentum=0.9, weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         found = []
         for step in range(3):
@@ -239,10 +239,10 @@ def test_a_frozen_prefix_costs_nothing() -> None:
     frozen = plan_of(net, x)
     with torch.no_grad():
         inference = plan_of(net, x)
-    # Behind the body comes the classifier alone: the body runs once, forward, and keeps nothing.
-    head = 2 * 2 * 6 * 5  # multiply-adds of the linear layer, times two
-    assert frozen.flops == inference.flops + head < training.flops
-    assert sum(s.state_bytes for s in frozen.segments if s.mode == "tiled") <= sum(s.state_bytes for s in training.segments)
+    # The body runs once, forward, and keeps nothing; what is added is the gradient of the classifier's weight.
+    gradient_flops = 2 * 2 * 6 * 5
+    assert frozen.flops == inference.flops + gradient_flops < training.flops
+    assert frozen.projected_peak_bytes < inference.projected_peak_bytes + 1024 < training.projected_peak_bytes
     for module in (model, net):
         optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
         module(x).square().sum().backward()
@@ -272,7 +272,8 @@ def _train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> No
 
 
 def _norm_net() -> nn.Module:
-    return chain(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2))
+    # No bias before the norm: its gradient is rounding alone, which AdamW would scale up.
+    return chain(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2))
 
 
 def test_save_and_resume() -> None:
@@ -374,14 +375,15 @@ def test_a_model_that_changes_after_its_first_step(what: str) -> None:
     _assert_same_state(net, model)
 
 
-def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory() -> None:
-    _, net = _pair(lambda: nn.Conv2d(3, 2, 3))
-    for step in range(20):
+def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.engine._MAX_CAPTURES", 2)
+    monkeypatch.setattr("sft.engine._MAX_PLANS", 3)
+    model, net = _pair(lambda: nn.Conv2d(3, 2, 3))
+    for step in range(4):
         cast(Any, net).epoch = step
-        net(image(*_SHAPE))
+        assert relative_error(net(image(*_SHAPE)), model(image(*_SHAPE))) <= 1e-12
     engine = cast(Any, net)._sft_engine
-    assert len(engine._captured) == 16
-    assert len(engine._ready) <= 21
+    assert (len(engine._captured), len(engine._ready)) == (2, 3)
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -392,7 +394,7 @@ def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory() -> N
 def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
     model = seeded(make)
     if last != "input":
-        model.to(memory_format=torch.channels_last)
+        cast(Any, model).to(memory_format=torch.channels_last)
     net = sft.compile(copy.deepcopy(model), _SHAPE, options=_OPTIONS)
     found = []
     for module in (model, net):
@@ -402,10 +404,14 @@ def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         torch.autograd.backward([y.square().sum() for y in outputs])
         assert x.grad is not None
-        found.append([*outputs, x.grad, *(p.grad for p in module.parameters())])
+        found.append([*outputs, x.grad])
     for ours, eager in zip(found[1], found[0], strict=True):
         assert relative_error(ours, eager) <= 1e-10
         assert ours.stride() == eager.stride()
+    _assert_same_grads(net, model)
+    for p, q in zip(net.parameters(), model.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        assert p.grad.stride() == q.grad.stride()
 
 
 def test_converted_after_compile() -> None:
@@ -413,7 +419,7 @@ def test_converted_after_compile() -> None:
     model, net = _pair(TinyUNet)
     for module in (model, net):
         assert module(image(*_SHAPE)).is_contiguous()
-        module.to(memory_format=torch.channels_last)
+        cast(Any, module).to(memory_format=torch.channels_last)
     ours, eager = net(image(*_SHAPE)), model(image(*_SHAPE))
     assert relative_error(ours, eager) <= 1e-12
     assert ours.stride() == eager.stride()

@@ -87,7 +87,7 @@ class _RegionFunction(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return (None, None, None, *found)
         # create_graph=True. Torch's own once_differentiable lets gradients through as constants where the incoming gradient is one.
-        delayed = torch._C._functions.DelayedError(_TWICE, len(found))
+        delayed: Any = torch._C._functions.DelayedError(_TWICE, len(found))
         given = delayed(*(None if grad is None else grad.detach().requires_grad_() for grad in found))
         return (None, None, None, *(given if isinstance(given, tuple) else (given,)))
 

@@ -35,7 +35,7 @@ class TorchMachine:
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if handle is None:
             return self.allocate(shape, dtype, zero=True)
-        return torch.zeros_like(handle)
+        return torch.zeros_like(handle, dtype=dtype)
 
     def view(self, handle: Handle, batch: Interval | None, rows: Interval | None) -> torch.Tensor:
         view: torch.Tensor = handle
@@ -47,6 +47,9 @@ class TorchMachine:
 
     def add(self, target: Handle, source: Handle) -> None:
         target.add_(source)
+
+    def cast(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return handle.to(dtype)  # type: ignore[no-any-return]
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         tensors: dict[int, Any] = {} if saved is None else saved.values

@@ -56,10 +56,10 @@ def partial_shape(scope: Scope, name: str) -> tuple[int, ...]:
 
 def lower_finish(scope: Scope, name: str) -> Program:
     """The program that turns a running reduction over the image into the global value."""
-    e = Emitter(dtype=scope.dtype)
+    e = Emitter(dtype=scope.dtype_of(name))
     running = e.port("partial", name, partial_shape(scope, name), torch.float64)
     shape = scope.side_shape(name)
-    out = e.port("out", name, shape, scope.side_dtype(name))
+    out = e.port("out", name, shape, scope.dtype_of(name))
     if scope.rows[name].name == "moments":
         squares, count = (
             e.call(aten.select.int, running, -1, index, shape=shape[:-1], view_of=running, dtype=torch.float64) for index in (1, 2)
@@ -85,7 +85,7 @@ class _Gradient:
 class _StepLowering:
     def __init__(self, scope: Scope, step: Step, *, whole: bool) -> None:
         self.scope, self.whole = scope, whole
-        self.emitter = Emitter(dtype=scope.dtype)
+        self.emitter = Emitter(dtype=scope.dtype_of(scope.names[0]))
         self.rows = {rows.name: rows for rows in step.nodes}
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
@@ -110,6 +110,10 @@ class _StepLowering:
                     borders[read.operand] = (max(low, read.pad_low), max(high, read.pad_high))
         return borders
 
+    def _enter(self, name: str) -> None:
+        """What is emitted from now on belongs to this operator."""
+        self.emitter.owner, self.emitter.dtype = name, self.scope.dtype_of(name)
+
     # -- forwards ---------------------------------------------------------------------------------------------------
 
     def forward(self, *, write_outputs: bool, write_rows: bool) -> None:
@@ -120,7 +124,7 @@ class _StepLowering:
             self._load_source(name)
         for name in self.scope.names:
             node = self.scope.graph[name]
-            self.emitter.owner = name
+            self._enter(name)
             if name in self.scope.streamed:
                 self._forward_streamed(node)
             else:
@@ -129,9 +133,9 @@ class _StepLowering:
     def _load_source(self, name: str) -> None:
         rows, e = self.read.get(name, Interval(0, 0)), self.emitter
         shape = self.scope.strip_shape(name, len(rows))
-        slot = e.port("source", name, shape)
+        slot = e.port("source", name, shape, self.scope.dtype_of(name))
         if name not in self.scope.in_layout and rows:
-            slot = e.call(aten.clone.default, slot, shape=shape, keywords={"memory_format": torch.channels_last})
+            slot = e.call(aten.clone.default, slot, shape=shape, dtype=slot.dtype, keywords={"memory_format": torch.channels_last})
         self.values[name] = (slot, rows.start)
 
     def _forward_streamed(self, node: Node) -> None:
@@ -230,7 +234,7 @@ class _StepLowering:
             if name not in scope.requires_grad:
                 continue
             gradient = gradients.pop(name, _Gradient())
-            self.emitter.owner = name
+            self._enter(name)
             if name in scope.streamed:
                 self._backward_streamed(scope.graph[name], gradient)
             elif name in self.contexts:
@@ -247,7 +251,7 @@ class _StepLowering:
                 elif operand in scope.streamed:
                     gradients.setdefault(operand, _Gradient()).parts.append((slot, rows, owned))
                 else:
-                    target = self.emitter.port("grad_side", operand, slot.shape, slot.dtype)
+                    target = self.emitter.port("grad_side", operand, slot.shape, scope.grad_dtype(operand))
                     self.emitter.add_into(target, slot)
 
         for name in scope.sources:
@@ -258,14 +262,14 @@ class _StepLowering:
         """Hand the gradient of a whole source to the caller."""
         rows = Interval(0, self.scope.shapes[name][2])
         parts = [(slot, interval, owned) for slot, interval, owned in gradient.parts if interval is not None]
-        total, owned = self._sum(name, rows, parts)
+        total, owned = self._sum(name, rows, parts, self.scope.grad_dtype(name))
         if not owned:
-            total = self.emitter.call(aten.clone.default, total, shape=total.shape)
+            total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
         self.emitter.result("grad_source", name, total)
 
     def _add_to_source(self, name: str, slot: Slot, rows: Interval) -> None:
         read = self.read[name]
-        target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)))
+        target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)), self.scope.grad_dtype(name))
         self.emitter.add_into(self.emitter.narrow(target, 2, rows.start - read.start, len(rows)), slot)
 
     def _backward_streamed(self, node: Node, gradient: _Gradient) -> None:
@@ -274,14 +278,15 @@ class _StepLowering:
         if rows.kept and not self.whole:
             parts.append((e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept))), rows.kept, False))
         if node.name in scope.outputs and rows.new:
-            parts.append((e.port("grad_out", node.name, scope.strip_shape(node.name, len(rows.new))), rows.new, False))
+            shape = scope.strip_shape(node.name, len(rows.new))
+            parts.append((e.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), rows.new, False))
         if not rows.held:
             return
         if not parts:
             if rows.carried:
                 e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
             return
-        total, owned = self._sum(node.name, rows.held, parts)
+        total, owned = self._sum(node.name, rows.held, parts, scope.dtype_of(node.name))
         if rows.carried:
             block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
             e.copy(block, e.narrow(total, 2, 0, len(rows.carried)))
@@ -291,30 +296,36 @@ class _StepLowering:
             new = e.narrow(total, 2, len(rows.carried), len(rows.new))
             rule_of(scope, node, whole=self.whole).backward(ctx, new, owned)
 
-    def _sum(self, name: str, held: Interval, parts: list[tuple[Slot, Interval, bool]]) -> tuple[Slot, bool]:
-        """The sum of gradient parts over the rows held, and whether its storage may be written to."""
+    def _sum(self, name: str, held: Interval, parts: list[tuple[Slot, Interval, bool]], dtype: torch.dtype) -> tuple[Slot, bool]:
+        """The sum of gradient parts over the rows held, and whether its storage may be written to.
+
+        A part in a wider type than the result makes the sum wide, so that it is rounded once.
+        """
+        wide = max((dtype, *(slot.dtype for slot, _, _ in parts)), key=lambda kind: kind.itemsize)
         if len(parts) == 1 and parts[0][1] == held:
-            return parts[0][0], parts[0][2]
-        base = next((i for i, (_, rows, owned) in enumerate(parts) if owned and rows == held), None)
+            return self.emitter.cast(parts[0][0], dtype), parts[0][2] or parts[0][0].dtype != dtype
+        base = next((i for i, (slot, rows, owned) in enumerate(parts) if owned and rows == held and slot.dtype == wide), None)
         if base is None:
-            total = self.emitter.zeros(self.scope.strip_shape(name, len(held)))
+            total = self.emitter.zeros(self.scope.strip_shape(name, len(held)), wide)
         else:
             total = parts.pop(base)[0]
         for slot, rows, _ in parts:
             self.emitter.add_into(self.emitter.narrow(total, 2, rows.start - held.start, len(rows)), slot)
-        return total, True
+        return self.emitter.cast(total, dtype), True
 
     def _backward_whole(self, node: Node, gradient: _Gradient) -> None:
         e, scope = self.emitter, self.scope
         parts = [(slot, owned) for slot, _, owned in gradient.parts]
         if node.name in scope.outputs:
             shape = scope.shapes[node.name] if self.whole else scope.side_shape(node.name)
-            parts.append((e.port("grad_out", node.name, shape, scope.side_dtype(node.name)), False))
+            parts.append((e.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))
         if not parts:
             return
+        # The wide ones first, so that the sum is wide.
+        parts.sort(key=lambda part: -part[0].dtype.itemsize)
         total, owned = parts[0]
         if len(parts) > 1:
-            base = next((i for i, (_, own) in enumerate(parts) if own), None)
+            base = next((i for i, (slot, own) in enumerate(parts) if own and slot.dtype == total.dtype), None)
             if base is None:
                 first, second = parts[0][0], parts[1][0]
                 total = e.call(aten.add.Tensor, first, second, shape=first.shape, dtype=first.dtype)
@@ -325,4 +336,7 @@ class _StepLowering:
             for slot, _ in rest:
                 e.add_into(total, slot)
             owned = True
-        rule_of(scope, node, whole=self.whole).backward(self.contexts[node.name], total, owned)
+        rule = rule_of(scope, node, whole=self.whole)
+        if not rule.takes_wide_grad and total.dtype != scope.dtype_of(node.name):
+            total, owned = e.cast(total, scope.dtype_of(node.name)), True
+        rule.backward(self.contexts[node.name], total, owned)

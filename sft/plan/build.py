@@ -38,6 +38,7 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
         makes=[makes for _, makes in ends],
         shapes=problem.shapes,
         dtypes=problem.dtypes,
+        grad_dtypes=problem.grad_dtypes,
         requires_grad=problem.requires_grad,
         outputs=graph.results,
         contiguous=frozenset(graph.results) - problem.channels_last,
@@ -57,7 +58,6 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
     sides = tuple(name for name in outside if name not in phases.streamed)
     inputs = set(problem.graph.inputs)
     tiled = choice.mode == "tiled"
-    lead = next(iter(sources), None) or choice.nodes[0]
     scope = Scope(
         graph=problem.graph,
         rows=phases.rows,
@@ -71,7 +71,6 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
             name for name in sources if name in problem.channels_last or (name not in inputs and name not in problem.graph.outputs)
         ),
         batch=choice.batch_tile if tiled else problem.num_batch,
-        dtype=problem.dtypes[lead],
         per_sample=problem.per_sample,
     )
     if not tiled:

@@ -13,6 +13,7 @@ from sft.analysis.graph import Graph
 from sft.analysis.phases import Phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
+from sft.lower.context import grad_dtype_of
 
 __all__ = ["Problem", "concrete_shapes"]
 
@@ -51,6 +52,11 @@ class Problem:
         return {node.name: getattr(torch, node.dtype) for node in self.graph.nodes}
 
     @cached_property
+    def grad_dtypes(self) -> dict[str, torch.dtype]:
+        """Element type in which every value's gradient is summed up."""
+        return {node.name: grad_dtype_of(self.graph, self.phases.streamed, node.name) for node in self.graph.nodes}
+
+    @cached_property
     def num_batch(self) -> int:
         """Batch elements of the input."""
         return self.shapes[self.graph.inputs[0]][0]
@@ -75,6 +81,10 @@ class Problem:
         for extent in self.shapes[name]:
             size *= extent
         return size
+
+    def grad_bytes(self, name: str) -> int:
+        """Bytes of the sum that a whole value's gradient is collected in."""
+        return self.value_bytes(name) // self.dtypes[name].itemsize * self.grad_dtypes[name].itemsize
 
     @cached_property
     def border_bytes(self) -> int:

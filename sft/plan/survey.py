@@ -184,7 +184,7 @@ class Survey:
                 alive = problem.border_bytes + sum(makes[: j + 1]) + states
                 grads = problem.input_grad_bytes + grad_bytes[0] if problem.training else 0
                 peak = np.maximum(peak, alive + grads + run.peak[c][:, None])
-                if problem.training:
+                if any(name in problem.requires_grad for name in run.names[: run.cuts[c]]):
                     recomputed = sum(whole.forward_flops[name] for name in run.names[: run.cuts[c]])
                     cost += recomputed * (1 + run.restored_share)
                 cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
@@ -230,7 +230,7 @@ class Survey:
             leaves = [o for o in problem.graph[name].operands if o in problem.requires_grad and problem.graph[o].kind != "operator"]
             new = [o for o in leaves if o not in problem.phases.streamed and o not in seen]
             seen.update(new)
-            behind.append(behind[-1] + sum(problem.value_bytes(o) for o in new))
+            behind.append(behind[-1] + sum(problem.grad_bytes(o) for o in new))
         return behind[::-1]
 
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:

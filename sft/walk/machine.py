@@ -33,13 +33,16 @@ class Machine(Protocol):
         """A new buffer; four-dimensional ones are channels last unless ``contiguous``."""
 
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
-        """Zeros laid out like ``handle``."""
+        """Zeros laid out like ``handle``, of an element type of their own."""
 
     def view(self, handle: Handle, batch: Interval | None, rows: Interval | None) -> Handle:
         """Batch elements and rows of a buffer."""
 
     def add(self, target: Handle, source: Handle) -> None:
         """Add in place."""
+
+    def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
+        """The buffer in another element type."""
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         """Run a program; returns its results, and what it saved for its second half."""
@@ -94,6 +97,9 @@ class PhantomMachine:
 
     def add(self, target: Handle, source: Handle) -> None:
         pass
+
+    def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
+        return self.allocate(shape, dtype, zero=False)
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         meter = self.meter

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from sft.analysis.graph import Node
+from sft.analysis.operators import CASTS
 from sft.lower.context import Scope
 from sft.lower.rules.base import Rule
+from sft.lower.rules.casts import Cast
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
@@ -24,6 +26,7 @@ _RULES: dict[str, Rule] = {
     "cat": Cat(),
     "frozen_norm": FrozenNorm(),
     "affine": Affine(),
+    "cast": Cast(),
     "mean": Mean(),
     "moments": Moments(),
 }
@@ -35,6 +38,8 @@ _WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMean(), "moments": WholeMomen
 def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
     """The rule that lowers a node."""
     row = scope.rows[node.name]
+    if node.target in CASTS:
+        return _RULES["cast"]
     if row.role == "whole" or not any(name in scope.streamed for name in node.operands):
         return _WHOLE
     if row.name == "pointwise":

@@ -247,7 +247,7 @@ class TracedPointwise(_Traced):
         values = dict(rest)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
         keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
-        return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype)
+        return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype_of(next(refs_in(name[1]))))
 
 
 @lru_cache(maxsize=512)

@@ -37,7 +37,7 @@ class TwoHeads(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         features = self.stem(x)
         gate = torch.sigmoid(self.gate(features.mean((2, 3))))
-        return features, self.head(torch.square(features) * gate[:, :, None, None])
+        return features, self.head(features * gate[:, :, None, None])
 
 
 def _pair(make: Callable[[], nn.Module] = ConvNet, shape: tuple[int, ...] = _SHAPE) -> tuple[nn.Module, nn.Module]:

@@ -27,7 +27,7 @@ from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.graph import Graph
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["Capture", "capture"]
+__all__ = ["Capture", "capture", "outputs_channels_last"]
 
 _STREAMED_RANK = 4
 
@@ -75,14 +75,26 @@ class Capture:
         return None
 
 
-def capture(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Capture:
-    """Trace ``model`` on inputs of these shapes (height and width of rank-4 inputs symbolic).
+def capture(
+    model: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    *,
+    autocast: torch.dtype | None = None,
+) -> Capture:
+    """Trace ``model`` on inputs of these shapes and dtypes (height and width of rank-4 inputs symbolic).
+
+    With ``autocast`` the model is traced as under ``torch.autocast`` of that dtype: casts become operators of the graph. Regions
+    that ``forward`` itself puts under autocast, or takes out of it, come out the same way.
 
     Raises:
         UnsupportedError: torch.export cannot follow the model.
         InputError: the model itself refuses inputs of this shape.
     """
-    program = _export(model, shapes, dtype, device)
+    # The caller may be in inference mode, or under autocast with a cache of casts.
+    with torch.inference_mode(False), _autocast(device, autocast):
+        program = _export(model, shapes, dtypes, device)
     return Capture(
         graph=graph_of(program),
         out_spec=program.call_spec.out_spec,
@@ -92,7 +104,13 @@ def capture(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
     )
 
 
-def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> ExportedProgram:
+def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+
+
+def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> ExportedProgram:
     dynamic = tuple(
         tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
         if len(shape) == _STREAMED_RANK
@@ -101,18 +119,18 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
     )
     with _quiet():
         try:
-            return _exported(model, shapes, dtype, device, dynamic)
+            return _exported(model, shapes, dtypes, device, dynamic)
         except UnsupportedError:
             raise
         except Exception as error:
             # Tell a model that cannot take this input at all from one that only export cannot follow.
-            reason = _eager_refusal(model, shapes, dtype)
+            reason = _eager_refusal(model, shapes, dtypes)
             if reason is not None:
                 wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
             # The exporter's solver fails on some size expressions; the sizes at hand are still a capture, for themselves alone.
             with contextlib.suppress(Exception):
-                return _exported(model, shapes, dtype, device, None)
+                return _exported(model, shapes, dtypes, device, None)
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UnsupportedError(
                 [
@@ -125,12 +143,12 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dt
 def _exported(
     model: nn.Module,
     shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
+    dtypes: Sequence[torch.dtype],
     device: torch.device,
     dynamic: tuple[tuple[Any, ...], ...] | None,
 ) -> ExportedProgram:
     with contextlib.nullcontext() if device.type == "meta" else FakeTensorMode():
-        inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
+        inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
     exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
     decomposed: ExportedProgram = exported.run_decompositions({})
@@ -153,13 +171,13 @@ def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
             )
 
 
-def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype) -> str | None:
+def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> str | None:
     """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
     with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
         try:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
             with torch.no_grad():
-                model(*(torch.empty(shape, dtype=dtype, device=device) for shape in shapes))
+                model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
         except RuntimeError as error:
             message = str(error).strip().splitlines()
             # Data-dependent control flow fails on fake tensors too, but says so in its own type.
@@ -167,6 +185,44 @@ def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtype: t
         except Exception:
             return None
     return None
+
+
+def outputs_channels_last(
+    model: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    channels_last: Sequence[bool],
+    *,
+    autocast: torch.dtype | None = None,
+) -> tuple[bool, ...] | None:
+    """For each output whether eager PyTorch lays it out channels last; ``None`` where the model does not run on fake tensors.
+
+    Args:
+        model: its parameters' layouts count, too.
+        shapes: of the inputs.
+        dtypes: of the inputs.
+        device: of the inputs.
+        channels_last: for each input whether it is laid out channels last.
+        autocast: as for :func:`capture`.
+    """
+    mode = FakeTensorMode()
+    layouts = [torch.channels_last if last else torch.contiguous_format for last in channels_last]
+    with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast):
+        try:
+            state: dict[str, torch.Tensor] = {name: mode.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
+            with mode:
+                inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
+                outputs = pytree.tree_leaves(torch.func.functional_call(model, state, tuple(inputs)))
+        except Exception:
+            return None
+    return tuple(_is_channels_last(out) for out in outputs)
+
+
+def _is_channels_last(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or value.dim() != _STREAMED_RANK:
+        return False
+    return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 
 
 @contextlib.contextmanager

@@ -105,6 +105,7 @@ class _GraphBuilder:
         self._buffers = dict(signature.buffers_to_mutate)
         self._mutated = set(signature.user_inputs_to_mutate)
         self._alias: dict[str, str] = {}
+        self._casts: dict[tuple[str, torch.dtype], str] = {}
         self._scalars: dict[str, Any] = {}
 
     def add(self, fx_node: torch.fx.Node) -> None:
@@ -168,6 +169,14 @@ class _GraphBuilder:
         if target in _IDENTITY or (target in _CASTS and value.dtype == _dtype_of(fx_node.args[0])):
             self._alias[fx_node.name] = next(refs_in(tuple(argument for _, argument in arguments)))
             return
+        if target in _CASTS:
+            operand = next(refs_in(tuple(argument for _, argument in arguments)))
+            if self.nodes[operand].kind not in ("input", "operator"):
+                # Autocast casts a weight once, however many layers share it.
+                known = self._casts.setdefault((operand, value.dtype), fx_node.name)
+                if known != fx_node.name:
+                    self._alias[fx_node.name] = known
+                    return
         first = value[0] if isinstance(value, (tuple, list)) else value
         self._add(fx_node.name, "operator", target, first, arguments, _module_path(fx_node))
 

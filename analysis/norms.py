@@ -92,4 +92,14 @@ def _part_name(node: Node, part: str) -> str:
 
 
 def _node(norm: Node, part: str, shape: tuple[Any, ...], arguments: tuple[tuple[str, Any], ...]) -> Node:
-    return replace(norm, name=_part_name(norm, part), target=f"sft.{part}", shape=shape, arguments=arguments)
+    # Statistics of a half type's elements, and what follows from them, are in fp32, as eager PyTorch accumulates them.
+    dtype, itemsize_bytes = ("float32", 4) if norm.itemsize_bytes < 4 else (norm.dtype, norm.itemsize_bytes)
+    return replace(
+        norm,
+        name=_part_name(norm, part),
+        target=f"sft.{part}",
+        shape=shape,
+        arguments=arguments,
+        dtype=dtype,
+        itemsize_bytes=itemsize_bytes,
+    )

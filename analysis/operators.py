@@ -18,7 +18,7 @@ from sft.analysis.access import AxisMap
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.masks import MASK_TARGETS
 
-__all__ = ["AXES", "Border", "Operator", "Role", "Window", "is_differentiable", "operator_of", "pool_window", "window_of"]
+__all__ = ["AXES", "CASTS", "Border", "Operator", "Role", "Window", "is_differentiable", "operator_of", "pool_window", "window_of"]
 
 #: The spatial axes of an ``[N, C, H, W]`` value by name; the index is the axis' place after batch and channel.
 AXES = ("height", "width")
@@ -108,6 +108,8 @@ class Operator:
         """Whether the derivative reads the streamed operands, and whether it reads the result."""
         if self.name == "pointwise":
             return (False, True) if node.target in ("aten.relu.default", "aten.leaky_relu.default") else (True, True)
+        if self.name == "cast":
+            return (False, False)
         if self.name == "binary":
             return (node.target in ("aten.mul.Tensor", "aten.div.Tensor"), False)
         return (self.name in ("convolution", "max_pool", "avg_pool", "frozen_norm", "affine"), False)
@@ -142,6 +144,7 @@ _BINARY = Operator(name="binary", role="join")
 _CAT = Operator(name="cat", role="join")
 _NORM = Operator(name="frozen_norm", role="pointwise")
 _AFFINE = Operator(name="affine", role="pointwise")
+_CAST = Operator(name="cast", role="pointwise")
 _DROPOUT = Operator(name="dropout", role="pointwise")
 _MASK = Operator(name="mask", role="pointwise")
 _MEAN = Operator(name="mean", role="reduce")
@@ -207,6 +210,10 @@ _UNARY = [
 _TABLE.update({f"aten.{name}.default": _POINTWISE for name in _UNARY})
 _TABLE.update({f"aten.{name}": _POINTWISE for name in ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar")})
 _TABLE["aten.div.Tensor"] = _BINARY
+_FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
+#: Conversions to another element type; where they are between floating-point types they have a gradient.
+CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout"})
+_TABLE.update(dict.fromkeys(CASTS, _CAST))
 #: What may stand in the tail, behind the last streamed value, and runs whole.
 _TAIL = frozenset(
     [
@@ -382,6 +389,13 @@ def _mean_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[
     return []
 
 
+def _cast_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+    before = graph[node.argument("self").name].dtype
+    if not {before, node.dtype} <= _FLOATING:
+        return [f"{node.label}: a cast from {before} to {node.dtype} of a streamed value; only floating-point types stream"]
+    return []
+
+
 def _avg_problems(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
     if node.argument("divisor_override") == 0:
         return [f"{node.label}: divisor_override is 0; give a positive divisor"]
@@ -409,6 +423,7 @@ _PROBLEMS = {
     "binary": _binary_problems,
     "cat": _cat_problems,
     "mean": _mean_problems,
+    "cast": _cast_problems,
     "avg_pool": _avg_problems,
     "frozen_norm": _norm_problems,
     "convolution": _convolution_problems,

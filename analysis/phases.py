@@ -3,8 +3,10 @@
 A reduction over the image (a mean over height and width) is a barrier: whoever reads its result waits for the whole image.
 Operators are therefore sorted into *phases*. Phase ``p`` is a run of streamed operators, which a strip walk may fuse from the
 first to the last, followed by the operators on whole tensors that depend on it (the tail). An operator that mixes a streamed
-value with a global value of phase ``p`` belongs to phase ``p + 1``. Operators that depend on no input (on parameters alone, or drawn
-from the seed) make up a first phase of their own.
+value with a global value of phase ``p`` belongs to phase ``p + 1``.
+
+What follows from no input (a weight in another type, a mask drawn from the seed) waits for no image: it runs first, in a phase that
+streams nothing.
 """
 
 from __future__ import annotations
@@ -37,12 +39,14 @@ class Phases:
         phases: the phases in order.
         streamed: names of the values that can come in strips.
         rows: the operator table's row for each operator.
+        prologue: operators on parameters alone that others read; where there are any, they are the first phase.
     """
 
     graph: Graph
     phases: tuple[Phase, ...]
     streamed: frozenset[str]
     rows: dict[str, Operator]
+    prologue: tuple[str, ...] = ()
 
 
 def find_phases(graph: Graph) -> Phases:
@@ -74,32 +78,43 @@ def find_phases(graph: Graph) -> Phases:
 
 
 def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -> Phases:
-    fed = graph.descendants(graph.inputs)
-    # What no input leads to runs before everything, in a phase of its own, and nobody waits for it.
-    first = int(any(node.name not in fed for node in graph.operators))
-    level: dict[str, int] = {node.name: first for node in graph.nodes}
+    prologue = _prologue(graph)
+    level: dict[str, int] = {node.name: 0 for node in graph.nodes if node.kind != "operator"}
+    level.update(dict.fromkeys(prologue, -1))
     runs: dict[str, bool] = {}  # whether an operator runs in its phase's streamed run
     for node in graph.operators:
+        if node.name in level:
+            runs[node.name] = False
+            continue
         runs[node.name] = node.name in streamed or (rows[node.name].role == "reduce" and any(name in streamed for name in node.operands))
-        waits = [_level(graph, name, level, runs, runs[node.name]) for name in node.operands if name in fed]
-        level[node.name] = max(waits, default=first) if node.name in fed else 0
+        level[node.name] = max((_level(graph, name, level, runs, runs[node.name]) for name in node.operands), default=0)
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
     phases = tuple(
         Phase(
             streamed=tuple(n.name for n in graph.operators if level[n.name] == p and runs[n.name]),
             tail=tuple(n.name for n in graph.operators if level[n.name] == p and not runs[n.name]),
         )
-        for p in range(num_phases)
+        for p in range(-1 if prologue else 0, num_phases)
     )
     leaves = tuple(node for node in graph.nodes if node.kind != "operator")
     ordered: tuple[Node, ...] = leaves + tuple(graph[name] for phase in phases for name in (*phase.streamed, *phase.tail))
-    return Phases(graph=replace(graph, nodes=ordered), phases=phases, streamed=streamed, rows=rows)
+    return Phases(graph=replace(graph, nodes=ordered), phases=phases, streamed=streamed, rows=rows, prologue=prologue)
+
+
+def _prologue(graph: Graph) -> tuple[str, ...]:
+    """The operators that depend on no input, and that an operator which does depends on."""
+    depends = set(graph.inputs)
+    for node in graph.operators:
+        if depends.intersection(node.operands):
+            depends.add(node.name)
+    wanted = graph.ancestors([name for name in depends if graph[name].kind == "operator"])
+    return tuple(node.name for node in graph.operators if node.name in wanted and node.name not in depends)
 
 
 def _level(graph: Graph, name: str, level: dict[str, int], runs: dict[str, bool], reader_streams: bool) -> int:
     """The earliest phase in which an operator that reads ``name`` can run."""
     if graph[name].kind != "operator":
-        return level[name]
+        return 0
     waits = reader_streams and (not runs[name] or len(graph[name].shape) != _STREAMED_RANK or _is_global(graph, name))
     return level[name] + 1 if waits else level[name]
 

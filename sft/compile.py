@@ -146,7 +146,7 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
         return CheckReport(ok=False, problems=(f"{type(error).__name__}: {error}",))
     streamed = sum(len(phase.streamed) for phase in phases.phases)
     whole = sum(len(phase.tail) for phase in phases.phases)
-    return CheckReport(ok=True, num_streamed=streamed, num_whole=whole, num_phases=len(phases.phases))
+    return CheckReport(ok=True, num_streamed=streamed, num_whole=whole, num_phases=len(phases.phases) - bool(phases.prologue))
 
 
 def _examples(inputs: Any) -> tuple[Any, ...]:

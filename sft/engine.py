@@ -12,14 +12,16 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
-from sft.analysis.capture import Capture, capture
+from sft.analysis.capture import Capture, capture, outputs_channels_last
+from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
 from sft.analysis.operators import is_differentiable
 from sft.analysis.phases import Phases, find_phases
 from sft.errors import InputError, UnsupportedError
-from sft.execute.function import Leaves, run_region
+from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
+from sft.fingerprint import Fingerprint, fingerprint
 from sft.inputs import Given, resolve_inputs
 from sft.kernels.philox import draw_seed
 from sft.options import Options
@@ -35,15 +37,30 @@ _LOG = logging.getLogger("sft")
 Shape = tuple[int, ...]
 
 
+#: Captures and plans that are kept; an attribute that changes at every call must not fill the memory.
+_MAX_CAPTURES, _MAX_PLANS = 16, 128
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """What a capture is made for, besides the inputs' shapes."""
+
+    dtypes: tuple[torch.dtype, ...]
+    device: torch.device
+    autocast: torch.dtype | None
+    default_dtype: torch.dtype
+    training_flags: tuple[bool, ...]
+    fingerprint: Fingerprint
+
+
 @dataclass(frozen=True)
 class _CallKind:
     """What a plan is made for."""
 
     shapes: tuple[Shape, ...]
-    dtype: torch.dtype
-    device: torch.device
+    traced: _Traced
     channels_last: tuple[bool, ...]
-    training_flags: tuple[bool, ...]
+    weights_last: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     input_grads: tuple[bool, ...]
     with_grad: bool
@@ -55,8 +72,7 @@ class _CallKind:
 class _Captured:
     capture: Capture
     phases: Phases
-    training_flags: tuple[bool, ...]
-    dtype: torch.dtype
+    traced: _Traced
 
 
 @dataclass(frozen=True)
@@ -90,8 +106,8 @@ class Engine:
     def plan_for_shapes(self, shapes: Sequence[Shape], input_grads: Sequence[bool] | None = None) -> Plan:
         """The plan for inputs of these shapes, of the model's dtype and on its device, with gradients if grad mode is on."""
         dtype, device = self._dtype_and_device()
-        kind = self._kind(tuple(shapes), dtype, device, (False,) * len(shapes), tuple(input_grads or (False,) * len(shapes)))
-        return self._prepare(kind).plan
+        dtypes, no = (dtype,) * len(shapes), (False,) * len(shapes)
+        return self._prepare(self._kind(tuple(shapes), dtypes, device, no, tuple(input_grads or no))).plan
 
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
         """The plan that a call with these inputs would use."""
@@ -154,12 +170,14 @@ class Engine:
         return (first.dtype, first.device) if first is not None else (torch.get_default_dtype(), torch.device("cpu"))
 
     def _resolve(self, inputs: Sequence[Any], input_grad: Any) -> tuple[Given, ...]:
-        return resolve_inputs(inputs, input_grad, *self._dtype_and_device())
+        dtype, device = self._dtype_and_device()
+        return resolve_inputs(inputs, input_grad, dtype, device, casts=_autocast_dtype(device) is not None)
 
     def _kind_of(self, inputs: Sequence[Given]) -> _CallKind:
         kind = self._kind(
             tuple(value.shape for value in inputs),
-            *self._dtype_and_device(),
+            tuple(value.dtype for value in inputs),
+            self._dtype_and_device()[1],
             tuple(value.is_channels_last for value in inputs),
             tuple(value.needs_grad for value in inputs),
         )
@@ -169,7 +187,7 @@ class Engine:
     def _kind(
         self,
         shapes: tuple[Shape, ...],
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, ...],
         device: torch.device,
         channels_last: tuple[bool, ...],
         input_grads: tuple[bool, ...],
@@ -177,10 +195,16 @@ class Engine:
         with_grad = torch.is_grad_enabled()
         return _CallKind(
             shapes=shapes,
-            dtype=dtype,
-            device=device,
+            traced=_Traced(
+                dtypes=dtypes,
+                device=device,
+                autocast=_autocast_dtype(device),
+                default_dtype=torch.get_default_dtype(),
+                training_flags=tuple(module.training for module in self.model.modules()),
+                fingerprint=fingerprint(self.model),
+            ),
             channels_last=channels_last,
-            training_flags=tuple(module.training for module in self.model.modules()),
+            weights_last=tuple(_is_channels_last(p) for p in self.model.parameters() if p.dim() == 4),
             requires_grad=tuple(p.requires_grad for p in self.model.parameters()) if with_grad else (),
             input_grads=input_grads if with_grad else (),
             with_grad=with_grad,
@@ -191,7 +215,11 @@ class Engine:
         self._refuse_hooks()
         ready = self._ready.get(kind)
         if ready is None:
-            ready = self._ready[kind] = self._plan(kind)
+            with autocast_off(kind.traced.device):
+                ready = self._plan(kind)
+            while len(self._ready) >= _MAX_PLANS:
+                del self._ready[next(iter(self._ready))]
+            self._ready[kind] = ready
         return ready
 
     def _refuse_hooks(self) -> None:
@@ -220,14 +248,14 @@ class Engine:
             phases=phases,
             shapes=shapes,
             requires_grad=self._requires_grad(kind, phases),
-            channels_last=frozenset(name for name, last in zip(inputs, kind.channels_last, strict=True) if last),
+            channels_last=self._channels_last(kind, graph),
             resident_bytes=self._resident_bytes(),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
             splits_batch=kind.splits_batch,
-            on_host=kind.device.type in ("cpu", "meta"),
+            on_host=kind.traced.device.type in ("cpu", "meta"),
         )
         self._check_sources(problem)
-        planned = self._given(problem) or plan_segments(problem, self.budget_bytes, self.options, kind.device.type)
+        planned = self._given(problem, kind) or plan_segments(problem, self.budget_bytes, self.options, kind.traced.device.type)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes)
         return _Ready(plan, planned.region, captured)
 
@@ -242,7 +270,18 @@ class Engine:
                 "samples(batch); add one, or leave out batch_tile"
             )
 
-    def _given(self, problem: Problem) -> Planned | None:
+    def _channels_last(self, kind: _CallKind, graph: Graph) -> frozenset[str]:
+        """Inputs that are laid out channels last, and the outputs that eager PyTorch would then lay out so."""
+        given = [name for name, last in zip(graph.inputs, kind.channels_last, strict=True) if last]
+        if not given and not any(kind.weights_last):
+            return frozenset()
+        traced = kind.traced
+        found = outputs_channels_last(self.model, kind.shapes, traced.dtypes, traced.device, kind.channels_last, autocast=traced.autocast)
+        # Where eager PyTorch cannot be asked, the outputs follow the inputs.
+        outputs = graph.outputs if found is None and given else [n for n, last in zip(graph.outputs, found or (), strict=False) if last]
+        return frozenset((*given, *outputs))
+
+    def _given(self, problem: Problem, kind: _CallKind) -> Planned | None:
         """The plan that the user handed in, where it is for this input."""
         plan = self.given_plan
         shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
@@ -252,25 +291,28 @@ class Engine:
             return None
         known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
         if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):
+            if kind.traced.autocast is not None:
+                return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
         return carry_out(problem, tuple(segment.choice for segment in plan.segments))
 
     def _capture(self, kind: _CallKind) -> tuple[_Captured, dict[Any, int]]:
+        traced = kind.traced
         for captured in self._captured:
-            if captured.training_flags == kind.training_flags and captured.dtype == kind.dtype:
+            if captured.traced == traced:
                 symbols = captured.capture.bind(kind.shapes)
                 if symbols is not None:
                     return captured, symbols
         if self._captured:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
-        found = capture(self.model, kind.shapes, kind.dtype, kind.device)
+        found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
         found = replace(found, graph=with_positional_masks(with_norms_apart(annotated(found.graph))))
-        captured = _Captured(found, find_phases(found.graph), kind.training_flags, kind.dtype)
+        captured = _Captured(found, find_phases(found.graph), traced)
         symbols = found.bind(kind.shapes)
         if symbols is None:
             sizes = ", ".join("x".join(map(str, shape)) for shape in kind.shapes)
             raise UnsupportedError([f"{type(self.model).__name__}: the capture at {sizes} does not hold for that very size"])
-        self._captured.append(captured)
+        self._captured = [*self._captured[1 - _MAX_CAPTURES :], captured]
         return captured, symbols
 
     def _requires_grad(self, kind: _CallKind, phases: Phases) -> frozenset[str]:
@@ -301,6 +343,17 @@ class Engine:
         size += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         size += sum(b.numel() * b.element_size() for b in self.model.buffers())
         return size + _optimizer_bytes(self.optimizer)
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to on this device, ``None`` where it is off."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:

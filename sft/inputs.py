@@ -62,6 +62,13 @@ class Given:
         return tuple(given.shape)
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the network gets."""
+        given = self.tensor if self.source is None else self.source
+        assert given is not None
+        return given.dtype
+
+    @property
     def needs_grad(self) -> bool:
         """Whether its gradient is wanted."""
         return self.make_sink is not None or (self.tensor is not None and self.tensor.requires_grad)
@@ -84,7 +91,9 @@ def is_readable(value: object) -> bool:
     return isinstance(value, (np.ndarray, Image, Source)) and not isinstance(value, Tensor)
 
 
-def resolve_inputs(values: Sequence[Any], input_grad: Any, dtype: torch.dtype, device: torch.device) -> tuple[Given, ...]:
+def resolve_inputs(
+    values: Sequence[Any], input_grad: Any, dtype: torch.dtype, device: torch.device, *, casts: bool = False
+) -> tuple[Given, ...]:
     """The inputs of a call.
 
     Args:
@@ -92,6 +101,7 @@ def resolve_inputs(values: Sequence[Any], input_grad: Any, dtype: torch.dtype, d
         input_grad: where gradients of inputs go: None, one array or sink, or a sequence of them with an entry for each input.
         dtype: of the model.
         device: of the model.
+        casts: whether autocast is on, so that a tensor may be of another floating-point type.
 
     Raises:
         InputError: naming everything that is wrong with any of them.
@@ -106,7 +116,8 @@ def resolve_inputs(values: Sequence[Any], input_grad: Any, dtype: torch.dtype, d
         name = f"input {position}"
         try:
             if isinstance(value, Tensor):
-                _check_tensor(name, value, dtype, device, wants_sink=target is not None)
+                wanted = value.dtype if casts and value.is_floating_point() and target is None else dtype
+                _check_tensor(name, value, wanted, device, wants_sink=target is not None)
                 is_host = value.device.type == "cpu" and (device.type != "cpu" or target is not None)
                 given = _host_tensor(name, value, dtype) if is_host else Given(tensor=value)
             else:

@@ -145,7 +145,7 @@ def test_a_component_with_two_dimensions_of_one_value_is_no_tile() -> None:
 
 
 def _captured(model: nn.Module, size: int) -> Phases:
-    return find_phases(annotated(capture(model, [(1, 3, size, size)], torch.float32, torch.device("cpu")).graph))
+    return find_phases(annotated(capture(model, [(1, 3, size, size)], [torch.float32], torch.device("cpu")).graph))
 
 
 def _operator(phases: Phases, name: str) -> str:

@@ -135,7 +135,7 @@ def test_input_rows_are_those_with_a_gradient(axis: int) -> None:
     torch.manual_seed(0)
     model = _Net().double()
     image = torch.randn(1, 2, 42, 26, dtype=torch.float64, requires_grad=True)
-    phases = find_phases(annotated(capture(model, [(1, 2, 42, 26)], torch.float64, torch.device("cpu")).graph))
+    phases = find_phases(annotated(capture(model, [(1, 2, 42, 26)], [torch.float64], torch.device("cpu")).graph))
     run = phases.phases[0].streamed
     # All but the pooled level has the stem's extent; every other extent follows from the table.
     extents = {phases.graph.inputs[0]: image.shape[2 + axis]}

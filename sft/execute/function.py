@@ -2,7 +2,10 @@
 
 The whole schedule, forward and backward, is inside: autograd sees inputs, parameters and buffers going in and outputs coming out.
 They pass through ``save_for_backward``, so changing one of them between forward and backward raises as it does in eager PyTorch.
-Gradients are returned, not written: ``.grad`` is touched by autograd after the last strip, or not at all.
+Gradients are returned, not written: ``.grad`` is touched by autograd after the last strip, or not at all. A leaf that no used output
+depends on gets no gradient, as in eager PyTorch, rather than zeros, which an optimizer with momentum or weight decay would act on.
+
+The programs hold every cast that they need. Both passes therefore run with autocast off, whatever the caller has switched on.
 
 Sources are no tensors and no part of that: the function keeps the object, and nobody notices when its content changes in between.
 Their gradients leave through sinks, strip by strip, while the backward pass runs.
@@ -10,13 +13,13 @@ Their gradients leave through sinks, strip by strip, while the backward pass run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
@@ -24,7 +27,14 @@ from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.walk.region import Region
 
-__all__ = ["Leaves", "run_region"]
+__all__ = ["Leaves", "autocast_off", "run_region"]
+
+
+def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which autocast does not touch this device's operators."""
+    if not torch.amp.is_autocast_available(device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +69,7 @@ def run_region(region: Region, leaves: Leaves) -> dict[str, torch.Tensor]:
     given = dict(zip(leaves.names, tensors, strict=True))
     made = [name for name in region.outputs if name not in given]
     if not keep:
-        with torch.no_grad():
+        with torch.no_grad(), autocast_off(leaves.device):
             machine = TorchMachine(leaves.device, account=leaves.reading.forward)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False)
         return outputs
@@ -75,48 +85,86 @@ class _RegionFunction(torch.autograd.Function):
     def forward(ctx: Any, region: Region, leaves: Leaves, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
         machine = TorchMachine(leaves.device, account=leaves.reading.forward)
-        outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True)
-        # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks.
-        tape.values.by_name = {n: v for n, v in tape.values.by_name.items() if n not in given and n not in leaves.sources}
+        with autocast_off(leaves.device):
+            outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True)
+        made = [name for name in region.outputs if name not in given]
+        # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks. Outputs on the tape
+        # are aliases: the result itself would hold its own graph alive. An alias shares the version, so a change in place is noticed.
+        values = {name: value for name, value in tape.values.by_name.items() if name not in given and name not in leaves.sources}
+        values.update({name: outputs[name].detach() for name in made if name in values})
+        tape.values.by_name = values
+        ctx.versions = {name: values[name]._version for name in made if name in values}
         is_updated = [name in leaves.updated for name in leaves.names]
         ctx.save_for_backward(*(None if up else tensor for up, tensor in zip_longest(is_updated, tensors, fillvalue=False)))
         ctx.set_materialize_grads(False)
         ctx.region, ctx.leaves, ctx.tape = region, leaves, tape
-        made = [name for name in region.outputs if name not in given]
         ctx.made, ctx.num_tensors = made, len(tensors)
-        # An output that later segments read is on the tape as well; the caller gets it as the function's own result.
         results = tuple(outputs[name] for name in made)
         ctx.mark_non_differentiable(*(outputs[name] for name in made if name not in region.requires_grad))
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        tensors = ctx.saved_tensors
-        region: Region = ctx.region
-        leaves: Leaves = ctx.leaves
-        consume = not _keeps_graph()
-        tape = ctx.tape
-        if consume:
-            ctx.tape = None
-        elif tape is not None:
-            tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), list(tape.kept))
-        given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False) if tensor is not None}
-        tape.values.by_name.update(given)
-        tape.values.by_name.update(leaves.sources)
-        wanted = {
-            name: _materialized(grad, region, name, leaves.device)
-            for name, grad in zip(ctx.made, grads, strict=True)
-            if name in region.requires_grad
-        }
-        del grads
-        sinks = {name: make() for name, make in leaves.sinks.items()}
-        machine = TorchMachine(leaves.device, account=leaves.reading.backward)
+        arriving = list(grads)
+        del grads  # each gradient lives as long as the backward pass needs it
+        with torch.no_grad():
+            found = _differentiate(ctx, arriving)
+        if not torch.is_grad_enabled():
+            return (None, None, *found)
+        # create_graph=True. Torch's own once_differentiable lets gradients through as constants where the incoming gradient is one.
+        delayed: Any = torch._C._functions.DelayedError(_TWICE, len(found))
+        given = delayed(*(None if grad is None else grad.detach().requires_grad_() for grad in found))
+        return (None, None, *(given if isinstance(given, tuple) else (given,)))
+
+
+_TWICE = (
+    b"a compiled model's gradient cannot be differentiated again (create_graph=True): its backward pass recomputes strips outside of "
+    b"autograd; use the plain model for gradient penalties and Hessians"
+)
+
+
+def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The gradients of the function's tensors, given those of its results (the list is emptied)."""
+    tensors = ctx.saved_tensors
+    region: Region = ctx.region
+    leaves: Leaves = ctx.leaves
+    consume = not _keeps_graph()
+    tape = ctx.tape
+    for name, version in ctx.versions.items():
+        if tape.values.by_name[name]._version != version:
+            raise RuntimeError(
+                f"the output {name} of the compiled model was modified in place after the forward pass, and the backward pass needs it; "
+                "modify a clone of it instead"
+            )
+    if consume:
+        ctx.tape = None
+    elif tape is not None:
+        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), list(tape.kept))
+    given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False) if tensor is not None}
+    tape.values.by_name.update(given)
+    tape.values.by_name.update(leaves.sources)
+    by_output = {name: grad for name, grad in zip(ctx.made, grads, strict=True) if name in region.requires_grad}
+    reached = _reached(region, [name for name, grad in by_output.items() if grad is not None])
+    wanted = {name: _materialized(grad, region, name, leaves.device) for name, grad in by_output.items()}
+    grads.clear()
+    by_output.clear()
+    sinks = {name: make() for name, make in leaves.sinks.items()}
+    machine = TorchMachine(leaves.device, account=leaves.reading.backward)
+    with autocast_off(leaves.device):
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
-        for sink in sinks.values():
-            sink.finish()
-        named = [found.get(name) for name in leaves.names]
-        return (None, None, *named, *[None] * (ctx.num_tensors - len(named)))
+    for sink in sinks.values():
+        sink.finish()
+    named = [found.get(name) if name in reached else None for name in leaves.names]
+    return [*named, *[None] * (ctx.num_tensors - len(named))]
+
+
+def _reached(region: Region, outputs: Collection[str]) -> frozenset[str]:
+    """The values that a gradient of these outputs flows to."""
+    found = set(outputs)
+    for node in reversed(region.graph.nodes):
+        if node.name in found:
+            found.update(name for name in node.operands if name in region.requires_grad)
+    return frozenset(found)
 
 
 def _materialized(grad: torch.Tensor | None, region: Region, name: str, device: torch.device) -> torch.Tensor:

@@ -39,7 +39,7 @@ class TorchMachine:
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if handle is None:
             return self.allocate(shape, dtype, zero=True)
-        return torch.zeros_like(handle)
+        return torch.zeros_like(handle, dtype=dtype)
 
     def view(self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None) -> torch.Tensor:
         view: torch.Tensor = handle
@@ -64,6 +64,9 @@ class TorchMachine:
 
     def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
         select_samples(sink, batch).add(rows, gradient)
+
+    def cast(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return handle.to(dtype)  # type: ignore[no-any-return]
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         tensors: dict[int, Any] = {} if saved is None else saved.values

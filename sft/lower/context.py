@@ -9,7 +9,7 @@ the step before. That is backpropagation through time with the carried rows as t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from sft.analysis.operators import Operator
 from sft.analysis.schedule import NodeRows, Read, Step
 from sft.lower.program import Emitter, Slot
 
-__all__ = ["NodeContext", "Patch", "Scope"]
+__all__ = ["NodeContext", "Patch", "Scope", "grad_dtype_of", "sum_dtype"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,25 @@ class Patch:
     owned: bool
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what sums over the image are kept: a half type would round each strip's share."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def grad_dtype_of(graph: Graph, streamed: Collection[str], name: str) -> torch.dtype:
+    """Element type in which a value's gradient is summed up.
+
+    Whole values get a share from every strip. A streamed value gets one or two, so its own type does, with one exception. The gradient
+    of what a norm over the image reads arrives in two parts that nearly cancel. Rounding the first to float16 moves all pixels the same
+    way where the gradient is constant over the image (as behind a global pool), and their sum by a multiple of what eager PyTorch's
+    rounding does. (In bfloat16 the rounding of the activations hides it.)
+    """
+    dtype = getattr(torch, graph[name].dtype)
+    assert isinstance(dtype, torch.dtype)
+    is_norm_input = dtype == torch.float16 and any(graph[user].target == "sft.moments" for user in graph.users[name])
+    return dtype if name in streamed and not is_norm_input else sum_dtype(dtype)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Scope:
     """What does not change from step to step of a segment.
@@ -56,7 +75,6 @@ class Scope:
         sources: streamed values from outside.
         in_layout: sources that already are channels last.
         batch: batch elements to a walk.
-        dtype: element type of the streamed values.
         per_sample: global values with an entry for each batch element, in their first dimension.
         columns: what the panel computes and reads along the width, for every streamed value and operator of the segment. A panel
             carries nothing: it computes its own halo.
@@ -72,7 +90,6 @@ class Scope:
     sources: tuple[str, ...]
     in_layout: frozenset[str]
     batch: int
-    dtype: torch.dtype
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
 
@@ -98,11 +115,15 @@ class Scope:
         shape = self.shapes[name]
         return (self.batch, *shape[1:]) if name in self.per_sample else shape
 
-    def side_dtype(self, name: str) -> torch.dtype:
-        """Element type of a whole value."""
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Element type of a value."""
         dtype = getattr(torch, self.graph[name].dtype)
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+    def grad_dtype(self, name: str) -> torch.dtype:
+        """Element type in which a value's gradient is summed up."""
+        return grad_dtype_of(self.graph, self.streamed, name)
 
 
 @dataclass
@@ -165,7 +186,7 @@ class NodeContext:
         rows, columns = self.read_of(operand).rows, self.columns_of(operand).rows
         if self.reads_nothing(operand):
             batch, channels, _, _ = self.scope.strip_shape(operand, 0)
-            return self.emitter.empty((batch, channels, len(rows), len(columns)))
+            return self.emitter.empty((batch, channels, len(rows), len(columns)), self.scope.dtype_of(operand))
         slot, first_row = self.values[operand]
         return self._columns(operand, self.emitter.narrow(slot, 2, rows.start - first_row, len(rows)))
 
@@ -194,7 +215,7 @@ class NodeContext:
         """A tensor that is not streamed: a parameter, a buffer, a global value."""
         if name in self.wholes:
             return self.wholes[name]
-        return self.emitter.port("side", name, self.scope.side_shape(name), self.scope.side_dtype(name))
+        return self.emitter.port("side", name, self.scope.side_shape(name), self.scope.dtype_of(name))
 
     def side_shape(self, name: str) -> tuple[int, ...]:
         """Shape of what the walk sees of a whole value."""
@@ -204,12 +225,17 @@ class NodeContext:
         """Whether a whole value has an entry for each batch element."""
         return name in self.scope.per_sample
 
+    def dtype_of(self, value: Any) -> torch.dtype:
+        """Element type of the tensor that an argument refers to."""
+        (name,) = refs_in(value)
+        return self.scope.dtype_of(name)
+
     def needs_grad(self, value: Any) -> bool:
         """Whether the tensor that an argument refers to needs a gradient."""
         return any(name in self.scope.requires_grad for name in refs_in(value))
 
     def add_grad(self, value: Any, slot: Slot, *, owned: bool) -> None:
-        """Report a gradient of the operand that an argument refers to.
+        """Report a gradient of the operand that an argument refers to; it may be in a wider type than the operand.
 
         Args:
             value: the argument.

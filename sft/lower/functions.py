@@ -15,7 +15,8 @@ __all__ = ["FUNCTIONS"]
 
 
 def moments(self: Tensor, groups: int, per_sample: bool) -> Tensor:
-    """Mean, biased variance and count of each group, ``[B, G, 3]``."""
+    """Mean, biased variance and count of each group, ``[B, G, 3]``; in fp32 where the elements are of half precision."""
+    self = _wide(self)
     batch, channels = self.shape[:2]
     grouped = self.reshape(batch, groups, channels // groups, -1)
     dims = [2, 3] if per_sample else [0, 2, 3]
@@ -41,18 +42,27 @@ def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, cha
 
 def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
     """``self * scale + shift``."""
-    return torch.addcmul(scale_shift[..., 1], self, scale_shift[..., 0])
+    return torch.addcmul(scale_shift[..., 1], self, scale_shift[..., 0]).to(self.dtype)
 
 
 def running_mean(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
     """The running mean after this step."""
-    return running + momentum * (moments[0, :, 0].to(running.dtype) - running)
+    return _towards(running, moments[0, :, 0], momentum)
 
 
 def running_var(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
     """The running variance after this step: it follows the unbiased variance."""
     variance, count = moments[0, :, 1], moments[0, :, 2]
-    return running + momentum * ((variance * (count / (count - 1))).to(running.dtype) - running)
+    return _towards(running, variance * (count / (count - 1)), momentum)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def _towards(running: Tensor, value: Tensor, momentum: float) -> Tensor:
+    wide = _wide(running)
+    return (wide + momentum * (value.to(wide.dtype) - wide)).to(running.dtype)
 
 
 #: By target.

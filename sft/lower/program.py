@@ -134,7 +134,7 @@ class Emitter:
     """Collects instructions, then drops dead ones and places the frees.
 
     Attributes:
-        dtype: element type of new slots, unless told otherwise.
+        dtype: element type of new slots, unless told otherwise; that of the owner's value.
         owner: the operator of the graph that the next instructions belong to.
     """
 
@@ -178,7 +178,7 @@ class Emitter:
             self._append(function, arguments, keywords or {}, (), (writes,), scratch_bytes)
             return writes
         assert shape is not None
-        out = self.slot(shape, dtype, None if view_of is None else view_of.root)
+        out = self.slot(shape, dtype) if view_of is None else self.slot(shape, dtype or view_of.dtype, view_of.root)
         self._append(function, arguments, keywords or {}, (out,))
         return out
 
@@ -223,6 +223,12 @@ class Emitter:
     def copy(self, destination: Slot, source: Slot) -> Slot:
         """Copy ``source`` into ``destination``."""
         return self.call(torch.ops.aten.copy_.default, destination, source, writes=destination)
+
+    def cast(self, slot: Slot, dtype: torch.dtype) -> Slot:
+        """The tensor in another element type; the slot itself when that is its own."""
+        if slot.dtype == dtype:
+            return slot
+        return self.call(torch.ops.aten._to_copy.default, slot, shape=slot.shape, dtype=dtype, keywords={"dtype": dtype})
 
     def add_into(self, destination: Slot, source: Slot) -> Slot:
         """Add ``source`` to ``destination`` in place."""

@@ -55,10 +55,10 @@ def partial_shape(scope: Scope, name: str) -> tuple[int, ...]:
 
 def lower_finish(scope: Scope, name: str) -> Program:
     """The program that turns a running reduction over the image into the global value."""
-    e = Emitter(dtype=scope.dtype)
+    e = Emitter(dtype=scope.dtype_of(name))
     running = e.port("partial", name, partial_shape(scope, name), torch.float64)
     shape = scope.side_shape(name)
-    out = e.port("out", name, shape, scope.side_dtype(name))
+    out = e.port("out", name, shape, scope.dtype_of(name))
     if scope.rows[name].name == "moments":
         squares, count = (
             e.call(aten.select.int, running, -1, index, shape=shape[:-1], view_of=running, dtype=torch.float64) for index in (1, 2)
@@ -77,7 +77,7 @@ def lower_finish(scope: Scope, name: str) -> Program:
 class _StepLowering:
     def __init__(self, scope: Scope, step: Step, *, whole: bool) -> None:
         self.scope, self.whole = scope, whole
-        self.emitter = Emitter(dtype=scope.dtype)
+        self.emitter = Emitter(dtype=scope.dtype_of(scope.names[0]))
         self.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
@@ -100,6 +100,10 @@ class _StepLowering:
                     borders[read.operand] = (max(low, read.pad_low), max(high, read.pad_high))
         return borders
 
+    def _enter(self, name: str) -> None:
+        """What is emitted from now on belongs to this operator."""
+        self.emitter.owner, self.emitter.dtype = name, self.scope.dtype_of(name)
+
     # -- forwards ---------------------------------------------------------------------------------------------------
 
     def forward(self, *, write_outputs: bool, write_rows: bool) -> None:
@@ -110,7 +114,7 @@ class _StepLowering:
             self._load_source(name)
         for name in self.scope.names:
             node = self.scope.graph[name]
-            self.emitter.owner = name
+            self._enter(name)
             if name in self.scope.streamed:
                 self._forward_streamed(node)
             else:
@@ -119,10 +123,10 @@ class _StepLowering:
     def _load_source(self, name: str) -> None:
         rows, e = self.read.get(name, Interval(0, 0)), self.emitter
         shape = self.scope.strip_shape(name, len(rows))
-        slot = e.port("source", name, shape)
+        slot = e.port("source", name, shape, self.scope.dtype_of(name))
         # A panel's columns of a wider image are no strip of memory either.
         if rows and (name not in self.scope.in_layout or shape[3] < self.scope.shapes[name][3]):
-            slot = e.call(aten.clone.default, slot, shape=shape, keywords={"memory_format": torch.channels_last})
+            slot = e.call(aten.clone.default, slot, shape=shape, dtype=slot.dtype, keywords={"memory_format": torch.channels_last})
         self.values[name] = (slot, rows.start)
 
     def _forward_streamed(self, node: Node) -> None:
@@ -230,7 +234,7 @@ class _StepLowering:
             if name not in scope.requires_grad:
                 continue
             patches = gradients.pop(name, [])
-            self.emitter.owner = name
+            self._enter(name)
             if name in scope.streamed:
                 self._backward_streamed(scope.graph[name], patches)
             elif name in self.contexts:
@@ -244,7 +248,7 @@ class _StepLowering:
                 elif operand in scope.streamed:
                     self._add_to_source(operand, patch)
                 else:
-                    target = self.emitter.port("grad_side", operand, patch.slot.shape, patch.slot.dtype)
+                    target = self.emitter.port("grad_side", operand, patch.slot.shape, scope.grad_dtype(operand))
                     self.emitter.add_into(target, patch.slot)
 
         for name in scope.sources:
@@ -254,14 +258,14 @@ class _StepLowering:
     def _give_source_gradient(self, name: str, patches: list[Patch]) -> None:
         """Hand the gradient of a whole source to the caller."""
         rows = Interval(0, self.scope.shapes[name][2])
-        total, owned = self._sum(name, rows, [patch for patch in patches if patch.rows and patch.columns])
+        total, owned = self._sum(name, rows, [patch for patch in patches if patch.rows and patch.columns], self.scope.grad_dtype(name))
         if not owned:
-            total = self.emitter.call(aten.clone.default, total, shape=total.shape)
+            total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
         self.emitter.result("grad_source", name, total)
 
     def _add_to_source(self, name: str, patch: Patch) -> None:
         read = self.read[name]
-        target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)))
+        target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)), self.scope.grad_dtype(name))
         self._add_patch(name, target, read, patch)
 
     def _add_patch(self, name: str, target: Slot, rows: Interval, patch: Patch) -> None:
@@ -281,13 +285,13 @@ class _StepLowering:
             port = e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept)))
             patches.append(Patch(port, rows.kept, columns.new, False))
         if node.name in scope.outputs and self._is_wanted(rows):
-            port = e.port("grad_out", node.name, self._wanted_shape(rows))
+            port = e.port("grad_out", node.name, self._wanted_shape(rows), scope.grad_dtype(node.name))
             patches.append(Patch(port, rows.wanted, columns.wanted, False))
         if not patches:
             if rows.carried:
                 e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
             return
-        total, owned = self._sum(node.name, rows.held, patches)
+        total, owned = self._sum(node.name, rows.held, patches, scope.dtype_of(node.name))
         if rows.carried:
             block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
             e.copy(block, e.narrow(total, 2, 0, len(rows.carried)))
@@ -297,32 +301,39 @@ class _StepLowering:
             new = e.narrow(total, 2, len(rows.carried), len(rows.new))
             rule_of(scope, node, whole=self.whole).backward(ctx, new, owned)
 
-    def _sum(self, name: str, held: Interval, patches: list[Patch]) -> tuple[Slot, bool]:
-        """The sum of gradient patches over the rows held, and whether its storage may be written to."""
+    def _sum(self, name: str, held: Interval, patches: list[Patch], dtype: torch.dtype) -> tuple[Slot, bool]:
+        """The sum of gradient patches over the rows held, and whether its storage may be written to.
+
+        A patch in a wider type than the result makes the sum wide, so that it is rounded once.
+        """
+        wide = max((dtype, *(patch.slot.dtype for patch in patches)), key=lambda kind: kind.itemsize)
         columns = self.scope.columns[name].new
         full = [patch.rows == held and patch.columns == columns for patch in patches]
         if len(patches) == 1 and full[0]:
-            return patches[0].slot, patches[0].owned
-        base = next((i for i, patch in enumerate(patches) if patch.owned and full[i]), None)
+            slot = patches[0].slot
+            return self.emitter.cast(slot, dtype), patches[0].owned or slot.dtype != dtype
+        base = next((i for i, patch in enumerate(patches) if patch.owned and full[i] and patch.slot.dtype == wide), None)
         if base is None:
-            total = self.emitter.zeros(self.scope.strip_shape(name, len(held)))
+            total = self.emitter.zeros(self.scope.strip_shape(name, len(held)), wide)
         else:
             total = patches.pop(base).slot
         for patch in patches:
             self._add_patch(name, total, held, patch)
-        return total, True
+        return self.emitter.cast(total, dtype), True
 
     def _backward_whole(self, node: Node, patches: list[Patch]) -> None:
         e, scope = self.emitter, self.scope
         parts = [(patch.slot, patch.owned) for patch in patches]
         if node.name in scope.outputs:
             shape = scope.shapes[node.name] if self.whole else scope.side_shape(node.name)
-            parts.append((e.port("grad_out", node.name, shape, scope.side_dtype(node.name)), False))
+            parts.append((e.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))
         if not parts:
             return
+        # The wide ones first, so that the sum is wide.
+        parts.sort(key=lambda part: -part[0].dtype.itemsize)
         total, owned = parts[0]
         if len(parts) > 1:
-            base = next((i for i, (_, own) in enumerate(parts) if own), None)
+            base = next((i for i, (slot, own) in enumerate(parts) if own and slot.dtype == total.dtype), None)
             if base is None:
                 first, second = parts[0][0], parts[1][0]
                 total = e.call(aten.add.Tensor, first, second, shape=first.shape, dtype=first.dtype)
@@ -333,4 +344,7 @@ class _StepLowering:
             for slot, _ in rest:
                 e.add_into(total, slot)
             owned = True
-        rule_of(scope, node, whole=self.whole).backward(self.contexts[node.name], total, owned)
+        rule = rule_of(scope, node, whole=self.whole)
+        if not rule.takes_wide_grad and total.dtype != scope.dtype_of(node.name):
+            total, owned = e.cast(total, scope.dtype_of(node.name)), True
+        rule.backward(self.contexts[node.name], total, owned)

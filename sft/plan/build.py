@@ -39,9 +39,10 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
         makes=[makes for _, makes in ends],
         shapes=problem.shapes,
         dtypes=problem.dtypes,
+        grad_dtypes=problem.grad_dtypes,
         requires_grad=problem.requires_grad,
         outputs=graph.results,
-        contiguous=not problem.channels_last,
+        contiguous=frozenset(graph.results) - problem.channels_last,
         from_source=problem.from_source,
     )
 
@@ -59,7 +60,6 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
     sides = tuple(name for name in outside if name not in phases.streamed)
     inputs = set(problem.graph.inputs)
     tiled = choice.mode == "tiled"
-    lead = next(iter(sources), None) or choice.nodes[0]
     full_width = whole_step(problem, choice.nodes, sources, axis=1)
     scope = Scope(
         graph=problem.graph,
@@ -76,7 +76,6 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
             if name in problem.channels_last | problem.from_source or (name not in inputs and name not in problem.graph.outputs)
         ),
         batch=choice.batch_tile if tiled else problem.num_batch,
-        dtype=problem.dtypes[lead],
         per_sample=problem.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
     )

@@ -47,6 +47,7 @@ def _segment(
     graph, phases = problem.graph, problem.phases
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
+    differentiated = any(name in problem.requires_grad for name in choice.nodes)
     if isinstance(segment, TiledSegment):
         footprint = run_footprint(
             graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
@@ -61,7 +62,7 @@ def _segment(
         num_steps = segment.schedule.num_steps
         num_panels = len(segment.panels)
         panel_cols = choice.panel_cols if num_panels > 1 else problem.run_width(choice.nodes)
-        state_bytes = _state_bytes(problem, segment) if problem.training else footprint.state_bytes
+        state_bytes = _state_bytes(problem, segment) if differentiated else footprint.state_bytes
     working_bytes, flops = _working_and_flops(problem, segment)
     return SegmentPlan(
         nodes=choice.nodes,

@@ -10,9 +10,11 @@ import sympy as sp
 import torch
 
 from sft.analysis.graph import Graph
+from sft.analysis.masks import SEED
 from sft.analysis.phases import Phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
+from sft.lower.context import grad_dtype_of
 
 __all__ = ["Problem", "concrete_shapes"]
 
@@ -28,7 +30,7 @@ class Problem:
         phases: the sorted graph.
         shapes: shape of every value.
         requires_grad: values that need a gradient; empty for inference.
-        channels_last: model inputs that are laid out channels last.
+        channels_last: model inputs and outputs that are laid out channels last.
         resident_bytes: parameters, their gradients, buffers and optimizer state.
         from_source: model inputs that are read strip by strip, and never resident.
         splits_batch: whether the batch may be taken in parts.
@@ -60,6 +62,11 @@ class Problem:
         return {node.name: getattr(torch, node.dtype) for node in self.graph.nodes}
 
     @cached_property
+    def grad_dtypes(self) -> dict[str, torch.dtype]:
+        """Element type in which every value's gradient is summed up."""
+        return {node.name: grad_dtype_of(self.graph, self.phases.streamed, node.name) for node in self.graph.nodes}
+
+    @cached_property
     def num_batch(self) -> int:
         """Batch elements of the input."""
         return self.shapes[self.graph.inputs[0]][0]
@@ -70,8 +77,9 @@ class Problem:
         if self.num_batch == 1:
             return frozenset()
         found = set()
+        depends = self.graph.descendants({*self.graph.inputs, SEED})
         for node in self.graph.operators:
-            if node.name in self.phases.streamed or self.shapes[node.name][:1] != (self.num_batch,):
+            if node.name in self.phases.streamed or node.name not in depends or self.shapes[node.name][:1] != (self.num_batch,):
                 continue
             # Beside an image the first dimension of four is the batch; that of fewer is channels, however many there are.
             if len(node.shape) == _IMAGE_RANK or self.phases.rows[node.name].role == "reduce" or node.target == "sft.scale_shift":
@@ -84,6 +92,10 @@ class Problem:
         for extent in self.shapes[name]:
             size *= extent
         return size
+
+    def grad_bytes(self, name: str) -> int:
+        """Bytes of the sum that a whole value's gradient is collected in."""
+        return self.value_bytes(name) // self.dtypes[name].itemsize * self.grad_dtypes[name].itemsize
 
     @cached_property
     def border_bytes(self) -> int:

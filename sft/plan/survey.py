@@ -215,7 +215,7 @@ class Survey:
                 grads = problem.input_grad_bytes + grad_bytes[0] if problem.training else 0
                 peak = np.maximum(peak, alive + grads + run.peak[c][:, None])
                 cost += (run.flops[c] - sum(whole.flops[name] for name in run.names[: run.cuts[c]]))[:, None]
-                if problem.training:
+                if any(name in problem.requires_grad for name in run.names[: run.cuts[c]]):
                     again = 1 - 1 / self._num_walks if self.restart else 0.0
                     cost += run.forward_flops[c][:, None] * (1 + again + run.restored_share)
                 cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
@@ -267,7 +267,7 @@ class Survey:
             leaves = [o for o in problem.graph[name].operands if o in problem.requires_grad and problem.graph[o].kind != "operator"]
             new = [o for o in leaves if o not in problem.phases.streamed and o not in seen]
             seen.update(new)
-            behind.append(behind[-1] + sum(problem.value_bytes(o) for o in new))
+            behind.append(behind[-1] + sum(problem.grad_bytes(o) for o in new))
         return behind[::-1]
 
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:

@@ -48,7 +48,7 @@ class Machine(Protocol):
         """A new buffer; four-dimensional ones are channels last unless ``contiguous``."""
 
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
-        """Zeros laid out like ``handle``."""
+        """Zeros laid out like ``handle``, of an element type of their own."""
 
     def view(self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None) -> Handle:
         """Batch elements, rows and columns of a buffer; ``None`` stands for all."""
@@ -64,6 +64,9 @@ class Machine(Protocol):
 
     def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
         """Add the gradient of an input's rows to its sink."""
+
+    def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
+        """The buffer in another element type."""
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         """Run a program; returns its results, and what it saved for its second half."""
@@ -150,6 +153,9 @@ class PhantomMachine:
 
     def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
         pass
+
+    def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
+        return self.allocate(shape, dtype, zero=False)
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         meter = self.meter

@@ -52,9 +52,10 @@ class Region:
         makes: for each segment the values that others, or the caller, need.
         shapes: shape of every value for this input.
         dtypes: element type of every value (``torch.dtype``).
+        grad_dtypes: element type in which its gradient is summed up; a parameter's is rounded to the parameter's type at the end.
         requires_grad: values that need a gradient.
         outputs: the model's outputs, each once.
-        contiguous: outputs are laid out channels first.
+        contiguous: outputs that are laid out channels first.
         from_source: inputs that are read while walks run; their handles are sources, their gradients go to sinks.
     """
 
@@ -64,9 +65,10 @@ class Region:
     makes: Sequence[tuple[str, ...]]
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, Any]
+    grad_dtypes: Mapping[str, Any]
     requires_grad: frozenset[str]
     outputs: tuple[str, ...]
-    contiguous: bool = True
+    contiguous: frozenset[str]
     from_source: frozenset[str] = frozenset()
 
     def forward(self, machine: Machine, given: Mapping[str, Handle], *, keep: bool) -> tuple[dict[str, Handle], Tape]:
@@ -81,25 +83,29 @@ class Region:
         outputs: dict[str, Handle] = {name: given[name] for name in self.outputs if name in given}
         for index, segment in enumerate(self.segments):
             for name in self.makes[index]:
-                contiguous = self.contiguous and name in self.outputs
-                handle = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=contiguous)
+                handle = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=name in self.contiguous)
                 tape.values.by_name[name] = handle
                 if name in self.outputs:
                     outputs[name] = handle
                 del handle
-            tape.kept.append(segment.forward(machine, tape.values, keep=keep))
+            tape.kept.append(segment.forward(machine, tape.values, keep=keep and self._is_differentiated(index)))
             if not keep:
                 tape.kept.clear()
             self._drop_values(tape.values, partial(self._read_after, index=index, keep=keep))
         return outputs, tape
 
     def _read_before(self, name: str, index: int) -> bool:
-        """Whether a segment before ``index`` reads a value."""
-        return any(name in reads for reads in self.reads[:index])
+        """Whether the backward pass of a segment before ``index`` reads a value."""
+        return any(name in reads and self._is_differentiated(i) for i, reads in enumerate(self.reads[:index]))
+
+    def _is_differentiated(self, index: int) -> bool:
+        """Whether a segment has a backward pass; one whose values are all frozen keeps nothing for it."""
+        makes = any(name in self.requires_grad for name in self.makes[index])
+        return makes and any(name in self.requires_grad for name in self.segments[index].scope.names)
 
     def _read_after(self, name: str, index: int, keep: bool) -> bool:
         """Whether a value is still read once segment ``index`` has run forward."""
-        return any(name in reads for i, reads in enumerate(self.reads) if i > index or keep)
+        return any(name in reads for i, reads in enumerate(self.reads) if i > index or (keep and self._is_differentiated(i)))
 
     def _drop_values(self, values: Values, wanted: Callable[[str], bool]) -> None:
         for name in [n for n in values.by_name if not wanted(n)]:
@@ -125,17 +131,24 @@ class Region:
         for index in range(len(self.segments) - 1, -1, -1):
             segment, saved = self.segments[index], kept.pop()
             makes = [name for name in self.makes[index] if name in self.requires_grad]
-            if any(name in self.requires_grad for name in segment.scope.names) and makes:
+            if self._is_differentiated(index):
                 for name in makes:
                     if name not in grads.by_name:
-                        grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.dtypes[name])
+                        grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
                 self._make_accumulators(machine, index, values, grads, borrowed)
                 segment.backward(machine, values, saved, grads, consume=consume)
             del saved
             for name in self.makes[index]:
                 grads.by_name.pop(name, None)
             self._drop_values(values, partial(self._read_before, index=index))
-        return {name: handle for name, handle in grads.by_name.items() if name in leaves}
+        found: dict[str, Handle] = {}
+        for name in [name for name in grads.by_name if name in leaves]:
+            handle = grads.by_name.pop(name)
+            if self.grad_dtypes[name] != self.dtypes[name]:
+                handle = machine.cast(handle, self.shapes[name], self.dtypes[name])
+            found[name] = handle
+            del handle
+        return found
 
     def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients, borrowed: set[str]) -> None:
         """Zeros to add to: for side tensors always, for sources where strips add to them.
@@ -145,7 +158,7 @@ class Region:
         segment = self.segments[index]
         for name in self.reads[index]:
             if name in borrowed and name not in self.makes[index] and name in self.requires_grad:
-                own = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.dtypes[name])
+                own = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
                 machine.add(own, grads.by_name[name])
                 grads.by_name[name] = own
                 borrowed.discard(name)
@@ -154,5 +167,5 @@ class Region:
                 continue
             if name in segment.sides or segment.accumulates:
                 handle = values.by_name[name]
-                grads.by_name[name] = machine.zeros_like(handle, self.shapes[name], self.dtypes[name])
+                grads.by_name[name] = machine.zeros_like(handle, self.shapes[name], self.grad_dtypes[name])
                 del handle

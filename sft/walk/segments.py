@@ -260,7 +260,7 @@ class TiledSegment:
         """Room for a strip's gradient of an input that is not resident: rows in full width, as a sink takes them."""
         _, channels, _, width = self.scope.shapes[name]
         shape = (len(walk.chunk), channels, len(self.scope_of(walk).rows_read(step)[name]), width)
-        return machine.allocate(shape, self.scope.side_dtype(name), zero=True)
+        return machine.allocate(shape, self.scope.dtype_of(name), zero=True)
 
     def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """The part of a streamed output, or of its gradient, that a strip is for."""
@@ -369,7 +369,7 @@ class WholeSegment:
     def _given(self, machine: Machine, name: str, values: Values) -> Handle:
         """A value from outside; an input that is not resident is read as a whole."""
         handle = values.by_name[name]
-        return machine.load(handle, self.scope.shapes[name], self.scope.side_dtype(name)) if name in self.from_source else handle
+        return machine.load(handle, self.scope.shapes[name], self.scope.dtype_of(name)) if name in self.from_source else handle
 
     def backward(self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True) -> None:
         """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""

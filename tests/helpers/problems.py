@@ -15,7 +15,7 @@ __all__ = ["problem_of"]
 
 def problem_of(model: nn.Module, shape: tuple[int, int, int, int], *, training: bool) -> Problem:
     """The model at one input size in float32; in training every parameter needs a gradient, the input does not."""
-    found = capture(model, [shape], torch.float32, torch.device("cpu"))
+    found = capture(model, [shape], [torch.float32], torch.device("cpu"))
     symbols = found.bind([shape])
     assert symbols is not None
     phases = find_phases(annotated(found.graph))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from sft.analysis.graph import Node
+from sft.analysis.operators import CASTS
 from sft.lower.context import Scope
 from sft.lower.rules.base import Rule
+from sft.lower.rules.casts import Cast
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask
@@ -25,6 +27,7 @@ _RULES: dict[str, Rule] = {
     "cat": Cat(),
     "frozen_norm": FrozenNorm(),
     "affine": Affine(),
+    "cast": Cast(),
     "mean": Mean(),
     "moments": Moments(),
 }
@@ -40,6 +43,8 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
     row = scope.rows[node.name]
     if node.target in _RANDOM:
         return _RANDOM[node.target]
+    if node.target in CASTS:
+        return _RULES["cast"]
     if row.role == "whole" or not any(name in scope.streamed for name in node.operands):
         return _WHOLE
     if row.name == "pointwise":

@@ -24,12 +24,14 @@ class Rule(ABC):
         saves_output: whether the backward reads the operator's own value.
         in_place: whether ``forward`` can write into a destination.
         overwrites: whether ``forward`` can write over its only operand.
+        takes_wide_grad: whether ``backward`` takes the gradient of a whole value in a wider type than the value's.
     """
 
     saves_input: ClassVar[bool] = True
     saves_output: ClassVar[bool] = False
     in_place: ClassVar[bool] = False
     overwrites: ClassVar[bool] = False
+    takes_wide_grad: ClassVar[bool] = False
 
     @abstractmethod
     def forward(self, ctx: NodeContext) -> Slot:

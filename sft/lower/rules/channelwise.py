@@ -36,14 +36,15 @@ class FrozenNorm(Rule):
         strip = ctx.operand_slot(image)
         mask = [ctx.needs_grad(image), ctx.needs_grad(weight), ctx.needs_grad(bias)]
         channels = (strip.shape[1],)
-        out = tuple(e.slot(s) if m else None for m, s in zip(mask, (strip.shape, channels, channels), strict=True))
+        values, shapes = (image, weight, bias), (strip.shape, channels, channels)
+        out = tuple(e.slot(shape, ctx.dtype_of(v)) if m else None for m, shape, v in zip(mask, shapes, values, strict=True))
         mean, variance = (ctx.operand_slot(node.argument(name)) for name in ("running_mean", "running_var"))
         e.call_many(
             aten.native_batch_norm_backward.default,
             (grad, strip, ctx.operand_slot(weight), mean, variance, None, None, False, node.argument("eps"), mask),
             out,
         )
-        for value, slot in zip((image, weight, bias), out, strict=True):
+        for value, slot in zip(values, out, strict=True):
             if slot is not None:
                 ctx.add_grad(value, slot, owned=True)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sft.analysis.graph import refs_in
-from sft.lower.context import NodeContext
+from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
@@ -48,12 +48,14 @@ class Binary(Rule):
         if ctx.needs_grad(left):
             self._report(ctx, left, e.call(function, grad, ctx.operand_slot(right), shape=grad.shape), owned=True)
         if ctx.needs_grad(right):
-            part = e.call(aten.mul.Tensor, grad, ctx.operand_slot(left), shape=grad.shape)
-            if name == "div":
+            if name == "mul":
+                part = e.call(aten.mul.Tensor, grad, ctx.operand_slot(left), shape=grad.shape)
+            else:  # -grad * (left / right) / right: no square, which would leave the range of half precision
                 divisor = ctx.operand_slot(right)
-                square = e.call(aten.mul.Tensor, divisor, divisor, shape=divisor.shape)
-                part = e.call(aten.div.Tensor, part, square, shape=grad.shape)
-                part = e.call(aten.neg.default, part, shape=grad.shape)
+                part = e.call(aten.div.Tensor, ctx.operand_slot(left), divisor, shape=grad.shape)
+                for function, other in ((aten.div_.Tensor, divisor), (aten.mul_.Tensor, grad)):
+                    e.call(function, part, other, writes=part)
+                e.call(aten.neg_.default, part, writes=part)
             self._report(ctx, right, part, owned=True)
 
     def _report(self, ctx: NodeContext, value: Any, grad: Slot, *, owned: bool) -> None:
@@ -74,7 +76,9 @@ def _sum_to(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
             return ctx.emitter.call(aten.view.default, grad, list(shape), shape=shape, view_of=grad)
         return grad
     kept = tuple(1 if d in dims else extent for d, extent in enumerate(grad.shape))
-    total = ctx.emitter.call(aten.sum.dim_IntList, grad, dims, True, shape=kept)
+    wide = sum_dtype(grad.dtype)
+    keywords = {"dtype": wide} if wide != grad.dtype else {}
+    total = ctx.emitter.call(aten.sum.dim_IntList, grad, dims, True, shape=kept, dtype=wide, keywords=keywords)
     if kept == tuple(shape):
         return total
     return ctx.emitter.call(aten.view.default, total, list(shape), shape=shape, view_of=total)

@@ -99,7 +99,7 @@ def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
 
 
 def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
-    return _scratch_bytes(reference_block(_as_image(shape)), ctx.scope.side_dtype(ctx.node.name)) if 0 not in shape else 0
+    return _scratch_bytes(reference_block(_as_image(shape)), ctx.scope.dtype_of(ctx.node.name)) if 0 not in shape else 0
 
 
 class Dropout(Rule):
@@ -134,7 +134,7 @@ class Mask(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         e, name = ctx.emitter, ctx.node.name
         shape = ctx.out_shape if name in ctx.scope.streamed else ctx.side_shape(name)
-        out = ctx.destination if ctx.destination is not None else e.empty(shape, ctx.scope.side_dtype(name))
+        out = ctx.destination if ctx.destination is not None else e.empty(shape, ctx.scope.dtype_of(name))
         return e.call(_draw_of(ctx).mask, out, *_place(ctx), writes=out, scratch_bytes=_scratch_of(ctx, shape))
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:

@@ -50,7 +50,8 @@ class Moments(Rule):
     def _of_strip(self, ctx: NodeContext) -> tuple[Slot, Slot, int]:
         """Biased variance and mean of the rows at hand, ``[B, G]``, and how many elements a group has there."""
         e, node = ctx.emitter, ctx.node
-        strip = ctx.strip(next(refs_in(node.argument("self"))))
+        # In half precision the elements are widened first: a moment has the type of the node.
+        strip = e.cast(ctx.strip(next(refs_in(node.argument("self")))), ctx.scope.dtype_of(node.name))
         batch, channels, height, width = strip.shape
         groups = node.argument("groups")
         per_sample = node.argument("per_sample")
@@ -120,6 +121,10 @@ class Affine(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         e, (scale, shift) = ctx.emitter, self._halves(ctx)
         strip = ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        if strip.dtype != scale.dtype:  # computed wide, rounded once
+            wide = e.cast(strip, scale.dtype)
+            e.call(aten.addcmul.out, shift, wide, scale, writes=wide, keywords={"out": wide})
+            return e.cast(wide, strip.dtype) if ctx.destination is None else e.copy(ctx.destination, wide)
         if ctx.destination is not None:
             return e.call(aten.addcmul.out, shift, strip, scale, writes=ctx.destination, keywords={"out": ctx.destination})
         return e.call(aten.addcmul.default, shift, strip, scale, shape=ctx.out_shape)
@@ -133,15 +138,17 @@ class Affine(Rule):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         e, image, side = ctx.emitter, ctx.node.argument("self"), ctx.node.argument("scale_shift")
+        (name,) = refs_in(side)
+        wide = ctx.scope.dtype_of(name)
+        grad, owned = e.cast(grad, wide), owned or grad.dtype != wide
         if ctx.needs_grad(side):
-            (name,) = refs_in(side)
             shape = ctx.side_shape(name)
-            both = e.zeros(shape)
+            both = e.zeros(shape, wide)
             dims = [2, 3] if shape[0] == grad.shape[0] and ctx.is_per_sample(name) else [0, 2, 3]
             strip = ctx.strip(next(refs_in(image)))
-            product = e.call(aten.mul.Tensor, grad, strip, shape=grad.shape)
+            product = e.call(aten.mul.Tensor, grad, strip, shape=grad.shape, dtype=wide)
             for index, terms in enumerate((product, grad)):
-                total = e.call(aten.sum.dim_IntList, terms, dims, True, shape=shape[:-1])
+                total = e.call(aten.sum.dim_IntList, terms, dims, True, shape=shape[:-1], dtype=wide)
                 half = e.call(aten.select.int, both, -1, index, shape=shape[:-1], view_of=both)
                 e.copy(half, total)
             ctx.add_grad(side, both, owned=True)
@@ -150,4 +157,4 @@ class Affine(Rule):
             if owned:
                 ctx.add_grad(image, e.call(aten.mul_.Tensor, grad, scale, writes=grad), owned=True)
             else:
-                ctx.add_grad(image, e.call(aten.mul.Tensor, grad, scale, shape=grad.shape), owned=True)
+                ctx.add_grad(image, e.call(aten.mul.Tensor, grad, scale, shape=grad.shape, dtype=wide), owned=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sft.analysis.graph import refs_in
-from sft.lower.context import NodeContext
+from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
@@ -22,7 +22,9 @@ class Mean(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         operand = next(refs_in(ctx.node.argument("self")))
         strip = ctx.strip(operand)
-        total = ctx.emitter.call(aten.sum.dim_IntList, strip, [2, 3], shape=strip.shape[:2])
+        wide = sum_dtype(strip.dtype)
+        keywords = {"dtype": wide} if wide != strip.dtype else {}
+        total = ctx.emitter.call(aten.sum.dim_IntList, strip, [2, 3], shape=strip.shape[:2], dtype=wide, keywords=keywords)
         running = ctx.emitter.port("partial", ctx.node.name, strip.shape[:2], torch.float64)
         return ctx.emitter.add_into(running, total)
 
@@ -49,4 +51,6 @@ class WholeMean(Mean):
     def forward(self, ctx: NodeContext) -> Slot:
         shape = ctx.scope.shapes[ctx.node.name]
         strip = ctx.strip(next(refs_in(ctx.node.argument("self"))))
-        return ctx.emitter.call(aten.mean.dim, strip, [2, 3], len(shape) == 4, shape=shape)
+        dtype = ctx.scope.dtype_of(ctx.node.name)
+        keywords = {"dtype": dtype} if dtype != strip.dtype else {}
+        return ctx.emitter.call(aten.mean.dim, strip, [2, 3], len(shape) == 4, shape=shape, keywords=keywords)

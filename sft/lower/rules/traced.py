@@ -85,6 +85,16 @@ def _trace(
     dtypes: Sequence[torch.dtype],
     needs_grad: Sequence[bool],
 ) -> _Trace:
+    with torch.inference_mode(False):  # the caller's may be on, and a trace is kept for later calls
+        return _traced(function, shapes, dtypes, needs_grad)
+
+
+def _traced(
+    function: Callable[..., torch.Tensor],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    needs_grad: Sequence[bool],
+) -> _Trace:
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         inputs = [torch.empty(s, dtype=d).requires_grad_(n) for s, d, n in zip(shapes, dtypes, needs_grad, strict=True)]
         with torch.no_grad():
@@ -237,7 +247,7 @@ class TracedPointwise(_Traced):
         values = dict(rest)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
         keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
-        return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype)
+        return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype_of(next(refs_in(name[1]))))
 
 
 @lru_cache(maxsize=512)

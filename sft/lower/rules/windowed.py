@@ -14,7 +14,7 @@ import torch
 from sft.analysis.graph import Node, refs_in
 from sft.analysis.operators import Window, window_of
 from sft.analysis.schedule import Read
-from sft.lower.context import NodeContext, Scope
+from sft.lower.context import NodeContext, Scope, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
@@ -123,6 +123,13 @@ class Convolution(_Windowed):
         operand = next(refs_in(image))
         weight_slot = ctx.operand_slot(weight)
         mask = [ctx.needs_grad(image) and not ctx.reads_nothing(operand), ctx.needs_grad(weight), ctx.needs_grad(bias)]
+        if mask[2] and sum_dtype(grad.dtype) != grad.dtype:
+            # ATen rounds each strip's sum to half precision.
+            wide = sum_dtype(grad.dtype)
+            shape = (weight_slot.shape[0],)
+            total = e.call(aten.sum.dim_IntList, grad, [0, 2, 3], shape=shape, dtype=wide, keywords={"dtype": wide})
+            ctx.add_grad(bias, total, owned=True)
+            mask[2] = False
         if not any(mask):
             return
         out = tuple(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from sft.analysis.graph import Graph
@@ -88,24 +88,39 @@ class Region:
                 if name in self.outputs:
                     outputs[name] = handle
                 del handle
-            tape.kept.append(segment.forward(machine, tape.values, keep=keep and self._is_differentiated(index)))
+            tape.kept.append(segment.forward(machine, tape.values, keep=keep and self._differentiated[index]))
             if not keep:
                 tape.kept.clear()
             self._drop_values(tape.values, partial(self._read_after, index=index, keep=keep))
         return outputs, tape
 
+    @cached_property
+    def _differentiated(self) -> tuple[bool, ...]:
+        """Which segments have a backward pass; one whose values are all frozen keeps nothing for it."""
+        needed = self.requires_grad
+        return tuple(
+            not needed.isdisjoint(makes) and not needed.isdisjoint(segment.scope.names)
+            for makes, segment in zip(self.makes, self.segments, strict=True)
+        )
+
+    @cached_property
+    def _last_reader(self) -> dict[str, int]:
+        """For each value the last segment whose forward pass reads it."""
+        return {name: index for index, reads in enumerate(self.reads) for name in reads}
+
+    @cached_property
+    def _first_reader_back(self) -> dict[str, int]:
+        """For each value the first segment whose backward pass reads it."""
+        indices = range(len(self.reads) - 1, -1, -1)
+        return {name: index for index in indices if self._differentiated[index] for name in self.reads[index]}
+
     def _read_before(self, name: str, index: int) -> bool:
         """Whether the backward pass of a segment before ``index`` reads a value."""
-        return any(name in reads and self._is_differentiated(i) for i, reads in enumerate(self.reads[:index]))
-
-    def _is_differentiated(self, index: int) -> bool:
-        """Whether a segment has a backward pass; one whose values are all frozen keeps nothing for it."""
-        makes = any(name in self.requires_grad for name in self.makes[index])
-        return makes and any(name in self.requires_grad for name in self.segments[index].scope.names)
+        return self._first_reader_back.get(name, index) < index
 
     def _read_after(self, name: str, index: int, keep: bool) -> bool:
         """Whether a value is still read once segment ``index`` has run forward."""
-        return any(name in reads for i, reads in enumerate(self.reads) if i > index or (keep and self._is_differentiated(i)))
+        return self._last_reader.get(name, -1) > index or (keep and name in self._first_reader_back)
 
     def _drop_values(self, values: Values, wanted: Callable[[str], bool]) -> None:
         for name in [n for n in values.by_name if not wanted(n)]:
@@ -131,7 +146,7 @@ class Region:
         for index in range(len(self.segments) - 1, -1, -1):
             segment, saved = self.segments[index], kept.pop()
             makes = [name for name in self.makes[index] if name in self.requires_grad]
-            if self._is_differentiated(index):
+            if self._differentiated[index]:
                 for name in makes:
                     if name not in grads.by_name:
                         grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])

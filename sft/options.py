@@ -24,6 +24,7 @@ class Options:
         tile: strip height and panel width in pixels of the input, ``(rows, cols)``; forces streaming also where all would fit.
             A ``cols`` of ``None`` is the full width.
         state_every: keep the walk's state every so many strips.
+        state_slots: hold so many states of a walk at most, and restore the others (Revolve).
         batch_tile: batch elements that walk together.
     """
 
@@ -32,6 +33,7 @@ class Options:
     backend: str = "auto"
     tile: tuple[int, int | None] | None = None
     state_every: int | None = None
+    state_slots: int | None = None
     batch_tile: int | None = None
 
     def __post_init__(self) -> None:
@@ -55,10 +57,12 @@ class Options:
                 ]
             if self.strategy == "none":
                 problems.append("tile forces streaming, strategy 'none' forbids it: drop one")
-        for name in ("state_every", "batch_tile"):
+        for name in ("state_every", "state_slots", "batch_tile"):
             value = getattr(self, name)
             if value is not None and not _is_count(value):
                 problems.append(f"{name} {value!r}: give a positive integer")
+        if self.state_every is not None and self.state_slots is not None:
+            problems.append("state_every and state_slots are two policies for the same states: drop one")
         if problems:
             raise InputError("; ".join(problems))
 

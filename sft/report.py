@@ -15,6 +15,10 @@ __all__ = ["explain"]
 _HALO = {"carry": "carried", "recompute": "recomputed"}
 
 
+def _states(segment: SegmentPlan) -> str:
+    return f"{segment.state_slots} at most, the others restored" if segment.state_slots else f"kept every {segment.state_every} strip(s)"
+
+
 def explain(plan: Plan) -> str:
     """The plan as text: the split of the budget, then one block a segment."""
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
@@ -45,7 +49,7 @@ def _segment(number: int, segment: SegmentPlan) -> list[str]:
             f"  strips            {segment.num_steps:>12}  of {segment.strip_rows} rows and {segment.panel_cols} columns, "
             f"{segment.batch_tile} batch element(s) at a time",
             f"  panels            {segment.num_panels:>12}  halo of panels recomputed, halo of strips {_HALO[segment.halo]}",
-            f"  states            {format_bytes(segment.state_bytes):>12}  kept every {segment.state_every} strip(s)"
+            f"  states            {format_bytes(segment.state_bytes):>12}  {_states(segment)}"
             + (", of one walk at a time: each runs forward once more" if segment.restart else ""),
         ]
     lines += [

@@ -107,6 +107,7 @@ def test_wrong_budget(budget: Any) -> None:
         {"tile": (2.5, 12)},
         {"state_every": 0},
         {"state_every": -1},
+        {"state_slots": 0},
         {"batch_tile": 0},
         {"batch_tile": -2},
     ],

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from examples.models import resnet18, resnet50, unet, vgg16
 
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
@@ -90,20 +89,6 @@ def test_any_tiling_is_exact(name: str) -> None:
         assert_exact(model, image(*shape), options=options, steps=3)
 
     check()
-
-
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda: vgg16(3, width=2, batch_norm=True),
-        lambda: resnet18(3, width=2),
-        lambda: resnet50(3, width=2),
-        lambda: unet(2, levels=3, width=2),
-    ],
-    ids=["vgg16_bn", "resnet18", "resnet50", "unet"],
-)
-def test_named_models_in_training_mode_are_exact(build: Callable[[], nn.Module]) -> None:
-    assert_exact(seeded(build).train(), image(2, 3, 64, 48), options=sft.Options(tile=(24, None), state_every=2))
 
 
 def test_statistics_of_a_large_mean_keep_their_digits() -> None:

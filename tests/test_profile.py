@@ -32,15 +32,19 @@ class _Skip(nn.Module):
         return out
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 7, 50])
-@pytest.mark.parametrize("rows", [1, 3, 8, 64])
+#: A state every so many strips, or so many slots.
+_POLICIES = [(1, None), (2, None), (3, None), (7, None), (None, 1), (None, 2), (None, 4)]
+_CARRIED = [(cols, rows, every, slots) for cols in (None, 4) for rows in (1, 3, 8, 64) for every, slots in _POLICIES]
+_RECOMPUTED = [(6, rows, 1, None) for rows in (3, 8, 64)]
+
+
+@pytest.mark.parametrize(
+    ("halo", "cols", "rows", "every", "slots"), [*(("carry", *c) for c in _CARRIED), *(("recompute", *c) for c in _RECOMPUTED)]
+)
 @pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize(("cols", "halo"), [(None, "carry"), (4, "carry"), (6, "recompute")])
 def test_profile_equals_the_phantom_walk(
-    rows: int, every: int, grad: bool, cols: int | None, halo: str, monkeypatch: pytest.MonkeyPatch
+    halo: str, cols: int | None, rows: int, every: int | None, slots: int | None, grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if halo == "recompute" and (every > 1 or rows < 3):
-        pytest.skip("tiles keep no states")
     seen = []
 
     def both(problem: Problem, region: Region, **keywords: Any) -> Projection:
@@ -51,6 +55,7 @@ def test_profile_equals_the_phantom_walk(
 
     # `sft.plan` is the function; the package of that name is reached by import alone.
     monkeypatch.setattr(import_module("sft.plan.planner"), "project", both)
+    options = sft.Options(tile=(rows, cols), batch_tile=2, halo=halo, state_every=every, state_slots=slots)
     with torch.set_grad_enabled(grad):
-        sft.compile(_Skip(), (3, 3, 44, 10), options=sft.Options(tile=(rows, cols), state_every=every, batch_tile=2, halo=halo))
+        sft.compile(_Skip(), (3, 3, 44, 10), options=options)
     assert seen

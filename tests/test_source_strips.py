@@ -22,7 +22,7 @@ from torch import Tensor
 from sft import InputError, SourceError
 from sft.analysis.interval import Interval
 from sft.sources import ArraySource, StripReader
-from sft.walk.checkpoints import backward_actions
+from sft.walk.checkpoints import Checkpoints
 
 MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
 
@@ -100,7 +100,7 @@ def test_each_row_is_read_once_in_either_direction(height_px: int, rows: int, ha
 
 def test_the_order_of_a_backward_pass_with_states_kept_every_third_strip() -> None:
     strips = strips_of(70, 10, 3)
-    intervals = [*strips, *(strips[action.strip] for action in backward_actions(len(strips), 3))]
+    intervals = [*strips, *(strips[action.strip] for action in Checkpoints(3).actions(len(strips)))]
     source = Counting(70)
     with StripReader(source, intervals) as reader:
         for interval in intervals:

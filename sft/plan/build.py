@@ -12,6 +12,7 @@ from sft.analysis.tile import TileSchedule, tile_steps
 from sft.lower.context import Scope
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
+from sft.walk.checkpoints import Checkpoints
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment, WholeSegment
 
@@ -89,7 +90,7 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
         scope=scope,
         schedule=_schedule(problem, choice),
         panels=panels,
-        state_every=choice.state_every,
+        checkpoints=Checkpoints(choice.state_every, choice.state_slots),
         restart=choice.restart,
         num_batch=problem.num_batch,
         sides=sides,

@@ -75,6 +75,7 @@ def _segment(
         halo=choice.halo,
         restart=choice.restart,
         state_every=choice.state_every,
+        state_slots=choice.state_slots,
         batch_tile=choice.batch_tile if choice.mode == "tiled" else problem.num_batch,
         num_steps=num_steps,
         state_bytes=state_bytes,

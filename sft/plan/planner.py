@@ -135,7 +135,7 @@ def _cheapest(problem: Problem, survey: Survey, room_bytes: int) -> tuple[float,
         candidate = survey.cheapest(room_bytes - error, tried)
         if candidate is None or (best is not None and candidate.cost > _WORTH_ANOTHER_LOOK * best[0]):
             break
-        tried[candidate.position, candidate.height, candidate.every] = True
+        tried[candidate.position, candidate.height, candidate.policy] = True
         planned = carry_out(problem, survey.choices(candidate))
         error = planned.projection.peak_bytes - candidate.peak_bytes
         if planned.projection.peak_bytes <= room_bytes:
@@ -149,7 +149,7 @@ def _smallest(survey: Survey) -> list[Candidate]:
     found: list[Candidate] = []
     while len(found) < _NUM_SMALLEST and (candidate := survey.smallest(taken)) is not None:
         found.append(candidate)
-        taken[candidate.position, candidate.height, candidate.every] = True
+        taken[candidate.position, candidate.height, candidate.policy] = True
     return found
 
 
@@ -161,6 +161,6 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
         f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
         f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
-        f"Raise the budget to {needed} bytes, give a smaller image, or leave out options that force tile or state_every.",
+        f"Raise the budget to {needed} bytes, give a smaller image, or leave out options that force tile, state_every or state_slots.",
         needed_bytes=needed,
     )

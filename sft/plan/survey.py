@@ -1,7 +1,7 @@
 """What every candidate plan would roughly cost, from a handful of lowered programs.
 
 A survey is for one way of getting halos and one number of panels. A candidate is a *position* (everything before it is tiled,
-everything behind it kept whole), a strip height ``h`` and a state interval ``k``. There are thousands. Lowering each would take minutes;
+everything behind it kept whole), a strip height ``h`` and a policy for states. There are thousands. Lowering each would take minutes;
 three facts make that needless:
 
 * Every instruction of a program belongs to one operator. So one whole program of the model tells the peak of every suffix of it, and
@@ -37,6 +37,7 @@ from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.types import Halo, SegmentChoice
 from sft.sources.readahead import reader_bytes
+from sft.walk.checkpoints import Checkpoints
 from sft.walk.segments import TiledSegment, Walk
 
 __all__ = ["Candidate", "Survey", "panel_cols"]
@@ -49,6 +50,11 @@ _CALL_FLOPS_DEFAULT = 1e8
 #: FLOPs that the CPU could do while it first touches one byte of a buffer too large for the allocator to recycle, and that size.
 _FRESH_BYTE_FLOPS = 15.0
 _LARGE_BUFFER_BYTES = 32 * 2**20
+#: Numbers of states to hold where even a state at every square root of the strips is too much.
+_SLOTS = (16, 12, 8, 6, 4, 3, 2)
+_ALL_KEPT = Checkpoints()
+#: A strip restored more often than this, on average, is no plan that anybody wants.
+_MOST_RESTORED = 6.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +63,7 @@ class Candidate:
 
     position: int
     height: int
-    every: int
+    policy: int
     peak_bytes: float
     cost: float
 
@@ -77,9 +83,9 @@ class _Run:
     #: [cut, height]: FLOPs forward and in all, halos computed twice included
     forward_flops: Floats
     flops: Floats
-    #: [cut, height, every]
+    #: [cut, height, policy]
     states: Floats
-    #: [height, every]: strips that are restored in the backward pass, of all strips
+    #: [height, policy]: strips that are restored in the backward pass, of all strips
     restored_share: Floats
 
 
@@ -98,7 +104,7 @@ class Survey:
 
     Attributes:
         positions: (phase, index into that phase's cuts) of each position; the first tiles nothing.
-        peak_bytes: estimated peak, [position, height, every].
+        peak_bytes: estimated peak, [position, height, policy].
         least_cost: of running all that can be in strips, each state kept.
         cost: estimated cost in FLOPs, likewise.
     """
@@ -146,15 +152,13 @@ class Survey:
             inner = {first, first + (len(high) - 1) // 3, first + 2 * (len(high) - 1) // 3, len(self.strip_rows) - 1}
             self._sampled = sorted({*range(first), *inner})
         most = -(-self.height // self.strip_rows[0]) + 1
-        self.every = [options.state_every] if options.state_every and self.halo == "carry" else [1]
-        while self.halo == "carry" and options.state_every is None and problem.training and self.every[-1] ** 2 < 4 * most:
-            self.every.append(max(self.every[-1] + 1, self.every[-1] * 5 // 4))
+        self.policies = _policies(options, most) if problem.training and self.halo == "carry" else [Checkpoints()]
 
     def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
         """The decisions that a candidate stands for."""
-        return self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.every[candidate.every])
+        return self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.policies[candidate.policy])
 
-    def _choices(self, position: tuple[int, int], strip_rows: int, every: int) -> tuple[SegmentChoice, ...]:
+    def _choices(self, position: tuple[int, int], strip_rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
         choices: list[SegmentChoice] = []
         rest: tuple[str, ...] = ()
         last, index = position
@@ -165,19 +169,20 @@ class Survey:
                 if rest:
                     choices.append(SegmentChoice(nodes=rest, mode="whole"))
                     rest = ()
-                choices.append(self._tiled(tiled, strip_rows, every))
+                choices.append(self._tiled(tiled, strip_rows, policy))
             rest += phase.streamed[cut:] + phase.tail
         if rest:
             choices.append(SegmentChoice(nodes=rest, mode="whole"))
         return tuple(choices)
 
-    def _tiled(self, names: tuple[str, ...], strip_rows: int, every: int) -> SegmentChoice:
+    def _tiled(self, names: tuple[str, ...], strip_rows: int, policy: Checkpoints = _ALL_KEPT) -> SegmentChoice:
         width = self.problem.run_width(names)
         return SegmentChoice(
             nodes=names,
             mode="tiled",
             strip_rows=self._rows_of(names, strip_rows),
-            state_every=every,
+            state_every=policy.every,
+            state_slots=policy.slots,
             batch_tile=self.batch_tile,
             panel_cols=max(1, round(self.panel_cols * width / self.width)) if self._num_panels > 1 else 0,
             halo=self.halo,
@@ -199,7 +204,7 @@ class Survey:
         whole = self._whole(order, cut_at)
         self.plain_flops = sum(whole.flops.values())
         grad_bytes = self._param_grad_bytes(order)
-        shape = (len(self.positions), len(self.strip_rows), len(self.every))
+        shape = (len(self.positions), len(self.strip_rows), len(self.policies))
         self.peak_bytes, self.cost = np.zeros(shape), np.zeros(shape)
         tiled = [i for i, phase in enumerate(self._phases) if phase.streamed and any(i <= last and c for last, c in self.positions)]
         runs = {i: self._run(i, whole) for i in tiled}
@@ -219,6 +224,8 @@ class Survey:
                     again = 1 - 1 / self._num_walks if self.restart else 0.0
                     cost += run.forward_flops[c][:, None] * (1 + again + run.restored_share)
                 cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
+                if len(self.policies) > 1:  # else it was asked for
+                    peak = np.where(run.restored_share <= _MOST_RESTORED, peak, np.inf)
             self.peak_bytes[p], self.cost[p] = peak, cost
         self.least_cost = float(self.cost[-1, :, 0].min())
 
@@ -273,7 +280,7 @@ class Survey:
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:
         """Bytes of what each tiled segment hands on, model outputs aside."""
         problem = self.problem
-        choices = self._choices(position, 1, 1)
+        choices = self._choices(position, 1, _ALL_KEPT)
         outputs = set(problem.graph.results)
         return [
             sum(problem.value_bytes(name) for name in makes if name not in outputs)
@@ -300,10 +307,12 @@ class Survey:
         row_bytes = np.asarray(sampled[0]["row_bytes"], dtype=np.float64)
         places = np.asarray(sampled[0]["places"])
         num_steps = np.ceil(problem.run_height(names) / wanted) + spread("extra_steps")
-        every = np.minimum(np.array(self.every, dtype=np.float64)[None, :], num_steps[:, None])  # [height, every]
+        every = np.minimum(np.array([policy.every for policy in self.policies], dtype=np.float64), num_steps[:, None])  # [height, policy]
+        slots = np.array([policy.slots for policy in self.policies])
         spaced = np.minimum(carried[..., None], gained[..., None] * every)
         inner = np.minimum(carried, gained)[..., None] * (every - 1)
-        rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner if problem.training else carried[..., None] * 2
+        rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
+        rows = np.where(slots > 0, carried[..., None] * (slots + 1), rows) if problem.training else carried[..., None] * 2
         held = row_bytes[:, None, None] * rows * self._num_stores
         # A prefix carries the values before its cut, except the one that crosses it.
         inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
@@ -317,12 +326,12 @@ class Survey:
             forward_flops=self._with_halos(names, cuts, strip_rows, whole.forward_flops),
             flops=self._with_halos(names, cuts, strip_rows, whole.flops),
             states=states,
-            restored_share=(np.ceil(num_steps[:, None] / every) - 1) * (every - 1) / num_steps[:, None],
+            restored_share=np.array([[policy.num_restored(int(n)) / n for policy in self.policies] for n in num_steps]),
         )
 
     def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.problem
-        choice = replace(self._tiled(names, self.height, 1), strip_rows=strip_rows)
+        choice = replace(self._tiled(names, self.height), strip_rows=strip_rows)
         segment = build_region(problem, (choice,)).segments[0]
         assert isinstance(segment, TiledSegment)
         schedule = segment.schedule
@@ -365,7 +374,7 @@ class Survey:
         if self._num_panels == 1 and self.halo == "carry":
             return found
         for c, cut in enumerate(cuts):
-            wide = self._shares(names[:cut], self._tiled(names, 1, 1).panel_cols, 1) if self._num_panels > 1 else {}
+            wide = self._shares(names[:cut], self._tiled(names, 1).panel_cols, 1) if self._num_panels > 1 else {}
             for h, rows in enumerate(strip_rows):
                 tall = self._shares(names[:cut], rows, 0) if self.halo == "recompute" else {}
                 found[c, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in names[:cut])
@@ -410,7 +419,19 @@ class Survey:
 
     def _candidate(self, flat: int) -> Candidate:
         p, h, k = (int(i) for i in np.unravel_index(flat, self.cost.shape))
-        return Candidate(position=p, height=h, every=k, peak_bytes=float(self.peak_bytes[p, h, k]), cost=float(self.cost[p, h, k]))
+        return Candidate(position=p, height=h, policy=k, peak_bytes=float(self.peak_bytes[p, h, k]), cost=float(self.cost[p, h, k]))
+
+
+def _policies(options: Options, num_steps: int) -> list[Checkpoints]:
+    """The policies worth a look: from every state kept to about the square root of their number, then few and fewer slots."""
+    if options.state_slots is not None:
+        return [Checkpoints(slots=options.state_slots)]
+    if options.state_every is not None:
+        return [Checkpoints(options.state_every)]
+    found = [1]
+    while found[-1] ** 2 < 4 * num_steps:
+        found.append(max(found[-1] + 1, found[-1] * 5 // 4))
+    return [*map(Checkpoints, found), *(Checkpoints(slots=slots) for slots in _SLOTS if slots**2 < 4 * num_steps)]
 
 
 def panel_cols(problem: Problem, options: Options, width: int, num_panels: int) -> int:

@@ -25,6 +25,7 @@ class SegmentChoice:
         mode: ``"tiled"`` (strips, recomputed in the backward pass) or ``"whole"`` (everything kept).
         strip_rows: rows of the segment's tallest source to a strip.
         state_every: a state of the walk is kept every so many strips.
+        state_slots: if not 0, so many states at most are held instead, and the others restored from them (Revolve).
         batch_tile: batch elements that walk together.
         panel_cols: columns of the widest source to a panel; 0 is the full width.
         halo: how a strip gets the rows around it: carried from its neighbour, or computed again.
@@ -36,6 +37,7 @@ class SegmentChoice:
     mode: Literal["tiled", "whole"]
     strip_rows: int = 0
     state_every: int = 1
+    state_slots: int = 0
     batch_tile: int = 0
     panel_cols: int = 0
     halo: Halo = "carry"
@@ -57,6 +59,7 @@ class SegmentPlan:
         halo: how a strip gets the rows around it.
         restart: whether walks run forward once more before their backward pass, instead of keeping their states.
         state_every: a state of the walk is kept every so many strips.
+        state_slots: if not 0, so many states at most are held instead (Revolve).
         batch_tile: batch elements that walk together.
         num_steps: strips to a walk.
         state_bytes: bytes of all states kept at once, for all walks.
@@ -76,6 +79,7 @@ class SegmentPlan:
     halo: Halo
     restart: bool
     state_every: int
+    state_slots: int
     batch_tile: int
     num_steps: int
     state_bytes: int
@@ -92,6 +96,7 @@ class SegmentPlan:
             mode=self.mode,
             strip_rows=self.strip_rows,
             state_every=self.state_every,
+            state_slots=self.state_slots,
             batch_tile=self.batch_tile,
             panel_cols=self.panel_cols if self.num_panels > 1 else 0,
             halo=self.halo,

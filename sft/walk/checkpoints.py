@@ -1,58 +1,140 @@
 """Which states of a walk are kept, and in which order strips run backwards.
 
-A walk over ``n`` strips passes the states ``0..n`` (state ``s`` is what strip ``s`` starts from; state 0 is empty). With a state kept
-every ``k`` strips, the backward pass takes the groups of ``k`` strips from the last to the first: it recomputes the states inside a
-group from the group's own, then differentiates the group's strips in reverse. The last group's states are kept by the forward pass,
-since they are needed first. Strips recomputed in addition: ``(num_groups - 1) * (k - 1)``.
+A walk over ``n`` strips passes the states ``0..n`` (state ``s`` is what strip ``s`` starts from; state 0 is empty). Two policies say which
+of them are held.
+
+*Every k-th.* The backward pass takes the groups of ``k`` strips from the last to the first: it restores the states inside a group from the
+group's own, then differentiates the group's strips in reverse. The last group's states are kept by the forward pass, since they are
+needed first. About ``n / k + k`` states at once; strips restored: ``(num_groups - 1) * (k - 1)``, less than one more forward pass.
+
+*A number of slots.* States are themselves checkpointed: with ``c`` slots and ``r`` repetitions ``binomial(c + r, c)`` strips can be
+reversed, none run more than ``r`` times, and no schedule of ``c`` slots runs fewer strips in all. From a held state the walk runs on to
+the next one, reverses what lies behind that with one slot less, gives the slot back, and reverses what lies before it. So a few states
+serve any number of strips, for one more forward pass each time ``n`` outgrows the binomial. Source: Griewank and Walther, "Algorithm
+799: Revolve", ACM TOMS 26(1), 2000.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from math import comb
 from typing import Literal
 
-__all__ = ["Action", "backward_actions", "kept_states", "num_recomputed_strips"]
+__all__ = ["Action", "Checkpoints"]
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One event of the backward walk: run strip ``strip`` forward (to get the next state) or backward."""
+    """One event of the backward walk: run strip ``strip`` forward, to get the next state, or backward.
+
+    Attributes:
+        kind: ``"forward"``, or ``"joint"`` (which ends the use of the strip's own state).
+        strip: the strip.
+        drops: whether a forward run ends the use of the strip's own state.
+    """
 
     kind: Literal["forward", "joint"]
     strip: int
+    drops: bool = False
 
 
-def kept_states(num_strips: int, every: int) -> frozenset[int]:
-    """The states that the forward pass keeps.
+@dataclass(frozen=True, slots=True)
+class Checkpoints:
+    """A policy.
 
-    >>> sorted(kept_states(7, 3)), sorted(kept_states(6, 3))
-    ([0, 3, 6], [0, 3, 4, 5])
+    Attributes:
+        every: a state is kept every so many strips.
+        slots: if not 0, so many states at most are held instead, and the one that is being restored.
     """
-    last = (num_strips - 1) // every * every
-    return frozenset([*range(0, last, every), *range(last, num_strips)])
+
+    every: int = 1
+    slots: int = 0
+
+    def kept(self, num_strips: int) -> frozenset[int]:
+        """The states that the forward pass keeps.
+
+        >>> sorted(Checkpoints(3).kept(7)), sorted(Checkpoints(3).kept(6)), sorted(Checkpoints(slots=3).kept(10))
+        ([0, 3, 6], [0, 3, 4, 5], [0, 4, 7])
+        """
+        if not self.slots:
+            last = (num_strips - 1) // self.every * self.every
+            return frozenset([*range(0, last, self.every), *range(last, num_strips)])
+        found, free = [0], self.slots - 1
+        while free and num_strips - found[-1] > 1:
+            found.append(found[-1] + _advance(num_strips - found[-1], free))
+            free -= 1
+        return frozenset(found)
+
+    def actions(self, num_strips: int) -> Iterator[Action]:
+        """The backward walk.
+
+        >>> "".join(f"{a.kind[0]}{a.strip} " for a in Checkpoints(3).actions(7)).strip()
+        'j6 f3 f4 j5 j4 j3 f0 f1 j2 j1 j0'
+        >>> "".join(f"{a.kind[0]}{a.strip} " for a in Checkpoints(slots=2).actions(6)).strip()
+        'f3 f4 j5 f3 j4 j3 f0 f1 j2 j1 j0'
+        """
+        return self._revolve(num_strips) if self.slots else self._groups(num_strips)
+
+    def _groups(self, num_strips: int) -> Iterator[Action]:
+        last = (num_strips - 1) // self.every * self.every
+        for start in range(last, -1, -self.every):
+            stop = min(start + self.every, num_strips)
+            if start != last:
+                for strip in range(start, stop - 1):
+                    yield Action("forward", strip)
+            for strip in range(stop - 1, start - 1, -1):
+                yield Action("joint", strip)
+
+    def _revolve(self, num_strips: int) -> Iterator[Action]:
+        # Parts still to be reversed, the next one last: first and last+1 strip, free slots, whether its inner states are held already.
+        parts = [(0, num_strips, self.slots - 1, True)]
+        while parts:
+            start, stop, free, is_placed = parts.pop()
+            if stop - start == 1:
+                yield Action("joint", start)
+            elif not free:
+                for last in range(stop - 1, start - 1, -1):
+                    yield from _run_on(start, last)
+                    yield Action("joint", last)
+            else:
+                middle = start + _advance(stop - start, free)
+                if not is_placed:
+                    yield from _run_on(start, middle)
+                parts += [(start, middle, free, False), (middle, stop, free - 1, is_placed)]
+
+    def num_restored(self, num_strips: int) -> int:
+        """Strips that run forward once more just to restore states.
+
+        >>> Checkpoints(3).num_restored(7), Checkpoints(1).num_restored(9), Checkpoints(slots=2).num_restored(6)
+        (4, 0, 5)
+        """
+        if not self.slots:
+            return (num_strips - 1) // self.every * (self.every - 1)
+        return _num_restored(num_strips, self.slots - 1, True)
 
 
-def backward_actions(num_strips: int, every: int) -> Iterator[Action]:
-    """The backward walk.
-
-    >>> "".join(f"{a.kind[0]}{a.strip} " for a in backward_actions(7, 3)).strip()
-    'j6 f3 f4 j5 j4 j3 f0 f1 j2 j1 j0'
-    """
-    last = (num_strips - 1) // every * every
-    for start in range(last, -1, -every):
-        stop = min(start + every, num_strips)
-        if start != last:
-            for strip in range(start, stop - 1):
-                yield Action("forward", strip)
-        for strip in range(stop - 1, start - 1, -1):
-            yield Action("joint", strip)
+def _run_on(start: int, stop: int) -> Iterator[Action]:
+    """Forward from the held state ``start`` to ``stop``; the states between are not held."""
+    for strip in range(start, stop):
+        yield Action("forward", strip, drops=strip > start)
 
 
-def num_recomputed_strips(num_strips: int, every: int) -> int:
-    """Strips that run forward once more just to restore states.
+def _advance(num_strips: int, free: int) -> int:
+    """How far to run on to the next state to hold, with ``free`` slots to give (Griewank and Walther, section 2)."""
+    repetitions = 1
+    while comb(free + 1 + repetitions, repetitions) < num_strips:
+        repetitions += 1
+    # What lies before needs one repetition less, what lies behind one slot less.
+    return max(1, min(comb(free + repetitions, repetitions - 1), num_strips - comb(free + repetitions - 1, repetitions - 1)))
 
-    >>> num_recomputed_strips(7, 3), num_recomputed_strips(6, 3), num_recomputed_strips(9, 1)
-    (4, 2, 0)
-    """
-    return (num_strips - 1) // every * (every - 1)
+
+@lru_cache(maxsize=65536)
+def _num_restored(num_strips: int, free: int, is_placed: bool) -> int:
+    if num_strips == 1:
+        return 0
+    if not free:
+        return num_strips * (num_strips - 1) // 2
+    step = _advance(num_strips, free)
+    return (0 if is_placed else step) + _num_restored(num_strips - step, free - 1, is_placed) + _num_restored(step, free, False)

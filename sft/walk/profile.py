@@ -3,8 +3,7 @@
 The row store's content has a closed form. Step ``s`` appends to value ``v`` the block of rows ``[max(K[s+1], F[s]), F[s+1])``. Positions
 only grow, so of the states after it the next kept one, ``j(s) >= s + 1``, needs the block most: the block outlives the forward pass iff
 ``F[s+1] > K[j(s)]``. Before that it lives as long as the walk's own state needs it, i.e. while ``F[s+1] > K[t+1]`` after step ``t``. In the
-backward pass, strip ``s`` of the group that starts at state ``g`` finds the blocks that kept states up to ``g`` need, and those of the
-group's strips before ``s``.
+backward pass the held states are a stack, and each has the blocks between the one below it and itself that it needs.
 
 Reading an input that is not resident adds its buffers all along, or a copy of the strip on a device of its own memory.
 
@@ -14,12 +13,14 @@ the walk on the phantom machine, byte for byte, is tested.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from sft.walk.checkpoints import kept_states
+from sft.walk.checkpoints import Action
 from sft.walk.reading import reading_bytes, strip_bytes
 from sft.walk.segments import TiledSegment, Walk
 
@@ -59,7 +60,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
         on_host: whether the device's memory is the host's, and so holds the buffers for reading inputs that are not resident.
     """
     schedule = segment.schedule
-    num_steps, every = schedule.num_steps, segment.state_every
+    num_steps, checkpoints = schedule.num_steps, segment.checkpoints
     all_steps = np.arange(num_steps)
     first, kinds = schedule.kinds
     forward = [segment.program("forward", int(step), walk) for step in first]
@@ -68,7 +69,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     frontier, kept = (_stacked([array[name] for name in names], num_steps + 1) for array in (schedule.frontier, schedule.kept))
     row_bytes = np.array([segment.row_bytes(name, walk) for name in names], dtype=np.int64)
     blocks = row_bytes[:, None] * (frontier[:, 1:] - np.maximum(kept[:, 1:], frontier[:, :-1])).clip(0)
-    states = np.array(sorted(kept_states(num_steps, every))) if keep else np.array([], dtype=np.int64)
+    states = np.array(sorted(checkpoints.kept(num_steps))) if keep else np.array([], dtype=np.int64)
     lasting = blocks * _lasts(frontier, kept, states, num_steps)
     stays = lasting if segment.keeps_states(walk) else np.zeros_like(lasting)
     before = _alive_before(frontier, kept, blocks, stays)
@@ -85,11 +86,6 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
             backward_flops=0,
         )
     joint = [segment.program("joint", int(step), walk) for step in first]
-    group = np.arange(num_steps) // every * every
-    # What strip s finds in the store: blocks before its group that kept states need, and the group's own before s.
-    need = _needed_by_groups(blocks, lasting)
-    own = np.concatenate([[0], np.cumsum(blocks.sum(0))])
-    at_strip = need[group] + own[np.arange(num_steps)] - own[group]
     wanted = np.array([name in segment.scope.requires_grad for name in names], dtype=bool)
     gradients = (row_bytes[wanted, None] * (frontier - kept)[wanted]).sum(0)
     joint_peaks = np.array([program.peak_bytes for program in joint])[kinds]
@@ -97,7 +93,14 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     strips = strip_bytes(segment, "joint", "grad_source", all_steps, walk)
     if not on_host:
         strips += strip_bytes(segment, "joint", "source", all_steps, walk)
-    peak = int((at_strip + gradients[1:] + joint_peaks + strips + buffers).max())
+    actions = list(checkpoints.actions(num_steps))
+    strip = np.array([action.strip for action in actions])
+    is_joint = np.array([action.kind == "joint" for action in actions])
+    alive = _alive_at(actions, states, frontier, kept, blocks)
+    # The gradient that waits at an action is that of the state behind which all strips are done.
+    done = np.concatenate([[num_steps], np.minimum.accumulate(np.where(is_joint, strip, num_steps))[:-1]])
+    alive += gradients[done] + buffers
+    peak = int((alive[is_joint] + (joint_peaks + strips)[strip[is_joint]]).max())
     flops = int(np.array([program.flops for program in joint])[kinds].sum())
 
     def restore(strips: Ints, alive: Ints) -> int:
@@ -108,10 +111,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
         copies = 0 if on_host or not strips.size else strip_bytes(segment, "restore", "source", strips, walk)
         return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]]) + copies).max(initial=0))
 
-    restored = _restored(num_steps, every)
-    # The gradient that waits meanwhile is that of the next group's first state.
-    waiting = gradients[np.minimum(group[restored] + every, num_steps)]
-    peak = max(peak, restore(restored, at_strip[restored] + waiting + buffers))
+    peak = max(peak, restore(strip[~is_joint], alive[~is_joint]))
     if not segment.keeps_states(walk):
         again = np.arange(states.max())
         buffers = reading_bytes(segment, "restore", walk) if on_host else 0
@@ -154,14 +154,32 @@ def _alive_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> In
     return np.concatenate([[0], total[:-1]])
 
 
-def _needed_by_groups(blocks: Ints, lasting: Ints) -> Ints:
-    """For each state ``g`` the bytes of the blocks before it that kept states need."""
-    return np.concatenate([[0], np.cumsum(lasting.sum(0))])
+def _alive_at(actions: Sequence[Action], states: Ints, frontier: Ints, kept: Ints, blocks: Ints) -> Ints:
+    """Bytes in the store before each action of the backward walk.
 
-
-def _restored(num_steps: int, every: int) -> Ints:
-    """Strips that run forward again in the backward walk."""
-    last = (num_steps - 1) // every * every
-    steps = np.arange(last)
-    restored: Ints = steps[steps % every != every - 1]
-    return restored
+    Held states are a stack. What the store has for state ``h`` beyond the one held below it, ``g``, are the blocks of steps ``g..h-1``
+    whose rows ``h`` needs; so every action changes the sum by a few such pairs.
+    """
+    held = states.tolist()
+    pairs = [(0, +1, below, state) for below, state in pairwise([0, *held])]
+    for event, action in enumerate(actions, start=1):
+        strip = action.strip
+        if action.kind == "joint":
+            held.pop()
+            pairs.append((event, -1, held[-1] if held else 0, strip))
+        elif action.drops:
+            held[-1] = strip + 1
+            pairs += [(event, -1, held[-2], strip), (event, +1, held[-2], strip + 1)]
+        else:
+            held.append(strip + 1)
+            pairs.append((event, +1, strip, strip + 1))
+    at, sign, below, state = np.array(pairs, dtype=np.int64).T
+    sums = np.concatenate([np.zeros((len(blocks), 1), dtype=np.int64), np.cumsum(blocks, axis=1)], axis=1)
+    size = np.zeros(len(pairs), dtype=np.int64)
+    for front, low, total in zip(frontier, kept, sums, strict=True):
+        since = np.maximum(np.searchsorted(front[1:], low[state], side="right"), below)
+        size += np.maximum(0, total[state] - total[np.minimum(since, state)])
+    change = np.zeros(len(actions) + 1, dtype=np.int64)
+    np.add.at(change, at, sign * size)
+    found: Ints = np.cumsum(change)[:-1]
+    return found

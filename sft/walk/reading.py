@@ -1,6 +1,6 @@
 """Inputs that are read while a walk runs, and never resident.
 
-A walk knows beforehand which rows it reads and in which order: strip after strip forwards, and by `backward_actions` backwards. Each
+A walk knows beforehand which rows it reads and in which order: strip after strip forwards, and by its checkpoints' actions backwards. Each
 walk opens a reader with that list for every input that it reads, takes strip after strip, and closes it whatever happens. So an
 input is read once for each walk over it: for each chunk of the batch, in each segment that reads it, forwards and again backwards.
 Where restored strips make the backward walk turn round, their rows are read once more. Rows are read in full width: panels take their
@@ -20,7 +20,6 @@ from sft.analysis.interval import Interval
 from sft.lower.program import Port
 from sft.lower.step import StripKind
 from sft.sources.readahead import reader_bytes
-from sft.walk.checkpoints import backward_actions
 from sft.walk.machine import Handle, Machine, Strips
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ def reading_order(segment: TiledSegment, direction: Direction, walk: Walk) -> di
     num_steps = segment.schedule.num_steps
     events: list[tuple[StripKind, int]]
     if direction == "backward":
-        actions = backward_actions(num_steps, segment.state_every)
+        actions = segment.checkpoints.actions(num_steps)
         events = [("restore" if action.kind == "forward" else "joint", action.strip) for action in actions]
     else:
         events = [(direction, index) for index in range(segment.walked(direction))]

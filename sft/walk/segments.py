@@ -20,7 +20,7 @@ from sft.analysis.tile import TileSchedule, kinds_of
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
 from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole, partial_shape
-from sft.walk.checkpoints import backward_actions, kept_states
+from sft.walk.checkpoints import Checkpoints
 from sft.walk.machine import Handle, Machine, Saved, Strips
 from sft.walk.reading import opened
 from sft.walk.rowstore import RowStore
@@ -65,7 +65,7 @@ class TiledSegment:
         scope: what the lowering needs, for ``scope.batch`` batch elements and the full width.
         schedule: the strips.
         panels: what each panel computes and reads along the width.
-        state_every: a state is kept every so many strips.
+        checkpoints: which states of a walk are kept.
         restart: only the last walk keeps its states in the forward pass; the others run forward once more before their backward.
         num_batch: batch elements of the whole input; walks take ``scope.batch`` at a time.
         sides: whole tensors that the segment reads.
@@ -78,7 +78,7 @@ class TiledSegment:
     scope: Scope
     schedule: Schedule | TileSchedule
     panels: tuple[Step, ...]
-    state_every: int
+    checkpoints: Checkpoints
     restart: bool
     num_batch: int
     sides: tuple[str, ...]
@@ -112,7 +112,7 @@ class TiledSegment:
     @property
     def kept(self) -> frozenset[int]:
         """States that the forward pass keeps."""
-        return kept_states(self.schedule.num_steps, self.state_every)
+        return self.checkpoints.kept(self.schedule.num_steps)
 
     @cached_property
     def chunks(self) -> tuple[Interval, ...]:
@@ -295,10 +295,12 @@ class TiledSegment:
     def _walk_joint(self, machine: Machine, values: Values, store: RowStore, grads: Gradients, walk: Walk) -> None:
         schedule = self.schedule
         carried: dict[str, Handle] = {}
-        for action in backward_actions(schedule.num_steps, self.state_every):
+        for action in self.checkpoints.actions(schedule.num_steps):
             if action.kind == "forward":
                 self._run_forward(machine, values, store, action.strip, walk, None)
                 store.hold(schedule.carried_rows(action.strip + 1))
+                if action.drops:
+                    store.release(schedule.carried_rows(action.strip))
                 continue
             step, program = self._step(action.strip), self.program("joint", action.strip, walk)
             bindings = self._bind(machine, program, step, walk, values, store)

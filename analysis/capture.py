@@ -27,7 +27,7 @@ from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.graph import Graph
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["Capture", "capture", "outputs_channels_last"]
+__all__ = ["Capture", "capture", "is_channels_last", "outputs_channels_last"]
 
 _STREAMED_RANK = 4
 
@@ -216,11 +216,12 @@ def outputs_channels_last(
                 outputs = pytree.tree_leaves(torch.func.functional_call(model, state, tuple(inputs)))
         except Exception:
             return None
-    return tuple(_is_channels_last(out) for out in outputs)
+    return tuple(isinstance(out, torch.Tensor) and is_channels_last(out) for out in outputs)
 
 
-def _is_channels_last(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or value.dim() != _STREAMED_RANK:
+def is_channels_last(value: torch.Tensor) -> bool:
+    """Whether an image is laid out channels last, and not channels first at the same time."""
+    if value.dim() != _STREAMED_RANK:
         return False
     return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
 

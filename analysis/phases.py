@@ -103,10 +103,7 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
 
 def _prologue(graph: Graph) -> tuple[str, ...]:
     """The operators that depend on no input, and that an operator which does depends on."""
-    depends = set(graph.inputs)
-    for node in graph.operators:
-        if depends.intersection(node.operands):
-            depends.add(node.name)
+    depends = graph.descendants(graph.inputs)
     wanted = graph.ancestors([name for name in depends if graph[name].kind == "operator"])
     return tuple(node.name for node in graph.operators if node.name in wanted and node.name not in depends)
 

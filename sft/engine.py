@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
-from sft.analysis.capture import Capture, capture, outputs_channels_last
+from sft.analysis.capture import Capture, capture, is_channels_last, outputs_channels_last
 from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
@@ -204,7 +204,7 @@ class Engine:
                 fingerprint=fingerprint(self.model),
             ),
             channels_last=channels_last,
-            weights_last=tuple(_is_channels_last(p) for p in self.model.parameters() if p.dim() == 4),
+            weights_last=tuple(is_channels_last(p) for p in self.model.parameters() if p.dim() == 4),
             requires_grad=tuple(p.requires_grad for p in self.model.parameters()) if with_grad else (),
             input_grads=input_grads if with_grad else (),
             with_grad=with_grad,
@@ -350,10 +350,6 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:

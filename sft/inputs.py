@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.analysis.capture import is_channels_last
 from sft.errors import InputError
 from sft.sources.array import ArraySource
 from sft.sources.host import as_host_array
@@ -76,8 +77,7 @@ class Given:
     @property
     def is_channels_last(self) -> bool:
         """Whether it is a tensor laid out channels last."""
-        x = self.tensor
-        return x is not None and x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        return self.tensor is not None and is_channels_last(self.tensor)
 
     @property
     def splits_batch(self) -> bool:

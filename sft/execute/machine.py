@@ -66,7 +66,8 @@ class TorchMachine:
         select_samples(sink, batch).add(rows, gradient)
 
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return handle.to(dtype)  # type: ignore[no-any-return]
+        out: torch.Tensor = handle.to(dtype)
+        return out
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         tensors: dict[int, Any] = {} if saved is None else saved.values

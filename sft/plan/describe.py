@@ -10,7 +10,7 @@ from sft.plan.planner import Planned
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.types import Plan, SegmentChoice, SegmentPlan
-from sft.walk.profile import profile_walk
+from sft.walk.profile import WalkProfiles
 from sft.walk.segments import TiledSegment, WholeSegment
 
 __all__ = ["describe"]
@@ -108,11 +108,6 @@ def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment) -
         programs = [p for p in segment.programs(problem.training) if p is not None]
         return max(p.peak_bytes for p in programs), sum(p.flops for p in programs)
     differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
-    flops = 0
-    profiles = {}
-    for walk in segment.walks:
-        key = (len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
-        if key not in profiles:
-            profiles[key] = profile_walk(segment, walk, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
-        flops += profiles[key].forward_flops + profiles[key].backward_flops
+    profiles = WalkProfiles(segment, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
+    flops = sum(profiles[walk].forward_flops + profiles[walk].backward_flops for walk in segment.walks)
     return segment.working_bytes, flops

@@ -15,9 +15,9 @@ from sft.plan.build import build_region
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
 from sft.walk.machine import Machine, Phantom, PhantomMachine
-from sft.walk.profile import WalkProfile, profile_walk
+from sft.walk.profile import WalkProfiles
 from sft.walk.region import Region
-from sft.walk.segments import Gradients, TiledSegment, Values, Walk, WholeSegment
+from sft.walk.segments import Gradients, TiledSegment, Values, WholeSegment
 
 __all__ = ["Projection", "plain_programs", "project"]
 
@@ -79,8 +79,11 @@ class _Projected:
 
     def __init__(self, segment: TiledSegment, problem: Problem) -> None:
         self.segment = segment
-        self.differentiate = any(name in problem.requires_grad for name in segment.scope.names)
-        self.profiles: dict[tuple[int, int, bool], WalkProfile] = {}
+        differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
+        # Of a segment that is not differentiated the forward pass keeps nothing; the region says so when it runs it.
+        self.profiles = {
+            keep: WalkProfiles(segment, keep=keep, differentiate=keep and differentiate, on_host=problem.on_host) for keep in (False, True)
+        }
 
     @property
     def scope(self) -> Scope:
@@ -90,14 +93,6 @@ class _Projected:
     def sides(self) -> tuple[str, ...]:
         return self.segment.sides
 
-    def _profile(self, walk: Walk, keep: bool, on_host: bool) -> WalkProfile:
-        """The walk's profile; walks of one geometry share it."""
-        segment = self.segment
-        key = (len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
-        if key not in self.profiles:
-            self.profiles[key] = profile_walk(segment, walk, keep=keep, differentiate=keep and self.differentiate, on_host=on_host)
-        return self.profiles[key]
-
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
         assert isinstance(machine, PhantomMachine)
         stores = []
@@ -105,7 +100,7 @@ class _Projected:
         for chunk in self.segment.chunks:
             partial = {**shared, **self.segment.open_reductions(machine, chunk)}
             for walk in (walk for walk in self.segment.walks if walk.chunk == chunk):
-                profile = self._profile(walk, keep, machine.on_host)
+                profile = self.profiles[keep][walk]
                 machine.meter.spike(profile.forward_peak_bytes)
                 machine.meter.flops += profile.forward_flops
                 stores.append(Phantom(machine.meter, profile.store_bytes))
@@ -118,6 +113,6 @@ class _Projected:
         assert isinstance(machine, PhantomMachine)
         for walk in reversed(self.segment.walks):
             del stores[-1]
-            profile = self._profile(walk, True, machine.on_host)
+            profile = self.profiles[True][walk]
             machine.meter.spike(profile.backward_peak_bytes)
             machine.meter.flops += profile.backward_flops

@@ -14,6 +14,7 @@ Complexity: O(log(limit) * log(tiles)) projections, each linear in operators and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from sft.analysis.partition import partition
 from sft.options import Options
@@ -28,6 +29,8 @@ _NUM_LIMITS = 16
 
 #: The rows and columns of a tile, given the extent of the tallest and of the widest image of a segment.
 Grid = Callable[[int, int], tuple[int, int]]
+#: Operators in order, in groups that are tiled or not.
+Parts = tuple[tuple[tuple[str, ...], bool], ...]
 
 
 def grids(options: Options) -> tuple[Grid, ...]:
@@ -36,7 +39,11 @@ def grids(options: Options) -> tuple[Grid, ...]:
         rows, cols = options.tile
         return (lambda height, width: (min(rows, height), min(cols or width, width)),)
     counts = [2**n for n in range(_MOST_TILES.bit_length())]
-    return tuple(lambda height, width, n=n: (-(-height // n), -(-width // n)) for n in counts)
+    return tuple(partial(_divided, n) for n in counts)
+
+
+def _divided(n: int, height: int, width: int) -> tuple[int, int]:
+    return -(-height // n), -(-width // n)
 
 
 def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[Grid], tuple[SegmentChoice, ...]]]:
@@ -49,16 +56,16 @@ def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[
     largest = max((problem.value_bytes(name) for phase in problem.phases.phases for name in phase.streamed), default=1)
     # Below the first limit every value stays; from the second on the largest must be tiled.
     limits = [max(1, 2 * largest >> n) for n in range(int(options.tile is not None), _NUM_LIMITS)]
-    seen: set[tuple[tuple[tuple[str, ...], bool], ...]] = set()
+    seen: set[Parts] = set()
     for limit_bytes in limits:
         parts = _partition(problem, limit_bytes)
         if parts is None or parts in seen:
             continue
         seen.add(parts)
-        yield lambda grid, parts=parts: _choices(problem, parts, grid, options)  # type: ignore[misc]
+        yield partial(_choices, problem, parts, options)
 
 
-def _partition(problem: Problem, limit_bytes: int) -> tuple[tuple[tuple[str, ...], bool], ...] | None:
+def _partition(problem: Problem, limit_bytes: int) -> Parts | None:
     """Operators in order and whether they are tiled; ``None`` where the paper reports out of memory."""
     phases = problem.phases
     parts: list[tuple[tuple[str, ...], bool]] = []
@@ -72,7 +79,7 @@ def _partition(problem: Problem, limit_bytes: int) -> tuple[tuple[tuple[str, ...
     return tuple(parts)
 
 
-def _choices(problem: Problem, parts: tuple[tuple[tuple[str, ...], bool], ...], grid: Grid, options: Options) -> tuple[SegmentChoice, ...]:
+def _choices(problem: Problem, parts: Parts, options: Options, grid: Grid) -> tuple[SegmentChoice, ...]:
     choices: list[SegmentChoice] = []
     waiting: tuple[str, ...] = ()
     for names, tiled in parts:

@@ -116,10 +116,9 @@ class Survey:
         self.panel_cols = panel_cols(problem, options, self.width, num_panels)
         self._num_panels = -(-self.width // self.panel_cols)
         self.batch_tile = min(options.batch_tile or 1, problem.num_batch) if problem.splits_batch else problem.num_batch
-        num_walks = -(-problem.num_batch // self.batch_tile) * self._num_panels
+        self._num_walks = -(-problem.num_batch // self.batch_tile) * self._num_panels
         self.restart = restart and self._num_panels > 1 and self.halo == "carry"
-        self._num_walks = num_walks
-        self._num_stores = 1 if self.restart else num_walks
+        self._num_stores = 1 if self.restart else self._num_walks
         self._phases = problem.phases.phases
         self._cuts = [cut_positions(problem.graph, phase.streamed, problem.phases.streamed) for phase in self._phases]
         self.positions = [(0, 0), *((i, c) for i, cuts in enumerate(self._cuts) for c in range(1, len(cuts)))]

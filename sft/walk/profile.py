@@ -14,7 +14,7 @@ the walk on the phantom machine, byte for byte, is tested.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -24,7 +24,7 @@ from sft.walk.checkpoints import Action
 from sft.walk.reading import reading_bytes, strip_bytes
 from sft.walk.segments import TiledSegment, Walk
 
-__all__ = ["WalkProfile", "profile_walk"]
+__all__ = ["WalkProfile", "WalkProfiles", "profile_walk"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -123,6 +123,24 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
         forward_flops=forward_flops,
         backward_flops=flops,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class WalkProfiles:
+    """The profiles of a segment's walks; walks of one geometry share theirs. Arguments as for :func:`profile_walk`."""
+
+    segment: TiledSegment
+    keep: bool
+    differentiate: bool
+    on_host: bool = True
+    _known: dict[tuple[int, int, bool], WalkProfile] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, walk: Walk) -> WalkProfile:
+        segment = self.segment
+        key = (len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
+        if key not in self._known:
+            self._known[key] = profile_walk(segment, walk, keep=self.keep, differentiate=self.differentiate, on_host=self.on_host)
+        return self._known[key]
 
 
 def _stacked(rows: list[Ints], length: int) -> Ints:

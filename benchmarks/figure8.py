@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -211,23 +212,18 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> int:
-    """Run the benchmark."""
-    args = parse_arguments()
-    console = Console()
-    torch.set_num_threads(args.threads)
-    stem = result_stem(args.out, "figure8")
-    cases = [(name, size, budget) for name in args.models for size in args.planned for budget in args.budgets]
-    planned = [plan_one(*case) for case in track(cases, "planning", console=console)]
-    runs: list[list[Run]] = []
-    for name, size in track([(name, size) for name in args.models for size in args.run], "running", console=console):
-        runs.append(run_one(name, size, args.share, args.rounds))
+def tables_of(planned: list[Planned], runs: list[list[Run]]) -> list[Table]:
+    """The two parts' tables."""
     plan_headers = ("model", "size", "memory GiB", "plain GiB", "tiles", "GiB", "FLOPs / plain", "ours", "GiB", "FLOPs / plain")
     run_headers = ("model", "size", "method", "peak MiB (of plain)", "FLOPs / plain", "step s", "time / plain", "loss, rel. difference")
-    tables = [
+    return [
         Table(title="Planned", headers=plan_headers, rows=[item.cells() for item in planned]),
         Table(title="Run", headers=run_headers, rows=[run_cells(run, group[0]) for group in runs for run in group]),
     ]
+
+
+def save(stem: Path, args: argparse.Namespace, planned: list[Planned], runs: list[list[Run]]) -> str:
+    """Write what has been measured so far."""
     raw: dict[str, Any] = {
         "environment": environment(args.threads),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
@@ -239,8 +235,27 @@ def main() -> int:
         f"(planned), or each that fits (run). Run with a budget of {args.share} of plain's activations. Time: median [least, most] of "
         f"{args.rounds} rounds."
     )
-    console.print(*(table.terminal() for table in tables))
-    console.print(write_results(stem, raw, tables, notes, None))
+    return write_results(stem, raw, tables_of(planned, runs), notes, None)
+
+
+def main() -> int:
+    """Run the benchmark; the results are written again after every model and size, so an interrupted run leaves what it had."""
+    args = parse_arguments()
+    console = Console()
+    torch.set_num_threads(args.threads)
+    stem = result_stem(args.out, "figure8")
+    planned: list[Planned] = []
+    runs: list[list[Run]] = []
+    written = ""
+    cases = [(name, size, budget) for name in args.models for size in args.planned for budget in args.budgets]
+    for case in track(cases, "planning", console=console):
+        planned.append(plan_one(*case))
+        written = save(stem, args, planned, runs)
+    for name, size in track([(name, size) for name in args.models for size in args.run], "running", console=console):
+        runs.append(run_one(name, size, args.share, args.rounds))
+        written = save(stem, args, planned, runs)
+    console.print(*(table.terminal() for table in tables_of(planned, runs)))
+    console.print(written)
     return 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from sft.analysis.interval import Interval
+from sft.execute.heap import Heap
 from sft.execute.reading import PassReading, SourceStrips, load_whole
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
 from sft.sources.source import select_samples
@@ -25,11 +26,13 @@ class TorchMachine:
         device: where buffers are made.
         trace: called with each executed instruction, for tests.
         account: gains what is read of inputs that are not resident.
+        heap: is trimmed now and then, on the CPU.
     """
 
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
     account: PassReading = field(default_factory=PassReading)
+    heap: Heap = field(default_factory=Heap)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> torch.Tensor:
         layout = torch.channels_last if len(shape) == 4 and not contiguous else torch.contiguous_format
@@ -79,6 +82,8 @@ class TorchMachine:
         results = {port: tensors[slot.number] for port, slot in program.results.items()}
         left = {number: tensors[number] for number in program.saved}
         tensors.clear()
+        if self.device.type == "cpu":
+            self.heap.note(program.peak_bytes)
         return results, Saved(left)
 
     def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:

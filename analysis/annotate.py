@@ -22,17 +22,17 @@ def annotated(graph: Graph) -> Graph:
 
 
 def _annotated(node: Node, graph: Graph) -> Node:
-    if node.target.startswith("aten.conv2d."):
+    if node.target.startswith(("aten.conv1d.", "aten.conv2d.", "aten.conv3d.")):
         weight = graph[node.argument("weight").name]
-        return _with(node, "kernel_size", (weight.shape[2], weight.shape[3]))
-    if node.target == "aten.upsample_nearest2d.vec":
+        return _with(node, "kernel_size", weight.shape[2:])
+    if node.target.startswith("aten.upsample_nearest"):
         source = graph[node.argument("input").name]
         return _with(node, "factors", _factors(node, source))
     return node
 
 
-def _factors(node: Node, source: Node) -> tuple[int, int] | None:
-    """The whole upsampling factors along height and width, ``None`` when one is not whole."""
+def _factors(node: Node, source: Node) -> tuple[int, ...] | None:
+    """The whole upsampling factors along each axis, ``None`` when one is not whole."""
     scales = node.argument("scale_factors")
     if scales is None:
         scales = [sp.simplify(sp.sympify(out) / sp.sympify(size)) for out, size in zip(node.shape[2:], source.shape[2:], strict=True)]
@@ -41,7 +41,7 @@ def _factors(node: Node, source: Node) -> tuple[int, int] | None:
         if not sp.sympify(scale).is_number or scale < 1 or int(scale) != scale:
             return None
         factors.append(int(scale))
-    return factors[0], factors[1]
+    return tuple(factors)
 
 
 def _with(node: Node, name: str, value: Any) -> Node:

@@ -27,9 +27,10 @@ from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.graph import Graph
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["Capture", "capture", "is_channels_last", "outputs_channels_last"]
+__all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "outputs_channels_last"]
 
-_STREAMED_RANK = 4
+#: The layout with channels last, by the number of dimensions.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +84,7 @@ def capture(
     *,
     autocast: torch.dtype | None = None,
 ) -> Capture:
-    """Trace ``model`` on inputs of these shapes and dtypes (height and width of rank-4 inputs symbolic).
+    """Trace ``model`` on inputs of these shapes and dtypes (the axes of images symbolic).
 
     With ``autocast`` the model is traced as under ``torch.autocast`` of that dtype: casts become operators of the graph. Regions
     that ``forward`` itself puts under autocast, or takes out of it, come out the same way.
@@ -111,9 +112,10 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abs
 
 
 def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> ExportedProgram:
+    image_rank = max(len(shape) for shape in shapes)
     dynamic = tuple(
         tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
-        if len(shape) == _STREAMED_RANK
+        if len(shape) == image_rank
         else tuple(Dim.STATIC for _ in shape)
         for shape in shapes
     )
@@ -207,7 +209,7 @@ def outputs_channels_last(
         autocast: as for :func:`capture`.
     """
     mode = FakeTensorMode()
-    layouts = [torch.channels_last if last else torch.contiguous_format for last in channels_last]
+    layouts = [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
     with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast):
         try:
             state: dict[str, torch.Tensor] = {name: mode.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
@@ -221,9 +223,8 @@ def outputs_channels_last(
 
 def is_channels_last(value: torch.Tensor) -> bool:
     """Whether an image is laid out channels last, and not channels first at the same time."""
-    if value.dim() != _STREAMED_RANK:
-        return False
-    return value.is_contiguous(memory_format=torch.channels_last) and not value.is_contiguous()
+    layout = CHANNELS_LAST.get(value.dim())
+    return layout is not None and value.is_contiguous(memory_format=layout) and not value.is_contiguous()
 
 
 @contextlib.contextmanager

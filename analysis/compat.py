@@ -18,18 +18,21 @@ from functools import cached_property
 
 import networkx as nx
 
+from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph
-from sft.analysis.operators import AXES, Operator
+from sft.analysis.operators import Operator
 
-__all__ = ["DIMENSIONS", "Component", "Vertex", "components", "fused_components", "fused_dimensions"]
+__all__ = ["Component", "Vertex", "components", "dimensions_of", "fused_components", "fused_dimensions"]
 
-#: The dimensions of an ``[N, C, H, W]`` value by name.
-DIMENSIONS = ("batch", "channel", *AXES)
+
+def dimensions_of(axes: Axes) -> tuple[str, ...]:
+    """The dimensions of a value by name: batch, channels, and the image's axes."""
+    return ("batch", "channel", *axes.names)
 
 
 @dataclass(frozen=True, slots=True)
 class Vertex:
-    """One dimension of one value; ``DIMENSIONS[dimension]`` is its name."""
+    """One dimension of one value, an index into `dimensions_of`."""
 
     value: str
     dimension: int
@@ -89,17 +92,18 @@ def fused_dimensions(graph: Graph, names: Sequence[str], rows: Mapping[str, Oper
     A run may hold chains that share no value (two images that meet later). A walk tiles them side by side, so what counts is
     what all of them allow.
     """
-    allowed = set(range(len(DIMENSIONS))) if names else set()
+    dimensions = dimensions_of(graph.axes)
+    allowed = set(range(len(dimensions))) if names else set()
     for part in _connected_parts(graph, names, streamed):
         source = next((o for o in rows[part[0]].streamed_operands(graph[part[0]], streamed)), None)
         allowed &= {c.dimension_of[source] for c in fused_components(graph, part, rows, streamed)} if source is not None else set()
-    return tuple(DIMENSIONS[dimension] for dimension in sorted(allowed))
+    return tuple(dimensions[dimension] for dimension in sorted(allowed))
 
 
 def _joined_by(graph: Graph, name: str, row: Operator, streamed: Collection[str]) -> Iterator[tuple[Vertex, Vertex]]:
     node = graph[name]
     for operand in dict.fromkeys(row.streamed_operands(node, streamed)):
-        for before, after in enumerate(row.dimension_map(node)):
+        for before, after in enumerate(row.dimension_map(node, graph.axes)):
             if after is not None:
                 yield Vertex(operand, before), Vertex(name, after)
 

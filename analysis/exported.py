@@ -13,7 +13,8 @@ import sympy as sp
 import torch
 from torch.export import ExportedProgram
 
-from sft.analysis.graph import Graph, Kind, Node, Ref, refs_in
+from sft.analysis.axes import Axes
+from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, refs_in
 from sft.errors import UnsupportedError
 
 __all__ = ["bounds_of", "graph_of", "guards_of"]
@@ -84,8 +85,15 @@ def graph_of(program: ExportedProgram) -> Graph:
         builder.add(fx_node)
     if builder.problems:
         raise UnsupportedError(builder.problems)
-    graph = Graph(nodes=tuple(builder.nodes.values()), outputs=tuple(builder.outputs), updates=tuple(builder.updates))
+    nodes = tuple(builder.nodes.values())
+    graph = Graph(nodes=nodes, outputs=tuple(builder.outputs), updates=tuple(builder.updates), axes=_axes_of(nodes))
     return graph.without_dead_operators()
+
+
+def _axes_of(nodes: Sequence[Node]) -> Axes:
+    """The images are the inputs with the most dimensions, three to five."""
+    rank = max((len(node.shape) for node in nodes if node.kind == "input"), default=0)
+    return Axes(min(max(rank, 3), 5) - 2)
 
 
 class _GraphBuilder:
@@ -128,7 +136,14 @@ class _GraphBuilder:
             self._add_operator(fx_node, value)
 
     def _add(
-        self, name: str, kind: Kind, target: str, value: torch.Tensor, arguments: Sequence[tuple[str, Any]] = (), module_path: str = ""
+        self,
+        name: str,
+        kind: Kind,
+        target: str,
+        value: torch.Tensor,
+        arguments: Sequence[tuple[str, Any]] = (),
+        module_path: str = "",
+        effect: Effect = "",
     ) -> None:
         self.nodes[name] = Node(
             name=name,
@@ -139,6 +154,7 @@ class _GraphBuilder:
             itemsize_bytes=value.dtype.itemsize,
             arguments=tuple(arguments),
             module_path=module_path,
+            effect=effect,
         )
 
     def _add_outputs(self, fx_node: torch.fx.Node) -> None:
@@ -157,11 +173,21 @@ class _GraphBuilder:
     def _add_result(self, fx_node: torch.fx.Node, value: torch.Tensor) -> None:
         """One of several results; of the operators below only the first is of use, and stands for the operator."""
         source, index = fx_node.args
-        assert isinstance(source, torch.fx.Node)
-        if index == 0 and str(source.target) in _FIRST_ONLY:
-            self._alias[fx_node.name] = source.name
+        assert isinstance(source, torch.fx.Node) and isinstance(index, int)
+        target = str(source.target)
+        if target in _FIRST_ONLY:
+            if index == 0:
+                self._alias[fx_node.name] = source.name
+            else:
+                self._add(fx_node.name, "operator", "getitem", value, (("source", self._convert(source)), ("index", index)))
+            return
+        made = self.nodes[source.name]
+        if target in _PARTS:
+            arguments = _part_arguments(made, source.meta["val"], index)
+            target = "aten.select.int" if target == "aten.unbind.int" else "aten.slice.Tensor"
         else:
-            self._add(fx_node.name, "operator", "getitem", value, (("source", self._convert(source)), ("index", index)))
+            arguments = (*made.arguments, ("result", index))
+        self._add(fx_node.name, "operator", target, value, arguments, made.module_path, made.effect)
 
     def _add_operator(self, fx_node: torch.fx.Node, value: Any) -> None:
         arguments = [(name, self._convert(argument)) for name, argument in _named_arguments(fx_node)]
@@ -178,7 +204,7 @@ class _GraphBuilder:
                     self._alias[fx_node.name] = known
                     return
         first = value[0] if isinstance(value, (tuple, list)) else value
-        self._add(fx_node.name, "operator", target, first, arguments, _module_path(fx_node))
+        self._add(fx_node.name, "operator", target, first, arguments, _module_path(fx_node), _effect(fx_node.target))
 
     def _convert(self, value: Any) -> Any:
         """An argument in the graph's own terms."""
@@ -214,6 +240,29 @@ _FIRST_ONLY = frozenset(
 )
 
 
+#: Operators whose results are parts of their operand along a dimension.
+_PARTS = frozenset(
+    {
+        "aten.split.Tensor",
+        "aten.split_with_sizes.default",
+        "aten.chunk.default",
+        "aten.unbind.int",
+        "aten.unsafe_split.Tensor",
+        "aten.unsafe_chunk.default",
+        "aten.tensor_split.sections",
+    }
+)
+
+
+def _part_arguments(made: Node, parts: Sequence[torch.Tensor], index: int) -> tuple[tuple[str, Any], ...]:
+    """The arguments of the slice (or selection) that gives part ``index``."""
+    dim, operand = made.argument("dim", 0), made.argument("self")
+    if made.target == "aten.unbind.int":
+        return (("self", operand), ("dim", dim), ("index", index))
+    start = sum((_extent(part.shape[dim]) for part in parts[:index]), start=0)
+    return (("self", operand), ("dim", dim), ("start", start), ("end", start + _extent(parts[index].shape[dim])), ("step", 1))
+
+
 def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
     """Positional and keyword arguments by schema name, defaults filled in."""
     named = []
@@ -228,6 +277,14 @@ def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
         elif argument.has_default_value():
             named.append((argument.name, argument.default_value))
     return named
+
+
+def _effect(overload: Any) -> Effect:
+    if not isinstance(overload, torch._ops.OpOverload):
+        return ""
+    if overload._schema.is_mutable:
+        return "writes"
+    return "draws" if torch.Tag.nondeterministic_seeded in overload.tags else ""
 
 
 def _module_path(fx_node: torch.fx.Node) -> str:

@@ -15,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import prod
 
 import sympy as sp
 
+from sft.analysis.axes import ROWS
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
 from sft.analysis.schedule import row_rates, source_rates, total_stride
@@ -142,18 +144,17 @@ def run_footprint(
     """The footprint of a run of streamed operators at one input size."""
     inside = set(names)
     sources = graph.sources(names, streamed)
-    rates = row_rates(graph, names, source_rates({name: shapes[name][2] for name in sources}), rows)
+    rates = row_rates(graph, names, source_rates({name: graph.axes.extent(shapes[name], ROWS) for name in sources}), rows)
     carried = _steady_carries(graph, names, rows, rates, sources)
     values = []
     for name, rate in rates.items():
-        _, channels, _, width = shapes[name]
         readers = [r for r in graph.users[name] if r in inside]
         keeps_operand = any(r in requires_grad and rows[r].keeps(graph[r])[0] for r in readers)
         keeps_result = name in inside and name in requires_grad and rows[name].keeps(graph[name])[1]
         values.append(
             ValueFootprint(
                 name=name,
-                row_bytes=batch * channels * width * graph[name].itemsize_bytes,
+                row_bytes=batch * prod(graph.axes.with_extent(shapes[name], ROWS, 1)[1:]) * graph[name].itemsize_bytes,
                 rate=rate,
                 carried_rows=carried.get(name, 0),
                 is_source=name in sources,

@@ -13,9 +13,12 @@ from typing import Any, Literal
 
 import sympy as sp
 
-__all__ = ["Graph", "Kind", "Node", "Ref", "map_refs", "refs_in"]
+from sft.analysis.axes import Axes
+
+__all__ = ["Effect", "Graph", "Kind", "Node", "Ref", "map_refs", "refs_in"]
 
 Kind = Literal["input", "parameter", "buffer", "constant", "seed", "operator"]
+Effect = Literal["", "draws", "writes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,7 @@ class Node:
         dtype: element type without the ``torch.`` (``"float32"``).
         itemsize_bytes: bytes of one element.
         module_path: the qualified name of the module that called the operator (``""`` is the model itself).
+        effect: what the operator does besides computing its value: it draws random numbers, or writes into its operands.
     """
 
     name: str
@@ -48,6 +52,7 @@ class Node:
     itemsize_bytes: int
     arguments: tuple[tuple[str, Any], ...] = ()
     module_path: str = ""
+    effect: Effect = ""
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
@@ -95,11 +100,13 @@ class Graph:
         nodes: inputs, parameters, buffers and operators.
         outputs: names of the values that the model returns, in order.
         updates: values that become a buffer's content once the model has run, with the buffer's qualified name.
+        axes: the spatial axes of its images.
     """
 
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
     updates: tuple[tuple[str, str], ...] = ()
+    axes: Axes = field(default_factory=Axes)
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -91,4 +91,4 @@ def _is_blank(node: Node) -> bool:
 
 def _drawn(node: Node, target: str, operand: Ref | None, p: float, site: int) -> Node:
     arguments: tuple[tuple[str, Any], ...] = (("self", operand), ("seed", Ref(SEED)), ("p", p), ("site", site))
-    return replace(node, target=target, arguments=arguments)
+    return replace(node, target=target, arguments=arguments, effect="")

@@ -9,7 +9,7 @@ is pointwise once ``mean`` and ``var`` are known. So BatchNorm in training, Grou
 
 * ``sft.moments``: mean, biased variance and count of each group of elements, ``[B, G, 3]`` (``B`` is 1 for statistics over the
   batch, else the batch; ``G`` groups of channels); a reduction over the image, whose result is a global value;
-* ``sft.scale_shift``: ``[B, C, 1, 1, 2]``, an operator on small whole tensors;
+* ``sft.scale_shift``: ``[B, C, 1, ..., 1, 2]`` with a 1 for each axis, an operator on small whole tensors;
 * ``sft.affine``: a pointwise operator with a global side operand;
 * ``sft.running_mean``, ``sft.running_var``: the buffers' next values, where the norm keeps running statistics.
 
@@ -30,7 +30,6 @@ _BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 _BATCH_NORM_NO_STATS = "aten._native_batch_norm_legit.no_stats"
 _GROUP_NORM = "aten.group_norm.default"
 _INSTANCE_NORM = "aten.instance_norm.default"
-_IMAGE_RANK = 4
 
 
 def with_norms_apart(graph: Graph) -> Graph:
@@ -44,10 +43,10 @@ def with_norms_apart(graph: Graph) -> Graph:
 def _parts(node: Node, graph: Graph) -> list[Node]:
     if node.target == "getitem":
         source = graph[node.argument("source").name]
-        if source.target == _BATCH_NORM and len(source.shape) == _IMAGE_RANK and node.argument("index") in _RUNNING:
+        if source.target == _BATCH_NORM and len(source.shape) == graph.axes.rank and node.argument("index") in _RUNNING:
             return [_running(node, source)]
-        return [node]
-    if len(node.shape) != _IMAGE_RANK:
+        return [replace(node, target=source.target, arguments=(*source.arguments, ("result", node.argument("index"))))]
+    if len(node.shape) != graph.axes.rank:
         return [node]
     if node.target in (_BATCH_NORM, _BATCH_NORM_NO_STATS):
         return _norm(node, graph, groups=node.shape[1], per_sample=False)
@@ -60,14 +59,15 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
 
 def _norm(node: Node, graph: Graph, *, groups: Any, per_sample: bool) -> list[Node]:
     image: Ref = node.argument("input")
+    ones = (1,) * graph.axes.count
     batch = node.shape[0] if per_sample else 1
     moments = _node(node, "moments", (batch, groups, 3), (("self", image), ("groups", groups), ("per_sample", per_sample)))
     operands = (("weight", node.argument("weight")), ("bias", node.argument("bias")))
     scale_shift = _node(
         node,
         "scale_shift",
-        (batch, node.shape[1], 1, 1, 2),
-        (("moments", Ref(moments.name)), *operands, ("channels", node.shape[1]), ("eps", node.argument("eps"))),
+        (batch, node.shape[1], *ones, 2),
+        (("moments", Ref(moments.name)), *operands, ("axes", graph.axes.count), ("channels", node.shape[1]), ("eps", node.argument("eps"))),
     )
     affine = replace(node, target="sft.affine", arguments=(("self", image), ("scale_shift", Ref(scale_shift.name))))
     return [moments, scale_shift, affine]

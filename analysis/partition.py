@@ -21,7 +21,7 @@ import networkx as nx
 from sft.analysis.compat import fused_dimensions
 from sft.analysis.graph import Graph
 from sft.analysis.interval import Interval
-from sft.analysis.operators import AXES, Operator
+from sft.analysis.operators import Operator
 from sft.analysis.tile import tile_step
 
 __all__ = ["Partition", "PartitionSegment", "least_tile_bytes", "partition"]
@@ -114,9 +114,10 @@ def least_tile_bytes(
     """
     ends = [name for name in graph.handed_on(names) if name in streamed]
     inside = [name for name in names if name in streamed]
+    axes = graph.axes
     spans: list[Mapping[str, int]] = []
-    for axis, axis_name in enumerate(AXES):
-        extents = {name: shapes[name][2 + axis] for name in streamed}
+    for axis, axis_name in enumerate(axes.names):
+        extents = {name: axes.extent(shapes[name], axis) for name in streamed}
         if axis_name in dimensions and ends:
             wanted = {name: Interval(extents[name] // 2, extents[name] // 2 + 1) for name in ends}
             step = tile_step(graph, inside, rows, streamed, extents, wanted, axis=axis)
@@ -130,7 +131,7 @@ def least_tile_bytes(
         if "batch" in dimensions:
             shape[0] = 1
         if name in streamed:
-            shape[2:] = [span[name] for span in spans]
+            shape[-axes.count :] = [span[name] for span in spans]
         total += prod(shape) * graph[name].itemsize_bytes
     return total
 

@@ -5,21 +5,23 @@ Operators are therefore sorted into *phases*. Phase ``p`` is a run of streamed o
 first to the last, followed by the operators on whole tensors that depend on it (the tail). An operator that mixes a streamed
 value with a global value of phase ``p`` belongs to phase ``p + 1``.
 
+An operator that cannot stream runs in the tail of its phase, on whole tensors. If what comes out is an image of the same size, it is
+streamed again from there on: it is a source of the next phase, as an input is of the first.
+
 What follows from no input (a weight in another type, a mask drawn from the seed) waits for no image: it runs first, in a phase that
 streams nothing.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 
 from sft.analysis.graph import Graph, Node
-from sft.analysis.operators import Operator, operator_of, remedy
+from sft.analysis.operators import Operator, operator_of, refusal
 from sft.errors import UnsupportedError
 
 __all__ = ["Phase", "Phases", "find_phases"]
-
-_STREAMED_RANK = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Phases:
         streamed: names of the values that can come in strips.
         rows: the operator table's row for each operator.
         prologue: operators on parameters alone that others read; where there are any, they are the first phase.
+        whole_reasons: why an operator that reads a streamed value runs whole, by operator.
     """
 
     graph: Graph
@@ -47,6 +50,7 @@ class Phases:
     streamed: frozenset[str]
     rows: dict[str, Operator]
     prologue: tuple[str, ...] = ()
+    whole_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_phases(graph: Graph) -> Phases:
@@ -55,29 +59,37 @@ def find_phases(graph: Graph) -> Phases:
     Raises:
         UnsupportedError: listing every operator without an exact rule, with its module path and a remedy.
     """
-    streamed = {node.name for node in graph.nodes if node.kind == "input" and len(node.shape) == _STREAMED_RANK}
+    axes = graph.axes
+    streamed = {node.name for node in graph.nodes if node.kind == "input" and len(node.shape) == axes.rank}
     rows: dict[str, Operator] = {}
+    reasons: dict[str, str] = {}
     problems: list[str] = []
     for node in graph.operators:
-        row = operator_of(node, streamed)
-        if row is None:
-            problems.append(f"{node.label} has no exact rule; {remedy(node)}")
+        refused = refusal(node)
+        if refused is not None:
+            problems.append(refused)
             continue
-        touched = any(name in streamed for name in node.operands)
-        if touched and row.role != "whole":
-            found = row.problems(node, graph, streamed)
-            if found:
-                problems.extend(found)
-                continue
-            if row.role != "reduce":
-                streamed.add(node.name)
+        row, why = operator_of(node, graph, streamed)
+        if why:
+            reasons[node.name] = why[0]
         rows[node.name] = row
+        touched = [name for name in node.operands if name in streamed]
+        if touched and (row.role == "stream" or (row.role == "whole" and _is_image_like(graph, node, touched))):
+            streamed.add(node.name)
     if problems:
         raise UnsupportedError(problems)
-    return _sorted(graph, frozenset(streamed), rows)
+    return _sorted(graph, frozenset(streamed), rows, reasons)
 
 
-def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -> Phases:
+def _is_image_like(graph: Graph, node: Node, operands: Collection[str]) -> bool:
+    """Whether a value is laid out like one of these images, so that it can be streamed too."""
+    axes = graph.axes
+    return len(node.shape) >= axes.rank and any(
+        node.shape[0] == graph[name].shape[0] and axes.of(node.shape) == axes.of(graph[name].shape) for name in operands
+    )
+
+
+def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator], reasons: Mapping[str, str]) -> Phases:
     prologue = _prologue(graph)
     level: dict[str, int] = {node.name: 0 for node in graph.nodes if node.kind != "operator"}
     level.update(dict.fromkeys(prologue, -1))
@@ -86,8 +98,11 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
         if node.name in level:
             runs[node.name] = False
             continue
-        runs[node.name] = node.name in streamed or (rows[node.name].role == "reduce" and any(name in streamed for name in node.operands))
-        level[node.name] = max((_level(graph, name, level, runs, runs[node.name]) for name in node.operands), default=0)
+        runs[node.name] = rows[node.name].role != "whole"
+        waits_for = [name for name in node.operands if graph[name].kind == "operator"]
+        # What streams waits for global values, and for images that are made whole.
+        late = [runs[node.name] and not (runs[name] and name in streamed) for name in waits_for]
+        level[node.name] = max((level[name] + is_late for name, is_late in zip(waits_for, late, strict=True)), default=0)
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
     phases = tuple(
         Phase(
@@ -98,7 +113,8 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator]) -
     )
     leaves = tuple(node for node in graph.nodes if node.kind != "operator")
     ordered: tuple[Node, ...] = leaves + tuple(graph[name] for phase in phases for name in (*phase.streamed, *phase.tail))
-    return Phases(graph=replace(graph, nodes=ordered), phases=phases, streamed=streamed, rows=rows, prologue=prologue)
+    found = replace(graph, nodes=ordered)
+    return Phases(graph=found, phases=phases, streamed=streamed, rows=rows, prologue=prologue, whole_reasons=reasons)
 
 
 def _prologue(graph: Graph) -> tuple[str, ...]:
@@ -106,25 +122,3 @@ def _prologue(graph: Graph) -> tuple[str, ...]:
     depends = graph.descendants(graph.inputs)
     wanted = graph.ancestors([name for name in depends if graph[name].kind == "operator"])
     return tuple(node.name for node in graph.operators if node.name in wanted and node.name not in depends)
-
-
-def _level(graph: Graph, name: str, level: dict[str, int], runs: dict[str, bool], reader_streams: bool) -> int:
-    """The earliest phase in which an operator that reads ``name`` can run."""
-    if graph[name].kind != "operator":
-        return 0
-    waits = reader_streams and (not runs[name] or len(graph[name].shape) != _STREAMED_RANK or _is_global(graph, name))
-    return level[name] + 1 if waits else level[name]
-
-
-def _is_global(graph: Graph, name: str) -> bool:
-    shape = graph[name].shape
-    return (
-        len(shape) == _STREAMED_RANK
-        and shape[2] == 1
-        and shape[3] == 1
-        and graph[name].target
-        in (
-            "aten.mean.dim",
-            "aten.adaptive_avg_pool2d.default",
-        )
-    )

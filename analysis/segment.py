@@ -36,7 +36,7 @@ class FusedSegment:
 
     Attributes:
         names: the operators, in order.
-        dimensions: the fused-tileable dimensions, named as in ``compat.DIMENSIONS``.
+        dimensions: the fused-tileable dimensions, named as in `compat.dimensions_of`.
     """
 
     names: tuple[str, ...]
@@ -77,14 +77,15 @@ def fused_segments(
     names: Sequence[str],
     rows: Mapping[str, Operator],
     streamed: Collection[str],
-    wanted: Collection[str] = ("height",),
+    wanted: Collection[str] | None = None,
 ) -> tuple[FusedSegment, ...]:
-    """The maximal segments between separators that are fused-tileable along all dimensions ``wanted``.
+    """The maximal segments between separators that are fused-tileable along all dimensions ``wanted`` (default: the first axis).
 
     They may overlap: an operator between two separators can belong to a segment that ends with it and to one that starts there.
     Operators that no segment holds cannot be tiled along ``wanted``, whatever stands around them.
     """
     cuts = cut_positions(graph, names, streamed)
+    required = {graph.axes.names[0]} if wanted is None else set(wanted)
 
     def segment(start: int, end: int) -> FusedSegment:
         inside = tuple(names[cuts[start] : cuts[end]])
@@ -95,7 +96,7 @@ def fused_segments(
     for end in range(1, len(cuts)):
         # A part of a fused-tileable segment is fused-tileable, so with a later end the start only ever moves forward.
         grown = start
-        while grown < end and not set(wanted) <= set(segment(grown, end).dimensions):
+        while grown < end and not required <= set(segment(grown, end).dimensions):
             grown += 1
         if grown > start and start < end - 1:
             found.append(segment(start, end - 1))

@@ -52,7 +52,7 @@ def tile_step(
         extents: extent along the axis of every streamed value.
         wanted: the part of each result that the tile is for. A reduction takes of its operand exactly the part wanted, not the
             halo that other readers add to it, so that the tiles of an image count each element once.
-        axis: index into ``AXES``; "rows" are columns along the width.
+        axis: of the image; "rows" are columns along the second one.
         index: the tile's number.
     """
     needed = {name: interval.clip(extents[name]) for name, interval in wanted.items()}
@@ -64,10 +64,8 @@ def tile_step(
             taken = {operand: wanted.get(operand, _NOTHING) for operand in operands}
         else:
             part = needed.get(name, _NOTHING)
-            whole = row.access(node, axis).divisor
-            if part and whole > 1:
-                # Upsampling is computed by whole input rows, whose further copies cost no read.
-                part = needed[name] = Interval(part.start // whole * whole, -(-part.stop // whole) * whole)
+            if part:
+                part = needed[name] = row.computed(node, axis, part)
             taken = {operand: row.access(node, axis).read(part) for operand in operands} if part else {}
         reads[name] = tuple(Read.clipped(operand, span, extents[operand]) for operand, span in taken.items() if span)
         for read in reads[name]:

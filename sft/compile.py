@@ -168,9 +168,10 @@ def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
         shapes = [tuple(item) for item in items]
     else:
         shapes = [tuple(items)]
+    if not any(len(shape) in (3, 4, 5) for shape in shapes):
+        shape = shapes[0]
+        raise InputError(f"input_shape {shape}: {len(shape)} extents, expected 4, (N, C, H, W); 3 for signals, 5 for volumes")
     for shape in shapes:
-        if len(shape) != 4:
-            raise InputError(f"input_shape {shape}: {len(shape)} extents, expected 4, (N, C, H, W)")
         for extent in shape:
             if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):
                 raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
+from sft.analysis.canonical import canonical
 from sft.analysis.capture import Capture, capture, is_channels_last, outputs_channels_last
 from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
@@ -27,7 +28,7 @@ from sft.kernels.philox import draw_seed
 from sft.options import Options
 from sft.plan.describe import describe
 from sft.plan.planner import Planned, carry_out, plan_segments
-from sft.plan.problem import Problem, concrete_shapes
+from sft.plan.problem import Problem, at_size, concrete_shapes
 from sft.plan.types import Plan
 from sft.walk.region import Region
 
@@ -244,6 +245,7 @@ class Engine:
         graph = phases.graph
         inputs = [name for name in graph.inputs]
         shapes = concrete_shapes(phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
+        phases = at_size(phases, symbols, shapes)
         problem = Problem(
             phases=phases,
             shapes=shapes,
@@ -306,7 +308,7 @@ class Engine:
         if self._captured:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
-        found = replace(found, graph=with_positional_masks(with_norms_apart(annotated(found.graph))))
+        found = replace(found, graph=with_positional_masks(with_norms_apart(annotated(canonical(found.graph)))))
         captured = _Captured(found, find_phases(found.graph), traced)
         symbols = found.bind(kind.shapes)
         if symbols is None:

@@ -127,6 +127,9 @@ def resolve_inputs(
             found.append(given)
         except InputError as error:
             problems.append(str(error))
+    if not problems and not any(len(given.shape) in (3, 4, 5) for given in found):
+        rank = len(found[0].shape)
+        problems.append(f"input 0 has {rank} dimensions, expected 4 [N, C, H, W] (3 for signals, 5 for volumes); batch it with x[None]")
     if problems:
         raise InputError("; ".join(problems))
     return tuple(found)
@@ -152,9 +155,7 @@ def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.de
     moves = value.device.type == "cpu" and device.type not in ("cpu", "meta")
     if value.device != device and not moves:
         raise InputError(f"{name} is on {value.device}, the model on {device}; move one of them with .to()")
-    if value.dim() != 4:
-        raise InputError(f"{name} has {value.dim()} dimensions, expected 4 [N, C, H, W]; batch it with x[None]")
-    if min(value.shape) < 1:
+    if min(value.shape, default=1) < 1:
         raise InputError(f"{name} has shape {tuple(value.shape)}; every extent must be at least 1")
     if wants_sink and value.device.type != "cpu":
         raise InputError(f"{name} is on {value.device}, where its gradient is x.grad; leave out input_grad and use x.requires_grad_()")

@@ -12,8 +12,9 @@ from torch import nn
 
 from examples.models import freeze_norm, resnet18, unet
 from sft.analysis.annotate import annotated
+from sft.analysis.axes import Axes
 from sft.analysis.capture import capture
-from sft.analysis.compat import DIMENSIONS, Component, Vertex, components, fused_components, fused_dimensions
+from sft.analysis.compat import Component, Vertex, components, dimensions_of, fused_components, fused_dimensions
 from sft.analysis.graph import Node
 from sft.analysis.operators import Operator
 from sft.analysis.phases import Phases, find_phases
@@ -21,6 +22,8 @@ from sft.analysis.segment import cut_positions, fused_segments, separators
 
 from .helpers.dags import Dag, dags
 from .helpers.graphs import Built, GraphBuilder, graph_of
+
+DIMENSIONS = dimensions_of(Axes(2))
 
 
 def _fused(built: Built, *names: str) -> tuple[str, ...]:
@@ -127,8 +130,8 @@ def test_chains_side_by_side() -> None:
 class _Transposes(Operator):
     """Not in the table: a join of an image with its transpose."""
 
-    def dimension_map(self, node: Node) -> tuple[int | None, ...]:
-        return (0, 1, 3, 2) if node.name == "t" else super().dimension_map(node)
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, 1, 3, 2) if node.name == "t" else Operator.dimension_map(self, node, axes)
 
 
 def test_a_component_with_two_dimensions_of_one_value_is_no_tile() -> None:
@@ -136,7 +139,7 @@ def test_a_component_with_two_dimensions_of_one_value_is_no_tile() -> None:
     b.relu("t", "x")
     b.join("sum", "t", "x")
     built = b.build()
-    rows = {**built.rows, "t": _Transposes(name="pointwise", role="pointwise")}
+    rows = {**built.rows, "t": _Transposes(name="pointwise")}
     assert fused_dimensions(built.graph, ("t", "sum"), rows, built.streamed) == ("batch", "channel")
     assert fused_dimensions(built.graph, ("t",), rows, built.streamed) == DIMENSIONS
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from sft.analysis.axes import COLUMNS, ROWS, Axes
+from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
 from sft.execute.heap import Heap
 from sft.execute.reading import PassReading, SourceStrips, load_whole
@@ -16,6 +18,8 @@ from sft.sources.source import select_samples
 from sft.walk.machine import Handle, Saved
 
 __all__ = ["TorchMachine"]
+
+_AXES = Axes()
 
 
 @dataclass(slots=True)
@@ -35,7 +39,7 @@ class TorchMachine:
     heap: Heap = field(default_factory=Heap)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> torch.Tensor:
-        layout = torch.channels_last if len(shape) == 4 and not contiguous else torch.contiguous_format
+        layout = torch.contiguous_format if contiguous else CHANNELS_LAST.get(len(shape), torch.contiguous_format)
         out = torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
         return out.zero_() if zero else out
 
@@ -44,14 +48,14 @@ class TorchMachine:
             return self.allocate(shape, dtype, zero=True)
         return torch.zeros_like(handle, dtype=dtype)
 
-    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None) -> torch.Tensor:
+    def view(
+        self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None, *, axes: Axes = _AXES
+    ) -> torch.Tensor:
         view: torch.Tensor = handle
-        if batch is not None and len(batch) != view.shape[0]:
-            view = view[batch.start : batch.stop]
-        if rows is not None and len(rows) != view.shape[2]:
-            view = view[:, :, rows.start : rows.stop]
-        if columns is not None and len(columns) != view.shape[3]:
-            view = view[..., columns.start : columns.stop]
+        rank = view.dim()
+        for dim, part in ((0, batch), (axes.dim(rank, ROWS), rows), (axes.dim(rank, COLUMNS), columns)):
+            if dim is not None and part is not None and len(part) != view.shape[dim]:
+                view = view.narrow(dim, part.start, len(part))
         return view
 
     def add(self, target: Handle, source: Handle) -> None:

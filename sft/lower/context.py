@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
@@ -93,9 +94,23 @@ class Scope:
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
 
+    @property
+    def axes(self) -> Axes:
+        """The spatial axes of the images."""
+        return self.graph.axes
+
+    def part_shape(self, name: str, num_rows: int, num_columns: int) -> tuple[int, ...]:
+        """Shape of so many rows and columns of a streamed value for one walk."""
+        shape = self.axes.with_extent(self.shapes[name], ROWS, num_rows)
+        return (self.batch, *self.axes.with_extent(shape, COLUMNS, num_columns)[1:])
+
     def strip_shape(self, name: str, num_rows: int) -> tuple[int, ...]:
-        """Shape of ``num_rows`` rows of a streamed value for one walk."""
-        return (self.batch, self.shapes[name][1], num_rows, len(self.columns[name].new))
+        """Shape of ``num_rows`` rows of a streamed value for one walk of one panel."""
+        return self.part_shape(name, num_rows, len(self.columns[name].new))
+
+    def extent(self, name: str, axis: int) -> int:
+        """Extent of a streamed value along an axis."""
+        return self.axes.extent(self.shapes[name], axis)
 
     def has_columns(self, name: str) -> bool:
         """Whether an operator has anything to do in this panel; one far from all that the panel is for has not."""
@@ -155,18 +170,18 @@ class NodeContext:
     @property
     def is_whole(self) -> bool:
         """Whether the step is the whole image, so that the operator can be called as it stands."""
-        return self._covers(self.step, 2) and self.is_full_width
+        return self._covers(self.step, ROWS) and self.is_full_width
 
     @property
     def is_full_width(self) -> bool:
         """Whether the panel is as wide as the image."""
         columns = self.scope.columns.get(self.node.name)
-        return columns is None or self._covers(columns, 3)
+        return columns is None or self._covers(columns, COLUMNS)
 
-    def _covers(self, part: NodeRows, dim: int) -> bool:
-        shapes, name = self.scope.shapes, self.node.name
-        return all(len(read.rows) == shapes[read.operand][dim] for read in part.reads) and (
-            name not in self.scope.streamed or len(part.new) == shapes[name][dim]
+    def _covers(self, part: NodeRows, axis: int) -> bool:
+        scope, name = self.scope, self.node.name
+        return all(len(read.rows) == scope.extent(read.operand, axis) for read in part.reads) and (
+            name not in scope.streamed or len(part.new) == scope.extent(name, axis)
         )
 
     def read_of(self, operand: str) -> Read:
@@ -185,14 +200,17 @@ class NodeContext:
         """The rows and columns read of a streamed operand: a view of its buffer."""
         rows, columns = self.read_of(operand).rows, self.columns_of(operand).rows
         if self.reads_nothing(operand):
-            batch, channels, _, _ = self.scope.strip_shape(operand, 0)
-            return self.emitter.empty((batch, channels, len(rows), len(columns)), self.scope.dtype_of(operand))
+            return self.emitter.empty(self.scope.part_shape(operand, len(rows), len(columns)), self.scope.dtype_of(operand))
         slot, first_row = self.values[operand]
-        return self._columns(operand, self.emitter.narrow(slot, 2, rows.start - first_row, len(rows)))
+        return self._columns(operand, self.narrow(slot, ROWS, rows.start - first_row, len(rows)))
+
+    def narrow(self, slot: Slot, axis: int, start: int, length: int) -> Slot:
+        """A view of part of a streamed value along an axis."""
+        return self.emitter.narrow_axis(slot, self.scope.axes, axis, start, length)
 
     def _columns(self, operand: str, strip: Slot) -> Slot:
         columns = self.columns_of(operand).rows
-        return self.emitter.narrow(strip, 3, columns.start - self.scope.columns[operand].new.start, len(columns))
+        return self.narrow(strip, COLUMNS, columns.start - self.scope.columns[operand].new.start, len(columns))
 
     def bordered_strip(self, operand: str) -> Slot | None:
         """The rows read and their zero border as one view, where the operand's buffer has room for the border."""
@@ -202,7 +220,7 @@ class NodeContext:
             return None
         slot, first_row = self.values[operand]
         start = read.rows.start - read.pad_low - first_row
-        return self._columns(operand, self.emitter.narrow(slot, 2, start, read.pad_low + len(read.rows) + read.pad_high))
+        return self._columns(operand, self.narrow(slot, ROWS, start, read.pad_low + len(read.rows) + read.pad_high))
 
     def operand_slot(self, value: Any) -> Any:
         """An argument with its references replaced: strips, whole tensors, or the plain value."""

@@ -5,7 +5,7 @@ They are traced like ATen's, so that their derivatives are torch's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +19,15 @@ def moments(self: Tensor, groups: int, per_sample: bool) -> Tensor:
     self = _wide(self)
     batch, channels = self.shape[:2]
     grouped = self.reshape(batch, groups, channels // groups, -1)
-    dims = [2, 3] if per_sample else [0, 2, 3]
+    dims = list(range(2, grouped.dim())) if per_sample else [0, *range(2, grouped.dim())]
     variance, mean = torch.var_mean(grouped, dims, correction=0)
     count = torch.full_like(mean, grouped.numel() // mean.numel())
     stacked = torch.stack([mean, variance, count], -1)
     return stacked if per_sample else stacked.unsqueeze(0)
 
 
-def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, channels: int, eps: float) -> Tensor:
-    """What a norm multiplies with and adds, ``[B, C, 1, 1, 2]``."""
+def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, axes: int, channels: int, eps: float) -> Tensor:
+    """What a norm multiplies with and adds, ``[B, C, 1, ..., 1, 2]`` with a 1 for each axis of the image."""
     batch, groups, _ = moments.shape
     each = moments.unsqueeze(2).expand(batch, groups, channels // groups, 3).reshape(batch, channels, 3)
     mean, variance = each[..., 0], each[..., 1]
@@ -37,7 +37,7 @@ def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, cha
     shift = -mean * scale
     if bias is not None:
         shift = shift + bias
-    return torch.stack([scale, shift], -1).view(batch, channels, 1, 1, 2)
+    return torch.stack([scale, shift], -1).view(batch, channels, *[1] * axes, 2)
 
 
 def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
@@ -56,6 +56,31 @@ def running_var(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
     return _towards(running, variance * (count / (count - 1)), momentum)
 
 
+def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: Sequence[int], axes: int) -> Tensor:
+    """The channels of each pixel split, put into another order, and merged; always a copy."""
+    batch, extents = self.shape[0], self.shape[self.dim() - axes :]
+    parts = self.reshape(batch, *split, *extents)
+    first_axis = 1 + len(split)
+    moved = parts.permute(0, *(1 + place for place in order), *range(first_axis, first_axis + axes))
+    return moved.clone(memory_format=torch.contiguous_format).view(batch, *shape, *extents)
+
+
+def aligned(self: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor with its dimensions where those of an image are."""
+    return self.reshape(*shape)
+
+
+def restored(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """An image in the order of dimensions that the model has it in."""
+    return self.permute(*order).clone(memory_format=torch.contiguous_format).view(*shape)
+
+
+def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Layer norm of each pixel's channels (Ba, Kiros, Hinton 2016; as ConvNeXt uses it)."""
+    last = self.movedim(1, -1)
+    return torch.nn.functional.layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
+
+
 def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
@@ -72,4 +97,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.affine": affine,
     "sft.running_mean": running_mean,
     "sft.running_var": running_var,
+    "sft.rearrange": rearrange,
+    "sft.aligned": aligned,
+    "sft.restored": restored,
+    "sft.channel_norm": channel_norm,
 }

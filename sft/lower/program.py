@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from sft.analysis.axes import Axes
+from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
 from sft.errors import InternalError
 
@@ -67,10 +69,10 @@ class _Device:
 DEVICE = _Device()
 
 
-def load_rows(destination: torch.Tensor, pieces: list[tuple[int, Interval, torch.Tensor]]) -> None:
-    """Gather carried rows: copy each piece of a block to its offset."""
+def load_rows(destination: torch.Tensor, dim: int, pieces: list[tuple[int, Interval, torch.Tensor]]) -> None:
+    """Gather carried rows, which lie along ``dim``: copy each piece of a block to its offset."""
     for offset, rows, block in pieces:
-        destination[:, :, offset : offset + len(rows)].copy_(block[:, :, rows.start : rows.stop])
+        destination.narrow(dim, offset, len(rows)).copy_(block.narrow(dim, rows.start, len(rows)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +203,9 @@ class Emitter:
         self._append(function, arguments, keywords, outputs)
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
-        """An uninitialised buffer, channels last where it has four dimensions."""
+        """An uninitialised buffer, channels last where it has four or five dimensions."""
         shape = tuple(shape)
-        layout = torch.channels_last if len(shape) == 4 else torch.contiguous_format
+        layout = CHANNELS_LAST.get(len(shape), torch.contiguous_format)
         keywords = {"dtype": dtype or self.dtype, "device": DEVICE, "memory_format": layout}
         return self.call(torch.empty, shape, shape=shape, dtype=dtype, keywords=keywords)
 
@@ -219,6 +221,11 @@ class Emitter:
         shape = list(slot.shape)
         shape[dim] = length
         return self.call(torch.ops.aten.slice.Tensor, slot, dim, start, start + length, shape=shape, view_of=slot, dtype=slot.dtype)
+
+    def narrow_axis(self, slot: Slot, axes: Axes, axis: int, start: int, length: int) -> Slot:
+        """The same along an axis of an image; the slot itself where it has no such axis."""
+        dim = axes.dim(len(slot.shape), axis)
+        return slot if dim is None else self.narrow(slot, dim, start, length)
 
     def copy(self, destination: Slot, source: Slot) -> Slot:
         """Copy ``source`` into ``destination``."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 
+from sft.analysis.axes import COLUMNS, ROWS
+from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import Node
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Step
@@ -67,8 +70,8 @@ def lower_finish(scope: Scope, name: str) -> Program:
         e.copy(out, running)
         return e.finish()
     (operand,) = dict.fromkeys(scope.graph[name].operands)
-    _, _, height, width = scope.shapes[operand]
-    mean = e.call(aten.div.Scalar, running, height * width, shape=running.shape, dtype=torch.float64)
+    num_pixels = math.prod(scope.axes.of(scope.shapes[operand]))
+    mean = e.call(aten.div.Scalar, running, num_pixels, shape=running.shape, dtype=torch.float64)
     flat = e.call(aten.view.default, mean, list(shape), shape=shape, view_of=mean, dtype=torch.float64)
     e.copy(out, flat)
     return e.finish()
@@ -125,8 +128,10 @@ class _StepLowering:
         shape = self.scope.strip_shape(name, len(rows))
         slot = e.port("source", name, shape, self.scope.dtype_of(name))
         # A panel's columns of a wider image are no strip of memory either.
-        if rows and (name not in self.scope.in_layout or shape[3] < self.scope.shapes[name][3]):
-            slot = e.call(aten.clone.default, slot, shape=shape, dtype=slot.dtype, keywords={"memory_format": torch.channels_last})
+        layout = CHANNELS_LAST.get(len(shape))
+        narrow = len(self.scope.columns[name].new) < self.scope.extent(name, COLUMNS)
+        if rows and layout is not None and (name not in self.scope.in_layout or narrow):
+            slot = e.call(aten.clone.default, slot, shape=shape, dtype=slot.dtype, keywords={"memory_format": layout})
         self.values[name] = (slot, rows.start)
 
     def _forward_streamed(self, node: Node) -> None:
@@ -139,25 +144,26 @@ class _StepLowering:
             room = e.empty(scope.strip_shape(node.name, low + len(rows.held) + high))
             for start, length in ((0, low), (low + len(rows.held), high)):
                 if length:
-                    zeros = e.narrow(room, 2, start, length)
+                    zeros = self._rows_of(room, start, length)
                     e.call(aten.zero_.default, zeros, writes=zeros)
-            held = e.narrow(room, 2, low, len(rows.held))
+            held = self._rows_of(room, low, len(rows.held))
             if rows.carried:
-                top = e.narrow(held, 2, 0, len(rows.carried))
-                e.call(load_rows, top, e.port("carry", node.name, top.shape), writes=top)
+                top = self._rows_of(held, 0, len(rows.carried))
+                dim = scope.axes.dim(len(top.shape), ROWS)
+                e.call(load_rows, top, dim, e.port("carry", node.name, top.shape), writes=top)
             self.values[node.name] = (room, rows.held.start - low)
         if rows.new:
             self._compute(node, rows, held)
         if self.write_rows and rows.appended:
             slot, first = self.values[node.name]
             block = e.empty(scope.strip_shape(node.name, len(rows.appended)))
-            e.copy(block, e.narrow(slot, 2, rows.appended.start - first, len(rows.appended)))
+            e.copy(block, self._rows_of(slot, rows.appended.start - first, len(rows.appended)))
             e.result("append", node.name, block)
 
     def _compute(self, node: Node, rows: NodeRows, held: Slot | None) -> None:
         scope, e = self.scope, self.emitter
         rule = rule_of(scope, node, whole=self.whole)
-        tail = e.narrow(held, 2, len(rows.carried), len(rows.new)) if held is not None else None
+        tail = self._rows_of(held, len(rows.carried), len(rows.new)) if held is not None else None
         ctx = self._context(node, rows, tail if rule.in_place else None)
         ctx.overwrite = self._overwritable(node) if rule.overwrites and tail is None else None
         result = rule.forward(ctx)
@@ -170,16 +176,21 @@ class _StepLowering:
             out = e.port("out", node.name, self._wanted_shape(rows))
             value, first = self.values[node.name]
             columns = scope.columns[node.name]
-            value = e.narrow(value, 2, rows.wanted.start - first, len(rows.wanted))
-            e.copy(out, e.narrow(value, 3, columns.wanted.start - columns.new.start, len(columns.wanted)))
+            value = self._rows_of(value, rows.wanted.start - first, len(rows.wanted))
+            e.copy(out, self._columns_of(value, columns.wanted.start - columns.new.start, len(columns.wanted)))
+
+    def _rows_of(self, slot: Slot, start: int, length: int) -> Slot:
+        return self.emitter.narrow_axis(slot, self.scope.axes, ROWS, start, length)
+
+    def _columns_of(self, slot: Slot, start: int, length: int) -> Slot:
+        return self.emitter.narrow_axis(slot, self.scope.axes, COLUMNS, start, length)
 
     def _is_wanted(self, rows: NodeRows) -> bool:
         return bool(rows.wanted and self.scope.columns[rows.name].wanted)
 
     def _wanted_shape(self, rows: NodeRows) -> tuple[int, ...]:
         """Shape of the part of a value that this step and panel stand for."""
-        batch, channels, num_rows, _ = self.scope.strip_shape(rows.name, len(rows.wanted))
-        return (batch, channels, num_rows, len(self.scope.columns[rows.name].wanted))
+        return self.scope.part_shape(rows.name, len(rows.wanted), len(self.scope.columns[rows.name].wanted))
 
     def _overwritable(self, node: Node) -> Slot | None:
         """The operand's buffer, when this operator is all that ever reads it."""
@@ -257,7 +268,7 @@ class _StepLowering:
 
     def _give_source_gradient(self, name: str, patches: list[Patch]) -> None:
         """Hand the gradient of a whole source to the caller."""
-        rows = Interval(0, self.scope.shapes[name][2])
+        rows = Interval(0, self.scope.extent(name, ROWS))
         total, owned = self._sum(name, rows, [patch for patch in patches if patch.rows and patch.columns], self.scope.grad_dtype(name))
         if not owned:
             total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
@@ -271,9 +282,9 @@ class _StepLowering:
     def _add_patch(self, name: str, target: Slot, rows: Interval, patch: Patch) -> None:
         """Add a patch to a gradient of the panel's columns and ``rows``."""
         assert patch.rows is not None and patch.columns is not None
-        target = self.emitter.narrow(target, 2, patch.rows.start - rows.start, len(patch.rows))
+        target = self._rows_of(target, patch.rows.start - rows.start, len(patch.rows))
         first = self.scope.columns[name].new.start
-        self.emitter.add_into(self.emitter.narrow(target, 3, patch.columns.start - first, len(patch.columns)), patch.slot)
+        self.emitter.add_into(self._columns_of(target, patch.columns.start - first, len(patch.columns)), patch.slot)
 
     def _backward_streamed(self, node: Node, patches: list[Patch]) -> None:
         scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
@@ -294,11 +305,11 @@ class _StepLowering:
         total, owned = self._sum(node.name, rows.held, patches, scope.dtype_of(node.name))
         if rows.carried:
             block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
-            e.copy(block, e.narrow(total, 2, 0, len(rows.carried)))
+            e.copy(block, self._rows_of(total, 0, len(rows.carried)))
             e.result("grad_carry", node.name, block)
         if rows.new:
             ctx = self.contexts[node.name]
-            new = e.narrow(total, 2, len(rows.carried), len(rows.new))
+            new = self._rows_of(total, len(rows.carried), len(rows.new))
             rule_of(scope, node, whole=self.whole).backward(ctx, new, owned)
 
     def _sum(self, name: str, held: Interval, patches: list[Patch], dtype: torch.dtype) -> tuple[Slot, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import window_of
@@ -61,7 +62,7 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
     sides = tuple(name for name in outside if name not in phases.streamed)
     inputs = set(problem.graph.inputs)
     tiled = choice.mode == "tiled"
-    full_width = whole_step(problem, choice.nodes, sources, axis=1)
+    full_width = whole_step(problem, choice.nodes, sources, axis=COLUMNS)
     scope = Scope(
         graph=problem.graph,
         rows=phases.rows,
@@ -85,7 +86,7 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
         return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides, from_source=from_source)
     panels: tuple[Step, ...] = (full_width,)
     if choice.panel_cols and choice.panel_cols < problem.run_width(choice.nodes):
-        panels = _tiles(problem, choice.nodes, choice.panel_cols, axis=1)
+        panels = _tiles(problem, choice.nodes, choice.panel_cols, axis=COLUMNS)
     return TiledSegment(
         scope=scope,
         schedule=_schedule(problem, choice),
@@ -101,29 +102,27 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
 def _schedule(problem: Problem, choice: SegmentChoice) -> Schedule | TileSchedule:
     graph, phases = problem.graph, problem.phases
     if choice.halo == "carry":
-        extents = {name: problem.shapes[name][2] for name in phases.streamed}
-        return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, extents, choice.strip_rows)
+        return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, problem.extents(ROWS), choice.strip_rows)
     sources = graph.sources(choice.nodes, phases.streamed)
     return TileSchedule(
         sources=sources,
         names=(*sources, *choice.nodes),
-        steps=_tiles(problem, choice.nodes, choice.strip_rows, axis=0),
+        steps=_tiles(problem, choice.nodes, choice.strip_rows, axis=ROWS),
         strip_rows=choice.strip_rows,
     )
 
 
 def _tiles(problem: Problem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[Step, ...]:
     phases = problem.phases
-    extents = {name: problem.shapes[name][2 + axis] for name in phases.streamed}
-    return tile_steps(problem.graph, names, phases.rows, phases.streamed, extents, tile_px, axis=axis)
+    return tile_steps(problem.graph, names, phases.rows, phases.streamed, problem.extents(axis), tile_px, axis=axis)
 
 
-def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str], *, axis: int = 0) -> Step:
+def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str], *, axis: int = ROWS) -> Step:
     """The step that is the whole image along an axis: every value gains all its rows (columns) at once and keeps none."""
     nodes = []
     for name in (*sources, *names):
         streamed = name in problem.phases.streamed
-        rows = Interval(0, problem.shapes[name][2 + axis] if streamed else 0)
+        rows = Interval(0, problem.extent(name, axis) if streamed else 0)
         reads = () if name in sources else _whole_reads(problem, problem.graph[name], axis)
         nodes.append(NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), wanted=rows, reads=reads))
     return Step(index=0, nodes=tuple(nodes))
@@ -133,7 +132,7 @@ def _whole_reads(problem: Problem, node: Node, axis: int) -> tuple[Read, ...]:
     window = window_of(node, axis)
     low, high = (window.pad_low, window.pad_high) if window is not None else (0, 0)
     return tuple(
-        Read(operand=name, rows=Interval(0, problem.shapes[name][2 + axis]), pad_low=low, pad_high=high)
+        Read(operand=name, rows=Interval(0, problem.extent(name, axis)), pad_low=low, pad_high=high)
         for name in dict.fromkeys(node.operands)
         if name in problem.phases.streamed
     )

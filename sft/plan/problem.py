@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import sympy as sp
 import torch
 
-from sft.analysis.graph import Graph
+from sft.analysis.axes import COLUMNS, ROWS
+from sft.analysis.graph import Graph, Node
 from sft.analysis.masks import SEED
 from sft.analysis.phases import Phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
 from sft.lower.context import grad_dtype_of
 
-__all__ = ["Problem", "concrete_shapes"]
-
-
-_IMAGE_RANK = 4
+__all__ = ["Problem", "at_size", "concrete_shapes"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,7 +68,11 @@ class Problem:
     @cached_property
     def num_batch(self) -> int:
         """Batch elements of the input."""
-        return self.shapes[self.graph.inputs[0]][0]
+        return self.shapes[self._first_image][0]
+
+    @property
+    def _first_image(self) -> str:
+        return next((name for name in self.graph.inputs if name in self.phases.streamed), self.graph.inputs[0])
 
     @cached_property
     def per_sample(self) -> frozenset[str]:
@@ -78,11 +81,12 @@ class Problem:
             return frozenset()
         found = set()
         depends = self.graph.descendants({*self.graph.inputs, SEED})
-        for node in self.graph.operators:
+        for node in (*(self.graph[name] for name in self.graph.inputs), *self.graph.operators):
             if node.name in self.phases.streamed or node.name not in depends or self.shapes[node.name][:1] != (self.num_batch,):
                 continue
-            # Beside an image the first dimension of four is the batch; that of fewer is channels, however many there are.
-            if len(node.shape) == _IMAGE_RANK or self.phases.rows[node.name].role == "reduce" or node.target == "sft.scale_shift":
+            # Beside an image the first dimension of as many is the batch; that of fewer is channels, however many there are.
+            is_reduction = node.kind == "operator" and self.phases.rows[node.name].role == "reduce"
+            if len(node.shape) >= self.graph.axes.rank or is_reduction or node.target == "sft.scale_shift":
                 found.add(node.name)
         return frozenset(found)
 
@@ -120,21 +124,29 @@ class Problem:
         """The model's inputs that are whole on the device."""
         return tuple(name for name in self.graph.inputs if name not in self.from_source)
 
+    def extent(self, name: str, axis: int) -> int:
+        """Extent of a streamed value along an axis."""
+        return self.graph.axes.extent(self.shapes[name], axis)
+
+    def extents(self, axis: int) -> dict[str, int]:
+        """Extent of every streamed value along an axis."""
+        return {name: self.extent(name, axis) for name in self.phases.streamed}
+
     def run_sources(self, names: Sequence[str]) -> tuple[str, ...]:
         """Streamed values that a run reads from outside."""
         return self.graph.sources(names, self.phases.streamed)
 
     def run_height(self, names: Sequence[str]) -> int:
         """Rows of the tallest source of a run."""
-        return max((self.shapes[name][2] for name in self.run_sources(names)), default=1)
+        return max((self.extent(name, ROWS) for name in self.run_sources(names)), default=1)
 
     def run_width(self, names: Sequence[str]) -> int:
         """Columns of the widest source of a run."""
-        return max((self.shapes[name][3] for name in self.run_sources(names)), default=1)
+        return max((self.extent(name, COLUMNS) for name in self.run_sources(names)), default=1)
 
     def stride(self, names: Sequence[str]) -> int:
         """Rows of the run's tallest source after which the pattern of every value repeats."""
-        known = source_rates({name: self.shapes[name][2] for name in self.run_sources(names)})
+        known = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
         return total_stride(row_rates(self.graph, names, known, self.phases.rows)) if known else 1
 
 
@@ -146,27 +158,48 @@ def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Map
         UnsupportedError: an operand broadcasts along the image.
     """
     shapes: dict[str, tuple[int, ...]] = dict(given)
-    graph = phases.graph
+    graph, axes = phases.graph, phases.graph.axes
     for node in graph.nodes:
         if node.name in shapes:
             continue
         row = phases.rows.get(node.name)
         operand = next((o for o in node.operands if o in phases.streamed), None)
-        if node.name in phases.streamed and row is not None and operand is not None:
-            sizes = {shapes[o][2:] for o in node.operands if o in phases.streamed}
+        if node.name in phases.streamed and row is not None and row.role == "stream" and operand is not None:
+            sizes = {axes.of(shapes[o]) for o in node.operands if o in phases.streamed}
             if len(sizes) > 1:
                 if any(1 in size for size in sizes):
                     raise UnsupportedError([f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"])
                 listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
                 raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
-            extents = [row.extent(node, axis, shapes[operand][2 + axis]) for axis in range(2)]
+            extents = [row.extent(node, axis, axes.extent(shapes[operand], axis)) for axis in range(axes.count)]
             if min(extents) < 1:
                 size = "x".join(map(str, shapes[operand]))
-                raise InputError(
-                    f"{node.label}: an input of {size} leaves no output (it would be {extents[0]} x {extents[1]}); give a larger image"
-                )
-            batch, channels = shapes[operand][0], int(node.shape[1])
-            shapes[node.name] = (batch, channels, extents[0], extents[1])
+                found = " x ".join(map(str, extents))
+                raise InputError(f"{node.label}: an input of {size} leaves no output (it would be {found}); give a larger image")
+            channels = (int(extent) for extent in node.shape[1 : len(node.shape) - axes.count])
+            shapes[node.name] = (shapes[operand][0], *channels, *extents)
         else:
-            shapes[node.name] = tuple(extent if isinstance(extent, int) else int(extent.xreplace(dict(symbols))) for extent in node.shape)
+            shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
     return shapes
+
+
+def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
+    value = sp.sympify(extent).xreplace(dict(symbols))
+    if not value.is_number:
+        raise UnsupportedError([f"{node.label}: its size {extent} depends on the values of the image; keep it outside the compiled model"])
+    return int(value)
+
+
+def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], shapes: Mapping[str, tuple[int, ...]]) -> Phases:
+    """The sorted graph at one size: its nodes' shapes and arguments as numbers."""
+
+    def number(value: Any, node: Node) -> Any:
+        if isinstance(value, sp.Basic):
+            return _number(value, symbols, node)
+        return type(value)(number(item, node) for item in value) if isinstance(value, (tuple, list)) else value
+
+    nodes = [
+        replace(node, shape=shapes[node.name], arguments=tuple((key, number(value, node)) for key, value in node.arguments))
+        for node in phases.graph.nodes
+    ]
+    return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes)))

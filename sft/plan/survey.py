@@ -384,7 +384,7 @@ class Survey:
         if not names:
             return {}
         problem, phases = self.problem, self.problem.phases
-        extents = {name: problem.shapes[name][2 + axis] for name in phases.streamed}
+        extents = problem.extents(axis)
         extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
         num_tiles = -(-extent // tile_px)
         start = num_tiles // 2 * tile_px

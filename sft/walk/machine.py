@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
 from sft.lower.program import Port, Program, Slot
 from sft.sources.readahead import reader_bytes
@@ -18,6 +19,7 @@ from sft.sources.readahead import reader_bytes
 __all__ = ["Handle", "Machine", "Meter", "Phantom", "PhantomMachine", "Saved", "Strips"]
 
 Handle = Any
+_AXES = Axes()
 
 
 @dataclass(slots=True)
@@ -45,13 +47,15 @@ class Machine(Protocol):
     """Buffers, views and programs."""
 
     def allocate(self, shape: tuple[int, ...], dtype: Any, *, zero: bool, contiguous: bool = False) -> Handle:
-        """A new buffer; four-dimensional ones are channels last unless ``contiguous``."""
+        """A new buffer; images are channels last unless ``contiguous``."""
 
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
         """Zeros laid out like ``handle``, of an element type of their own."""
 
-    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None) -> Handle:
-        """Batch elements, rows and columns of a buffer; ``None`` stands for all."""
+    def view(
+        self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None, *, axes: Axes = _AXES
+    ) -> Handle:
+        """Batch elements, and rows and columns of an image of these axes; ``None`` stands for all."""
 
     def add(self, target: Handle, source: Handle) -> None:
         """Add in place."""
@@ -136,7 +140,9 @@ class PhantomMachine:
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
         return self.allocate(shape, dtype, zero=True)
 
-    def view(self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None) -> Phantom:
+    def view(
+        self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None, *, axes: Axes = _AXES
+    ) -> Phantom:
         assert isinstance(handle, Phantom)
         return handle.view()
 

@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 
 import torch
 
+from sft.analysis.axes import ROWS
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Schedule, Step
 from sft.analysis.tile import TileSchedule, kinds_of
@@ -155,8 +156,8 @@ class TiledSegment:
 
     def source_row_bytes(self, name: str, walk: Walk) -> int:
         """Bytes of one row in full width of an input that is not resident."""
-        _, channels, _, width = self.scope.shapes[name]
-        return len(walk.chunk) * channels * width * self.scope.graph[name].itemsize_bytes
+        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, 1)
+        return len(walk.chunk) * math.prod(shape[1:]) * self.scope.graph[name].itemsize_bytes
 
     @property
     def working_bytes(self) -> int:
@@ -253,18 +254,18 @@ class TiledSegment:
         rows, columns = self.scope_of(walk).rows_read(step)[name], self._columns_of(name, walk).new
         reader = tensors.readers.get(name) if isinstance(tensors, Values) else None
         if reader is not None:
-            return machine.view(reader.take(rows), None, None, columns)
-        return machine.view(tensors.by_name[name], walk.chunk, rows, columns)
+            return machine.view(reader.take(rows), None, None, columns, axes=self.scope.axes)
+        return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
 
     def _zero_rows(self, machine: Machine, name: str, step: Step, walk: Walk) -> Handle:
         """Room for a strip's gradient of an input that is not resident: rows in full width, as a sink takes them."""
-        _, channels, _, width = self.scope.shapes[name]
-        shape = (len(walk.chunk), channels, len(self.scope_of(walk).rows_read(step)[name]), width)
-        return machine.allocate(shape, self.scope.dtype_of(name), zero=True)
+        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.scope_of(walk).rows_read(step)[name]))
+        return machine.allocate((len(walk.chunk), *shape[1:]), self.scope.dtype_of(name), zero=True)
 
     def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """The part of a streamed output, or of its gradient, that a strip is for."""
-        return machine.view(tensors.by_name[name], walk.chunk, _rows_of(step, name).wanted, self._columns_of(name, walk).wanted)
+        rows, columns = _rows_of(step, name).wanted, self._columns_of(name, walk).wanted
+        return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
         handle = tensors.by_name[name]
@@ -315,7 +316,8 @@ class TiledSegment:
                     bindings[port] = carried.pop(port.name)
                 elif port.role == "grad_source" and port.name in grads.sinks:
                     parts[port.name] = self._zero_rows(machine, port.name, step, walk)
-                    bindings[port] = machine.view(parts[port.name], None, None, self._columns_of(port.name, walk).new)
+                    columns = self._columns_of(port.name, walk).new
+                    bindings[port] = machine.view(parts[port.name], None, None, columns, axes=self.scope.axes)
                 elif port.role == "grad_source":
                     bindings[port] = self._rows_read(machine, grads, port.name, step, walk)
                 elif port.role == "grad_side":
@@ -393,8 +395,8 @@ class WholeSegment:
         for port in list(results):
             handle = results.pop(port)
             if port.name in grads.sinks:
-                num_batch, _, height, _ = self.scope.shapes[port.name]
-                machine.give(grads.sinks[port.name], Interval(0, num_batch), Interval(0, height), handle)
+                batch = Interval(0, self.scope.shapes[port.name][0])
+                machine.give(grads.sinks[port.name], batch, Interval(0, self.scope.extent(port.name, ROWS)), handle)
             elif port.name in grads.by_name:
                 machine.add(grads.by_name[port.name], handle)
             else:

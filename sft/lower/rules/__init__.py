@@ -45,7 +45,7 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         return _RANDOM[node.target]
     if node.target in CASTS:
         return _RULES["cast"]
-    if row.role == "whole" or not any(name in scope.streamed for name in node.operands):
+    if row.role == "whole" or row.name == "rowwise" or not any(name in scope.streamed for name in node.operands):
         return _WHOLE
     if row.name == "pointwise":
         if node.target == "aten.relu.default":

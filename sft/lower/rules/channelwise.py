@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from sft.analysis.axes import ROWS
 from sft.analysis.graph import refs_in
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
@@ -76,7 +77,7 @@ class ResultActivation(Rule):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         value, first_row = ctx.values[ctx.node.name]
-        result = ctx.emitter.narrow(value, 2, ctx.step.new.start - first_row, ctx.new_rows)
+        result = ctx.narrow(value, ROWS, ctx.step.new.start - first_row, ctx.new_rows)
         slope, e, image = self._slope(ctx), ctx.emitter, ctx.node.argument("self")
         if slope is None:
             arguments: tuple[Any, ...] = (grad, result, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sft.analysis.graph import refs_in
@@ -52,16 +54,17 @@ class Moments(Rule):
         e, node = ctx.emitter, ctx.node
         # In half precision the elements are widened first: a moment has the type of the node.
         strip = e.cast(ctx.strip(next(refs_in(node.argument("self")))), ctx.scope.dtype_of(node.name))
-        batch, channels, height, width = strip.shape
+        batch, channels, *extents = strip.shape
         groups = node.argument("groups")
         per_sample = node.argument("per_sample")
-        dims = [2, 3, 4] if per_sample else [0, 2, 3, 4]
+        inner = range(2, 3 + len(extents))
+        dims = [*inner] if per_sample else [0, *inner]
         shape: tuple[int, ...] = (batch, groups) if per_sample else (groups,)
-        split = (batch, groups, channels // groups, height, width)
+        split = (batch, groups, channels // groups, *extents)
         grouped = e.call(aten.view.default, strip, list(split), shape=split, view_of=strip)
         variance, mean = e.slot(shape), e.slot(shape)
         e.call_many(_var_mean, (grouped, dims), (variance, mean))
-        count = (1 if per_sample else batch) * channels // groups * height * width
+        count = (1 if per_sample else batch) * channels // groups * math.prod(extents)
         if not per_sample:
             full = (1, groups)
             variance, mean = (e.call(aten.view.default, s, list(full), shape=full, view_of=s) for s in (variance, mean))
@@ -71,10 +74,10 @@ class Moments(Rule):
         node, e, image = ctx.node, ctx.emitter, ctx.node.argument("self")
         (operand,) = refs_in(image)
         strip = ctx.strip(operand)
-        _, channels, height, width = ctx.scope.shapes[operand]
+        _, channels, *extents = ctx.scope.shapes[operand]
         batch, groups = (strip.shape[0] if node.argument("per_sample") else 1), node.argument("groups")
         samples = 1 if node.argument("per_sample") else ctx.scope.shapes[operand][0]
-        count = samples * channels // groups * height * width
+        count = samples * channels // groups * math.prod(extents)
         value = ctx.whole(node.name)
         # d mean / dx = 1 / n and d var / dx = 2 (x - mean) / n: an affine map of x.
         scale = e.call(aten.mul.Scalar, self._column(ctx, grad, 1), 2.0 / count, shape=(batch, groups))
@@ -86,12 +89,12 @@ class Moments(Rule):
 
     @staticmethod
     def _by_channel(ctx: NodeContext, slot: Slot, channels: int) -> Slot:
-        """``[B, G]`` spread over channels, ``[B, C, 1, 1]``."""
+        """``[B, G]`` spread over channels, ``[B, C, 1, ..., 1]``."""
         e = ctx.emitter
         batch, groups = slot.shape
         if groups != channels:
             slot = e.call(aten.repeat_interleave.self_int, slot, channels // groups, 1, shape=(batch, channels))
-        shape = (batch, channels, 1, 1)
+        shape = (batch, channels, *[1] * ctx.scope.axes.count)
         return e.call(aten.view.default, slot, list(shape), shape=shape, view_of=slot)
 
 
@@ -144,7 +147,8 @@ class Affine(Rule):
         if ctx.needs_grad(side):
             shape = ctx.side_shape(name)
             both = e.zeros(shape, wide)
-            dims = [2, 3] if shape[0] == grad.shape[0] and ctx.is_per_sample(name) else [0, 2, 3]
+            inner = range(2, len(grad.shape))
+            dims = [*inner] if shape[0] == grad.shape[0] and ctx.is_per_sample(name) else [0, *inner]
             strip = ctx.strip(next(refs_in(image)))
             product = e.call(aten.mul.Tensor, grad, strip, shape=grad.shape, dtype=wide)
             for index, terms in enumerate((product, grad)):

@@ -1,8 +1,8 @@
 """Rules made by tracing: torch's own derivative of an operator, flattened to ATen calls.
 
-Two uses. Functions of one element (``gelu``, ``silu``, ...) have the same list of calls for every shape, so they are traced once
-on a tiny tensor. Operators of the tail run on whole tensors of known shape and are traced at that shape; views among their calls
-are recognised by the storages of the fake tensors.
+Functions of one element (``gelu``, ``silu``, ...) have the same list of calls for every shape, so they are traced once
+on a tiny tensor. Others are traced at the shapes that they run on; views among their calls are recognised by the storages of the
+fake tensors. A reshape that merges dimensions is a view only for some layouts of the tensor, so it is always a copy here.
 
 The trace runs forward and backward in one graph. Calls that do not depend on the gradient belong to the forward; a program that
 only wants the forward drops the ones that nobody reads.
@@ -29,7 +29,11 @@ from sft.lower.rules.base import Rule
 
 __all__ = ["TracedPointwise", "TracedWhole", "resolve_target"]
 
+aten = torch.ops.aten
+
 _TINY = (2, 3, 4, 5)
+#: Reshapes that trust the layout of the tensor they were traced with; ours may have another.
+_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 
 
 def resolve_target(target: str) -> Any:
@@ -106,7 +110,9 @@ def _traced(
         with torch.enable_grad():
             out = function(*leaves)
         wanted = [leaf for leaf, need in zip(leaves, needs_grad, strict=True) if need]
-        grads = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True) if wanted else ())
+        # Whole numbers have no gradient, and what is cut off from its operands has none either.
+        is_attached = bool(wanted) and out.requires_grad
+        grads = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True) if is_attached else [None] * len(wanted))
         return [out.detach(), *(next(grads) if need else None for need in needs_grad)]
 
     with mode:
@@ -118,7 +124,7 @@ def _traced(
 def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
     index: dict[torch.fx.Node, int] = {}
     alias: dict[torch.fx.Node, torch.fx.Node] = {}
-    owner: dict[int, int] = {}  # storage -> value that owns it
+    roots: dict[int, int] = {}  # value -> the one whose storage it shares
     from_grad: set[int] = set()
     forward: list[_Call] = []
     backward: list[_Call] = []
@@ -132,10 +138,19 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
             return tuple(convert(item) for item in value)
         return DEVICE if isinstance(value, torch.device) else value
 
+    def root_in(node: torch.fx.Node, storage: int) -> int | None:
+        """The value whose storage a result shares with one of the call's arguments."""
+        for argument in node.all_input_nodes:
+            found = alias.get(argument, argument)
+            value = found.meta["val"]
+            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage:
+                return roots[index[found]]
+        return None
+
     for node in module.graph.nodes:
         if node.op == "placeholder":
             index[node] = placeholders
-            owner[node.meta["val"].untyped_storage()._cdata] = placeholders
+            roots[placeholders] = placeholders
             if placeholders == num_inputs:
                 from_grad.add(placeholders)
             placeholders += 1
@@ -147,7 +162,9 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
                 continue
             if node.target is operator.getitem:
                 continue  # numbered with the call that it belongs to
-            value = node.meta["val"]
+            value, target = node.meta["val"], node.target
+            if target in _VIEWS and not _only_splits(node.args[0].meta["val"].shape, value.shape):
+                target = aten._reshape_copy.default
             has_many = isinstance(value, (tuple, list))
             made = {user.args[1]: user for user in node.users} if has_many else {0: node}
             results: list[_Result | None] = []
@@ -158,11 +175,12 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
                 number = len(index)
                 index[made[position]] = number
                 storage = tensor.untyped_storage()._cdata
-                results.append(_Result(number, tuple(tensor.shape), tensor.dtype, owner.get(storage)))
-                owner.setdefault(storage, number)
+                shared = None if target is aten._reshape_copy.default else root_in(node, storage)
+                roots[number] = number if shared is None else shared
+                results.append(_Result(number, tuple(tensor.shape), tensor.dtype, shared))
             arguments = tuple(convert(arg) for arg in node.args)
             keywords = tuple((key, convert(item)) for key, item in node.kwargs.items())
-            call = _Call(node.target, arguments, keywords, tuple(results), has_many)
+            call = _Call(target, arguments, keywords, tuple(results), has_many)
             reads = {v.index for v in _values((*arguments, *(item for _, item in keywords)))}
             if reads & from_grad:
                 from_grad.update(r.index for r in results if r is not None)
@@ -172,6 +190,22 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
         else:
             raise InternalError(f"the trace of an operator holds a {node.op} node: {node}")
     return _Trace(tuple(forward), tuple(backward), num_inputs, result[0], tuple(result[1:]))
+
+
+def _only_splits(old: Sequence[int], new: Sequence[int]) -> bool:
+    """Whether a reshape only splits dimensions, which is a view however the tensor is laid out.
+
+    >>> _only_splits((2, 6, 5), (2, 3, 2, 5)), _only_splits((2, 3, 2, 5), (2, 6, 5))
+    (True, False)
+    """
+    sizes = [size for size in new if size != 1][::-1]
+    for extent in old:
+        rest = int(extent)
+        while rest != 1:
+            if not sizes or rest % sizes[-1]:
+                return False
+            rest //= sizes.pop()
+    return not sizes
 
 
 def _values(items: Any) -> list[_Value]:
@@ -260,6 +294,7 @@ def _trace_whole(
     needs_grad: tuple[bool, ...],
 ) -> _Trace:
     given = dict(arguments)
+    result = given.pop("result", None)
     if target in FUNCTIONS:
         positional, keyword = [], list(given)
     else:
@@ -271,14 +306,17 @@ def _trace_whole(
     def function(*tensors: torch.Tensor) -> torch.Tensor:
         by_name = dict(zip(names, tensors, strict=True))
         filled = {name: map_refs(value, by_name.__getitem__) for name, value in given.items()}
-        out: torch.Tensor = callee(*(filled[name] for name in positional), **{name: filled[name] for name in keyword})
+        made = callee(*(filled[name] for name in positional), **{name: filled[name] for name in keyword})
+        out: torch.Tensor = made if result is None and isinstance(made, torch.Tensor) else made[result or 0]
         return out
 
     return _trace(function, shapes, dtypes, needs_grad)
 
 
 class TracedWhole(_Traced):
-    """Any operator on whole tensors."""
+    """Any operator on whole tensors, and any that is done pixel by pixel on a strip."""
+
+    saves_output = True
 
     def forward(self, ctx: NodeContext) -> Slot:
         names = tuple(dict.fromkeys(ctx.node.operands))

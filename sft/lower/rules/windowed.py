@@ -7,10 +7,12 @@ padded explicitly.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 
+from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Node, refs_in
 from sft.analysis.operators import Window, window_of
 from sft.analysis.schedule import Read
@@ -22,20 +24,32 @@ __all__ = ["AvgPool", "Convolution", "MaxPool", "column_padding"]
 
 aten = torch.ops.aten
 
-
-def _windows(ctx: NodeContext) -> tuple[Window, Window]:
-    rows, columns = window_of(ctx.node, 0), window_of(ctx.node, 1)
-    assert rows is not None and columns is not None
-    return rows, columns
+#: Padding before and behind, for each axis.
+Padding = Sequence[tuple[int, int]]
 
 
-def _pad(ctx: NodeContext, strip: Slot, low: int, high: int, left: int, right: int, value: float) -> Slot:
-    if not (low or high or left or right):
+def _windows(ctx: NodeContext) -> tuple[Window, ...]:
+    windows = [window_of(ctx.node, axis) for axis in range(ctx.scope.axes.count)]
+    assert all(window is not None for window in windows)
+    return tuple(window for window in windows if window is not None)
+
+
+def _paddings(ctx: NodeContext, operand: str) -> list[tuple[int, int]]:
+    """What the window reads beyond the image: of the strip, of the panel, and of axes that are always whole."""
+    rows, columns = ctx.read_of(operand), ctx.columns_of(operand)
+    own = [(window.pad_low, window.pad_high) for window in _windows(ctx)]
+    return [(rows.pad_low, rows.pad_high), (columns.pad_low, columns.pad_high), *own[2:]][: len(own)]
+
+
+def _pad(ctx: NodeContext, strip: Slot, padding: Padding, value: float) -> Slot:
+    if not any(low or high for low, high in padding):
         return strip
-    batch, channels, height, width = strip.shape
-    shape = (batch, channels, height + low + high, width + left + right)
-    if height and width:
-        return ctx.emitter.call(aten.constant_pad_nd.default, strip, [left, right, low, high], value, shape=shape)
+    lead = len(strip.shape) - len(padding)
+    grown = [extent + low + high for extent, (low, high) in zip(strip.shape[lead:], padding, strict=True)]
+    shape = (*strip.shape[:lead], *grown)
+    if all(strip.shape):
+        flat = [size for low, high in reversed(padding) for size in (low, high)]
+        return ctx.emitter.call(aten.constant_pad_nd.default, strip, flat, value, shape=shape)
     out = ctx.emitter.empty(shape)
     return ctx.emitter.call(aten.fill_.Scalar, out, value, writes=out)
 
@@ -45,35 +59,27 @@ class _Windowed(Rule):
 
     border_value: ClassVar[float] = 0.0
 
-    def _padded(self, ctx: NodeContext, operand: str, windows: tuple[Window, Window]) -> tuple[Slot, tuple[int, int]]:
-        """The padded strip and the symmetric paddings (height, width) left to the operator."""
-        read, (left, right) = ctx.read_of(operand), column_padding(ctx.scope, ctx.node, operand)
-        is_empty = ctx.reads_nothing(operand)
-        own_height = read.pad_low if read.pad_low == read.pad_high and not is_empty else 0
-        own_width = left if left == right and not is_empty else 0
-        if not self._own_padding_fits(own_height, own_width, windows):
-            own_height = own_width = 0
-        padded = _pad(
-            ctx,
-            ctx.strip(operand),
-            read.pad_low - own_height,
-            read.pad_high - own_height,
-            left - own_width,
-            right - own_width,
-            self.border_value,
-        )
-        ctx.saved["padded"] = padded
-        ctx.saved["offset"] = (read.pad_low - own_height, left - own_width)
-        return padded, (own_height, own_width)
+    def _padded(self, ctx: NodeContext, operand: str, windows: Sequence[Window]) -> tuple[Slot, list[int]]:
+        """The padded strip and the symmetric paddings left to the operator."""
+        paddings, is_empty = _paddings(ctx, operand), ctx.reads_nothing(operand)
+        own = [low if low == high and not is_empty else 0 for low, high in paddings]
+        if not self._own_padding_fits(own, windows):
+            own = [0] * len(own)
+        rest = [(low - size, high - size) for (low, high), size in zip(paddings, own, strict=True)]
+        padded = _pad(ctx, ctx.strip(operand), rest, self.border_value)
+        ctx.saved.update(padded=padded, offset=[low for low, _ in rest])
+        return padded, own
 
-    def _own_padding_fits(self, height: int, width: int, windows: tuple[Window, Window]) -> bool:
+    def _own_padding_fits(self, own: Sequence[int], windows: Sequence[Window]) -> bool:
         return True
 
     def _unpadded(self, ctx: NodeContext, operand: str, grad: Slot) -> Slot:
-        """The gradient of the rows and columns read, given the gradient of the padded strip."""
-        top, left = ctx.saved["offset"]
-        inner = ctx.emitter.narrow(grad, 2, top, len(ctx.read_of(operand).rows))
-        return ctx.emitter.narrow(inner, 3, left, len(ctx.columns_of(operand).rows))
+        """The gradient of what is read, given the gradient of the padded strip."""
+        extents = ctx.scope.axes.of(ctx.scope.shapes[operand])
+        lengths = [len(ctx.read_of(operand).rows), len(ctx.columns_of(operand).rows), *extents[2:]]
+        for axis, offset in enumerate(ctx.saved["offset"]):
+            grad = ctx.narrow(grad, axis, offset, lengths[axis])
+        return grad
 
 
 def column_padding(scope: Scope, node: Node, operand: str) -> tuple[int, int]:
@@ -83,16 +89,17 @@ def column_padding(scope: Scope, node: Node, operand: str) -> tuple[int, int]:
 
 
 class Convolution(_Windowed):
-    """``conv2d``; the explicitly padded strip is what the backward differentiates."""
+    """``conv1d``, ``conv2d``, ``conv3d``; the explicitly padded strip is what the backward differentiates."""
 
     def forward(self, ctx: NodeContext) -> Slot:
         node = ctx.node
         operand = next(refs_in(node.argument("input")))
-        left, right = column_padding(ctx.scope, node, operand)
-        bordered = ctx.bordered_strip(operand) if left == right else None
+        paddings = _paddings(ctx, operand)
+        symmetric = all(low == high for low, high in paddings[1:])
+        bordered = ctx.bordered_strip(operand) if symmetric else None
         if bordered is not None:
-            padded, padding = bordered, (0, left)
-            ctx.saved.update(padded=padded, offset=(ctx.read_of(operand).pad_low, 0))
+            padded, padding = bordered, [0, *(low for low, _ in paddings[1:])]
+            ctx.saved.update(padded=padded, offset=[ctx.read_of(operand).pad_low, *[0] * (len(paddings) - 1)])
         else:
             padded, padding = self._padded(ctx, operand, _windows(ctx))
         bias = node.argument("bias")
@@ -107,13 +114,13 @@ class Convolution(_Windowed):
         )
 
     def _geometry(self, ctx: NodeContext) -> tuple[Any, ...]:
-        rows, columns = _windows(ctx)
+        windows = _windows(ctx)
         return (
-            [rows.stride, columns.stride],
+            [window.stride for window in windows],
             list(ctx.saved["padding"]),
-            [rows.dilation, columns.dilation],
+            [window.dilation for window in windows],
             False,
-            [0, 0],
+            [0] * len(windows),
             ctx.node.argument("groups"),
         )
 
@@ -126,8 +133,8 @@ class Convolution(_Windowed):
         if mask[2] and sum_dtype(grad.dtype) != grad.dtype:
             # ATen rounds each strip's sum to half precision.
             wide = sum_dtype(grad.dtype)
-            shape = (weight_slot.shape[0],)
-            total = e.call(aten.sum.dim_IntList, grad, [0, 2, 3], shape=shape, dtype=wide, keywords={"dtype": wide})
+            shape, dims = (weight_slot.shape[0],), [0, *range(2, len(grad.shape))]
+            total = e.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})
             ctx.add_grad(bias, total, owned=True)
             mask[2] = False
         if not any(mask):
@@ -146,8 +153,30 @@ class Convolution(_Windowed):
             ctx.add_grad(bias, out[2], owned=True)
 
 
-class MaxPool(_Windowed):
-    """``max_pool2d``.
+class _Pool(_Windowed):
+    """Poolings of one axis run as poolings of two, the second one pixel wide."""
+
+    @staticmethod
+    def _spread(ctx: NodeContext, slot: Slot) -> Slot:
+        """A value as its pooling takes it: with two axes at least."""
+        if ctx.scope.axes.count > 1:
+            return slot
+        return ctx.emitter.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
+
+    @staticmethod
+    def _squeezed(ctx: NodeContext, slot: Slot) -> Slot:
+        if ctx.scope.axes.count > 1:
+            return slot
+        return ctx.emitter.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+
+    @staticmethod
+    def _lists(ctx: NodeContext, *entries: tuple[Sequence[int], int]) -> list[list[int]]:
+        """Arguments with an entry for each axis; the second number of each stands for an axis that was added."""
+        return [[*values, added] if ctx.scope.axes.count == 1 else [*values] for values, added in entries]
+
+
+class MaxPool(_Pool):
+    """``max_pool1d``, ``max_pool2d``, ``max_pool3d``.
 
     On a strip the indices, eight bytes an element, are found again in the backward pass instead of waiting for it: that costs no
     multiplication, and they would be the largest thing that a strip keeps. Kept whole they are saved, as in plain PyTorch.
@@ -155,48 +184,47 @@ class MaxPool(_Windowed):
 
     border_value = float("-inf")
 
-    def _own_padding_fits(self, height: int, width: int, windows: tuple[Window, Window]) -> bool:
-        return 2 * height <= windows[0].kernel and 2 * width <= windows[1].kernel
+    def _own_padding_fits(self, own: Sequence[int], windows: Sequence[Window]) -> bool:
+        return all(2 * size <= window.kernel for size, window in zip(own, windows, strict=True))
 
     def forward(self, ctx: NodeContext) -> Slot:
         operand = next(refs_in(ctx.node.argument("self")))
-        rows, columns = _windows(ctx)
+        windows = _windows(ctx)
         if ctx.is_whole:
-            padded, padding = ctx.strip(operand), (rows.pad_low, columns.pad_low)
-            ctx.saved.update(padded=padded, offset=(0, 0))
+            padded, padding = ctx.strip(operand), [window.pad_low for window in windows]
+            ctx.saved.update(padded=padded, offset=[0] * len(windows))
         else:
-            padded, padding = self._padded(ctx, operand, (rows, columns))
-        ctx.saved["geometry"] = (
-            [rows.kernel, columns.kernel],
-            [rows.stride, columns.stride],
-            list(padding),
-            [rows.dilation, columns.dilation],
-            rows.ceil,
+            padded, padding = self._padded(ctx, operand, windows)
+        ctx.saved["spread"] = self._spread(ctx, padded)
+        kernel, stride, own, dilation = self._lists(
+            ctx,
+            ([w.kernel for w in windows], 1),
+            ([w.stride for w in windows], 1),
+            (padding, 0),
+            ([w.dilation for w in windows], 1),
         )
+        ctx.saved["geometry"] = (kernel, stride, own, dilation, windows[ROWS].ceil)
         out, ctx.saved["indices"] = self._pool(ctx)
-        return out
+        return self._squeezed(ctx, out)
 
     def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot]:
-        out, indices = ctx.emitter.slot(ctx.out_shape), ctx.emitter.slot(ctx.out_shape, torch.int64)
-        arguments = (ctx.saved["padded"], *ctx.saved["geometry"])
-        ctx.emitter.call_many(aten.max_pool2d_with_indices.default, arguments, (out, indices))
+        shape = ctx.out_shape if ctx.scope.axes.count > 1 else (*ctx.out_shape, 1)
+        out, indices = ctx.emitter.slot(shape), ctx.emitter.slot(shape, torch.int64)
+        function = aten.max_pool3d_with_indices if ctx.scope.axes.count == 3 else aten.max_pool2d_with_indices
+        ctx.emitter.call_many(function.default, (ctx.saved["spread"], *ctx.saved["geometry"]), (out, indices))
         return out, indices
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        image, padded = ctx.node.argument("self"), ctx.saved["padded"]
+        image, spread = ctx.node.argument("self"), ctx.saved["spread"]
         operand = next(refs_in(image))
         if ctx.reads_nothing(operand):
             return
         indices = ctx.saved["indices"] if ctx.is_whole else self._pool(ctx)[1]
-        out = ctx.emitter.call(
-            aten.max_pool2d_with_indices_backward.default,
-            grad,
-            padded,
-            *ctx.saved["geometry"],
-            indices,
-            shape=padded.shape,
-        )
-        ctx.add_grad(image, self._unpadded(ctx, operand, out), owned=True)
+        is_volume = ctx.scope.axes.count == 3
+        function = aten.max_pool3d_with_indices_backward if is_volume else aten.max_pool2d_with_indices_backward
+        grad = self._spread(ctx, grad)
+        out = ctx.emitter.call(function.default, grad, spread, *ctx.saved["geometry"], indices, shape=spread.shape)
+        ctx.add_grad(image, self._unpadded(ctx, operand, self._squeezed(ctx, out)), owned=True)
 
 
 def _counts_as_inside(read: Read, window: Window, counted: bool) -> bool:
@@ -204,8 +232,8 @@ def _counts_as_inside(read: Read, window: Window, counted: bool) -> bool:
     return not (read.pad_low or read.pad_high) or (counted and read.pad_high <= window.pad_high)
 
 
-class AvgPool(_Windowed):
-    """``avg_pool2d``.
+class AvgPool(_Pool):
+    """``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``.
 
     The divisor counts elements inside the image (or the image and its declared padding). A strip that holds no border, or only
     counted padding, has the operator's own divisor; so has one of full width, whose left and right borders the operator knows. At
@@ -215,57 +243,65 @@ class AvgPool(_Windowed):
     def forward(self, ctx: NodeContext) -> Slot:
         operand = next(refs_in(ctx.node.argument("self")))
         windows = _windows(ctx)
-        rows, columns = windows
-        read = ctx.read_of(operand)
+        read, across = ctx.read_of(operand), ctx.columns_of(operand)
         override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
-        whole = ctx.is_whole and 2 * rows.pad_low <= rows.kernel and 2 * columns.pad_low <= columns.kernel
-        across = ctx.columns_of(operand)
-        left, right = (0, 0) if ctx.is_full_width else (across.pad_low, across.pad_high)
-        native = override is not None or (
-            _counts_as_inside(read, rows, counted) and (ctx.is_full_width or _counts_as_inside(across, columns, counted))
-        )
-        e = ctx.emitter
+        whole = ctx.is_whole and all(2 * window.pad_low <= window.kernel for window in windows)
+        columns_count = ctx.is_full_width or _counts_as_inside(across, windows[COLUMNS], counted)
+        native = override is not None or (_counts_as_inside(read, windows[ROWS], counted) and columns_count)
+        # What the operator pads by itself: all axes, or those of which it sees both borders.
+        knows = [whole, whole or ctx.is_full_width, True][: len(windows)]
         if whole or native:
-            if whole:
-                padded, padding = ctx.strip(operand), (rows.pad_low, columns.pad_low)
-                ctx.saved["offset"] = (0, 0)
-            else:
-                padded = _pad(ctx, ctx.strip(operand), read.pad_low, read.pad_high, left, right, 0.0)
-                padding = (0, columns.pad_low if ctx.is_full_width else 0)
-                ctx.saved["offset"] = (read.pad_low, left)
-            ctx.saved.update(padded=padded, counts=None, geometry=self._arguments(windows, padding, rows.ceil, counted, override))
-            return e.call(aten.avg_pool2d.default, padded, *ctx.saved["geometry"], shape=ctx.out_shape)
-        width, out_width = len(across.rows), ctx.out_shape[3]
-        if ctx.is_full_width:
-            left = columns.pad_low
-            right = max(0, (out_width - 1) * columns.stride + columns.kernel - left - width)
-        padded = _pad(ctx, ctx.strip(operand), read.pad_low, read.pad_high, left, right, 0.0)
-        mask = e.zeros((1, 1, *padded.shape[2:]))
-        extra = (rows.pad_low, rows.pad_high, columns.pad_low, columns.pad_high) if counted else (0, 0, 0, 0)
-        top = max(0, read.pad_low - extra[0])
-        bottom = read.pad_low + len(read.rows) + min(read.pad_high, extra[1])
-        begin, end = max(0, left - extra[2]), left + width + min(right, extra[3])
-        inner = e.narrow(e.narrow(mask, 2, top, bottom - top), 3, begin, end - begin)
-        e.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
-        geometry = self._arguments(windows, (0, 0), False, True, 1)
-        counts = e.call(aten.avg_pool2d.default, mask, *geometry, shape=(1, 1, ctx.new_rows, out_width))
-        ctx.saved.update(padded=padded, counts=counts, offset=(read.pad_low, left), geometry=geometry)
-        total = e.call(aten.avg_pool2d.default, padded, *geometry, shape=ctx.out_shape)
-        return e.call(aten.div_.Tensor, total, counts, writes=total)
+            paddings = [(0, 0) if known else pads for known, pads in zip(knows, _paddings(ctx, operand), strict=True)]
+            own = [window.pad_low if known else 0 for known, window in zip(knows, windows, strict=True)]
+            return self._native(ctx, operand, paddings, self._arguments(ctx, own, windows[ROWS].ceil, counted, override))
+        return self._masked(ctx, operand, knows, counted)
 
-    @staticmethod
-    def _arguments(
-        windows: tuple[Window, Window], padding: tuple[int, int], ceil: bool, counted: bool, override: int | None
-    ) -> tuple[Any, ...]:
-        rows, columns = windows
-        return ([rows.kernel, columns.kernel], [rows.stride, columns.stride], list(padding), ceil, counted, override)
+    def _native(self, ctx: NodeContext, operand: str, paddings: Padding, geometry: tuple[Any, ...]) -> Slot:
+        """The operator itself, on a strip padded where it cannot do it."""
+        padded = _pad(ctx, ctx.strip(operand), paddings, 0.0)
+        ctx.saved.update(padded=padded, counts=None, offset=[low for low, _ in paddings], geometry=geometry)
+        return self._squeezed(ctx, self._average(ctx, self._spread(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count]))
+
+    def _average(self, ctx: NodeContext, value: Slot, geometry: tuple[Any, ...], lead: tuple[int, ...]) -> Slot:
+        function = aten.avg_pool3d if ctx.scope.axes.count == 3 else aten.avg_pool2d
+        extents = ctx.scope.axes.of(ctx.out_shape)
+        shape = (*lead, *extents, *([1] if len(extents) == 1 else []))
+        return ctx.emitter.call(function.default, value, *geometry, shape=shape)
+
+    def _masked(self, ctx: NodeContext, operand: str, knows: Sequence[bool], counted: bool) -> Slot:
+        """Sums, divided by how many elements count in each window."""
+        e, windows, strip = ctx.emitter, _windows(ctx), ctx.strip(operand)
+        inside, out = ctx.scope.axes.of(strip.shape), ctx.scope.axes.of(ctx.out_shape)
+        paddings = []
+        for known, window, pads, extent, length in zip(knows, windows, _paddings(ctx, operand), inside, out, strict=True):
+            reach = (length - 1) * window.stride + window.kernel - window.pad_low - extent
+            paddings.append((window.pad_low, max(0, reach)) if known else pads)
+        padded = _pad(ctx, strip, paddings, 0.0)
+        mask = e.zeros((1, 1, *ctx.scope.axes.of(padded.shape)))
+        inner = mask
+        for axis, (window, (low, high), extent) in enumerate(zip(windows, paddings, inside, strict=True)):
+            before, behind = (min(low, window.pad_low), min(high, window.pad_high)) if counted else (0, 0)
+            inner = ctx.narrow(inner, axis, low - before, before + extent + behind)
+        e.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
+        geometry = self._arguments(ctx, [0] * len(windows), False, True, 1)
+        counts = self._average(ctx, self._spread(ctx, mask), geometry, (1, 1))
+        ctx.saved.update(padded=padded, counts=counts, offset=[low for low, _ in paddings], geometry=geometry)
+        total = self._average(ctx, self._spread(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count])
+        return self._squeezed(ctx, e.call(aten.div_.Tensor, total, counts, writes=total))
+
+    def _arguments(self, ctx: NodeContext, padding: Sequence[int], ceil: bool, counted: bool, override: int | None) -> tuple[Any, ...]:
+        windows = _windows(ctx)
+        lists = self._lists(ctx, ([w.kernel for w in windows], 1), ([w.stride for w in windows], 1), (padding, 0))
+        return (*lists, ceil, counted, override)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        image, padded, e = ctx.node.argument("self"), ctx.saved["padded"], ctx.emitter
+        image, e = ctx.node.argument("self"), ctx.emitter
         operand = next(refs_in(image))
         if ctx.reads_nothing(operand):
             return
+        padded, grad = self._spread(ctx, ctx.saved["padded"]), self._spread(ctx, grad)
         if ctx.saved["counts"] is not None:
             grad = e.call(aten.div.Tensor, grad, ctx.saved["counts"], shape=grad.shape)
-        out = e.call(aten.avg_pool2d_backward.default, grad, padded, *ctx.saved["geometry"], shape=padded.shape)
-        ctx.add_grad(image, self._unpadded(ctx, operand, out), owned=True)
+        function = aten.avg_pool3d_backward if ctx.scope.axes.count == 3 else aten.avg_pool2d_backward
+        out = e.call(function.default, grad, padded, *ctx.saved["geometry"], shape=padded.shape)
+        ctx.add_grad(image, self._unpadded(ctx, operand, self._squeezed(ctx, out)), owned=True)

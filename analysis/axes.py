@@ -1,0 +1,75 @@
+"""The spatial axes of a model's images, and where they lie among a value's dimensions.
+
+Every streamed value is laid out ``[N, channels..., axes...]``: the batch first, one or more dimensions of channels, and the image's axes
+last, in one order for the whole graph (:mod:`sft.analysis.layout` sees to that). A walk streams along the first axis (*rows*: the height
+of an image, the depth of a volume, the length of a signal) and cuts panels along the second (*columns*); a third one is always whole. A
+signal has no second axis: its values count as one column wide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+__all__ = ["COLUMNS", "ROWS", "Axes"]
+
+#: Index of the streamed axis, and of the one that panels cut.
+ROWS, COLUMNS = 0, 1
+
+_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+
+Extent = TypeVar("Extent")
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The spatial axes of a graph.
+
+    Attributes:
+        count: how many there are, 1 to 3.
+    """
+
+    count: int = 2
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names, in order.
+
+        >>> Axes(3).names
+        ('depth', 'height', 'width')
+        """
+        return _NAMES[self.count]
+
+    @property
+    def rank(self) -> int:
+        """Dimensions of an ordinary image: batch, channels, axes."""
+        return 2 + self.count
+
+    def dim(self, rank: int, axis: int) -> int | None:
+        """The dimension of a value with ``rank`` dimensions that an axis is; ``None`` where the graph has no such axis.
+
+        >>> Axes(2).dim(4, ROWS), Axes(2).dim(5, COLUMNS), Axes(1).dim(3, COLUMNS)
+        (2, 4, None)
+        """
+        return rank - self.count + axis if axis < self.count else None
+
+    def extent(self, shape: Sequence[int], axis: int) -> int:
+        """The extent of a value along an axis; 1 where the graph has no such axis."""
+        return shape[len(shape) - self.count + axis] if axis < self.count else 1
+
+    def of(self, shape: Sequence[Extent]) -> tuple[Extent, ...]:
+        """A shape's extents along the axes."""
+        return tuple(shape[max(0, len(shape) - self.count) :])
+
+    def with_extent(self, shape: Sequence[int], axis: int, extent: int) -> tuple[int, ...]:
+        """A shape with another extent along an axis; itself where the graph has no such axis.
+
+        >>> Axes(2).with_extent((1, 3, 8, 9), ROWS, 2)
+        (1, 3, 2, 9)
+        """
+        found = list(shape)
+        dim = self.dim(len(shape), axis)
+        if dim is not None:
+            found[dim] = extent
+        return tuple(found)

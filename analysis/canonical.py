@@ -1,0 +1,350 @@
+"""The graph with every image in one order of dimensions: permutes and reshapes gone, operators told where their dimensions are.
+
+:mod:`sft.analysis.layout` follows how the model's values lie in images. Here each operator is rewritten to work on the image itself:
+
+* permutes, transposes, reshapes, squeezes vanish, or become ``sft.rearrange``, which moves channels within each pixel;
+* operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``);
+* operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
+* ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``;
+* anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy as sp
+
+from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
+from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
+from sft.analysis.operators import ALONG, ELEMENTWISE
+
+__all__ = ["canonical"]
+
+_RESHAPES = frozenset(
+    {
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten._unsafe_view.default",
+        "aten.flatten.using_ints",
+        "aten.unflatten.int",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.squeeze.default",
+        "aten.unsqueeze.default",
+        "aten.view_as.default",
+        "aten.reshape_as.default",
+    }
+)
+_PERMUTES = frozenset({"aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.movedim.int", "aten.swapaxes.default"})
+
+
+def canonical(graph: Graph) -> Graph:
+    """Rewrite a graph as the module says; one that holds images in their own order already comes back unchanged."""
+    rewriting = _Rewriting(graph)
+    for node in graph.nodes:
+        rewriting.add(node)
+    return rewriting.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """A value of the model that lies in an image: the node of the new graph that holds it, and how."""
+
+    node: str
+    layout: Layout
+
+
+class _Rewriting:
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.axes = graph, graph.axes
+        self.nodes: dict[str, Node] = {}
+        self.images: dict[str, _Image] = {}  # by the model's value
+        self.alias: dict[str, str] = {}  # of the model's other values
+
+    def finish(self) -> Graph:
+        graph = self.graph
+        outputs = tuple(self._plain_name(name) for name in graph.outputs)
+        updates = tuple((self._plain_name(name), target) for name, target in graph.updates)
+        return replace(graph, nodes=tuple(self.nodes.values()), outputs=outputs, updates=updates).without_dead_operators()
+
+    def add(self, node: Node) -> None:
+        """Take over one node of the model."""
+        if node.kind != "operator":
+            self.nodes[node.name] = node
+            if node.kind == "input" and len(node.shape) == self.axes.rank:
+                self.images[node.name] = _Image(node.name, Layout.plain(len(node.shape)))
+            return
+        images = [name for name in node.operands if name in self.images]
+        if not images:
+            self._keep(node)
+            return
+        rewrite = self._rewrite_of(node)
+        if rewrite is None or not rewrite(node):
+            self._keep(node)
+
+    def _rewrite_of(self, node: Node) -> Callable[[Node], bool] | None:
+        if node.target in _PERMUTES:
+            return self._permute
+        if node.target in _RESHAPES:
+            return self._reshape
+        if node.target in ELEMENTWISE:
+            return self._elementwise
+        if node.target in ALONG:
+            return self._along
+        return {"aten.linear.default": self._linear, "aten.layer_norm.default": self._layer_norm}.get(node.target)
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def _put(self, node: Node, layout: Layout, name: str) -> bool:
+        """Add a node that makes an image, and say that the model's value ``name`` lies in it."""
+        self.nodes[node.name] = node
+        self.images[name] = _Image(node.name, layout)
+        return True
+
+    def _shape(self, name: str) -> tuple[Any, ...]:
+        return self.nodes[name].shape
+
+    def _rearranged(self, node: Node, change: Rearrangement, source: str, name: str) -> None:
+        """Add the node that moves the channels of ``source``."""
+        old = self.nodes[source]
+        shape = (old.shape[0], *change.shape, *self.axes.of(old.shape))
+        arguments = (
+            ("self", Ref(source)),
+            ("split", change.split),
+            ("order", change.order),
+            ("shape", change.shape),
+            ("axes", self.axes.count),
+        )
+        self.nodes[name] = replace(node, name=name, target="sft.rearrange", shape=shape, arguments=arguments)
+
+    def _follow(self, node: Node, image: _Image) -> bool:
+        """Say that the model's value ``node`` is an image, with channels merged that the model has merged."""
+        found = merged(image.layout, self._shape(image.node), self.axes)
+        if found is not None and found.rearrangement is not None:
+            name = f"{node.name}__merged"
+            self._rearranged(node, found.rearrangement, image.node, name)
+            image = _Image(name, found.layout)
+        self.images[node.name] = image
+        return True
+
+    def _keep(self, node: Node) -> None:
+        """Take an operator over as it is, on the model's own values."""
+        arguments = tuple((key, map_refs(value, lambda name: Ref(self._plain_name(name)))) for key, value in node.arguments)
+        kept = replace(node, arguments=arguments)
+        self.nodes[node.name] = kept
+        images = [self.nodes[self.images[name].node] for name in node.operands if name in self.images]
+        if self._is_image_of(kept, images):
+            self.images[node.name] = _Image(node.name, Layout.plain(len(node.shape)))
+
+    def _is_image_of(self, node: Node, images: Sequence[Node]) -> bool:
+        """Whether a value may lie as an image does: anything with as many dimensions, along which images vary."""
+        if len(node.shape) < self.axes.rank:
+            return False
+        return any(node.shape[0] == image.shape[0] for image in images) and not all(extent == 1 for extent in self.axes.of(node.shape))
+
+    def _plain_name(self, name: str) -> str:
+        """The node that holds a value in the model's order."""
+        image = self.images.get(name)
+        if image is None:
+            return self.alias.get(name, name)
+        rank = len(self._shape(image.node))
+        if image.layout == Layout.plain(rank):
+            return image.node
+        restored = f"{name}__restored"
+        if restored not in self.nodes:
+            model, order = self.graph[name], [dim for group in image.layout.groups for dim in group]
+            order += [dim for dim in range(rank) if dim not in order]
+            arguments = (("self", Ref(image.node)), ("order", tuple(order)), ("shape", model.shape))
+            self.nodes[restored] = replace(model, name=restored, target="sft.restored", arguments=arguments, effect="")
+        return restored
+
+    # -- rewrites; each says whether it applies ---------------------------------------------------------------------
+
+    def _only_image(self, node: Node) -> _Image:
+        return self.images[next(name for name in node.operands if name in self.images)]
+
+    def _permute(self, node: Node) -> bool:
+        image = self._only_image(node)
+        rank = len(image.layout.groups)
+        order = list(range(rank))
+        if node.target == "aten.permute.default":
+            order = [dim % rank for dim in node.argument("dims")]
+        elif node.target == "aten.movedim.int":
+            order.insert(node.argument("destination") % rank, order.pop(node.argument("source") % rank))
+        else:
+            a, b = (node.argument("dim0", 0), node.argument("dim1", 1)) if node.target != "aten.swapaxes.default" else _pair(node)
+            order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
+        return self._follow(node, _Image(image.node, image.layout.permuted(order)))
+
+    def _reshape(self, node: Node) -> bool:
+        if len({name for name in node.operands if name in self.images}) > 1 and node.operands[0] not in self.images:
+            return False
+        image = self.images.get(node.operands[0])
+        if image is None:
+            return False
+        found = reshaped(image.layout, self._shape(image.node), node.shape, self.axes)
+        if found is None:
+            return False
+        held = image.node
+        if found.rearrangement is not None:
+            held = f"{node.name}__split"
+            self._rearranged(node, found.rearrangement, image.node, held)
+        return self._follow(node, _Image(held, found.layout))
+
+    def _elementwise(self, node: Node) -> bool:
+        images = [self.images[name] for name in node.operands if name in self.images]
+        layout = images[0].layout
+        held = [self._shape(image.node) for image in images]
+        if any(image.layout != layout for image in images) or len({len(shape) for shape in held}) > 1:
+            return False
+        rank = len(held[0])
+        aligned: dict[str, str] = {}
+        for name in dict.fromkeys(node.operands):
+            if name in self.images:
+                aligned[name] = self.images[name].node
+            elif layout.is_plain and len(layout.groups) == rank:
+                aligned[name] = self.alias.get(name, name)
+            else:
+                side = self._aligned(name, layout, rank)
+                if side is None:
+                    return False
+                aligned[name] = side
+        shape = _broadcast([*held, *(self._shape(aligned[name]) for name in node.operands if name not in self.images)], rank)
+        if layout.shape(shape) != tuple(node.shape) and not _same(layout.shape(shape), node.shape):
+            return False
+        arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
+        return self._put(replace(node, shape=shape, arguments=arguments), layout, node.name)
+
+    def _aligned(self, name: str, layout: Layout, rank: int) -> str | None:
+        """What broadcasts to a value of this layout, with its dimensions where the image has them."""
+        held = self.alias.get(name, name)
+        shape = self._shape(held)
+        if all(extent == 1 for extent in shape):
+            return held if len(shape) <= 1 else None
+        if len(shape) > len(layout.groups):
+            return None
+        full = (*[1] * (len(layout.groups) - len(shape)), *shape)
+        image: list[Any] = [1] * rank
+        places: list[int] = []
+        for group, extent in zip(layout.groups, full, strict=True):
+            if extent != 1:
+                if len(group) != 1:
+                    return None
+                places.append(group[0])
+                image[group[0]] = extent
+        if places != sorted(places):
+            return None
+        aligned = f"{held}__aligned_{'_'.join(map(str, places))}_of_{rank}"
+        if aligned not in self.nodes:
+            node = self.nodes[held]
+            arguments = (("self", Ref(held)), ("shape", tuple(image)))
+            self.nodes[aligned] = replace(
+                node, name=aligned, kind="operator", target="sft.aligned", shape=tuple(image), arguments=arguments, effect=""
+            )
+        return aligned
+
+    def _along(self, node: Node) -> bool:
+        """An operator along dimensions, each of which is one of the image's: of its channels, or all of its axes at once."""
+        spec, name = ALONG[node.target], ALONG[node.target].argument
+        operands = [operand for operand in node.operands if operand in self.images]
+        layout, held = self.images[operands[0]].layout, self._shape(self.images[operands[0]].node)
+        if set(node.operands) != set(operands) or any(self.images[operand].layout != layout for operand in operands):
+            return False
+        if name not in dict(node.arguments) or any(len(self._shape(self.images[o].node)) != len(held) for o in operands):
+            return False
+        given, first_axis = node.argument(name), len(held) - self.axes.count
+        if spec.adds:
+            return layout.is_plain and 1 <= given % len(node.shape) <= first_axis and self._put_along(node, Layout.plain(len(node.shape)))
+        rank = len(layout.groups)
+        dims = [dim % rank for dim in ([given] if isinstance(given, int) else given or range(rank))]
+        places = [layout.place(dim) for dim in dims]
+        found = [place for place in places if place is not None]
+        if len(found) != len(places):
+            return False
+        goes = spec.drops and not node.argument("keepdim", False)
+        after = layout.without(found) if goes else layout
+        argument: Any = found[0] if isinstance(given, int) else tuple(found)
+        if all(1 <= place < first_axis for place in found):
+            extents = {place: node.shape[dim] for dim, place in zip(dims, found, strict=True)} if not goes else {}
+            shape = [extents.get(place, extent) for place, extent in enumerate(held) if not (goes and place in found)]
+            return self._put_along(node, after, (name, argument), tuple(shape))
+        if goes and sorted(found) == list(range(first_axis, len(held))) and after.is_plain and len(after.groups) == first_axis:
+            return self._put_along(node, None, (name, argument))
+        return False
+
+    def _put_along(
+        self, node: Node, layout: Layout | None, argument: tuple[str, Any] | None = None, shape: tuple[Any, ...] | None = None
+    ) -> bool:
+        """Add an operator on images; what it makes is one of this layout, or none."""
+        arguments = tuple((key, map_refs(value, lambda name: Ref(self.images[name].node))) for key, value in node.arguments)
+        if argument is not None:
+            arguments = tuple(argument if key == argument[0] else (key, value) for key, value in arguments)
+        made = replace(node, shape=node.shape if shape is None else shape, arguments=arguments)
+        self.nodes[node.name] = made
+        if layout is not None:
+            self.images[node.name] = _Image(node.name, layout)
+        return True
+
+    def _channel(self, node: Node, image: _Image) -> int | None:
+        """The image's dimension of channels, where it has just one and the value's last dimension is that."""
+        shape = self._shape(image.node)
+        return 1 if len(shape) == self.axes.rank and image.layout.place(-1) == 1 else None
+
+    def _linear(self, node: Node) -> bool:
+        image = self.images.get(node.argument("input").name)
+        weight = node.argument("weight")
+        sides = [name for value in (weight, node.argument("bias")) for name in refs_in(value)]
+        if image is None or any(name in self.images for name in sides) or self._channel(node, image) is None:
+            return False
+        held = self.alias.get(weight.name, weight.name)
+        kernel, ones = f"{node.name}__kernel", (1,) * self.axes.count
+        matrix = self.nodes[held]
+        shape = (*matrix.shape, *ones)
+        self.nodes[kernel] = replace(
+            matrix, name=kernel, kind="operator", target="sft.aligned", shape=shape, arguments=(("self", Ref(held)), ("shape", shape)),
+            module_path=node.module_path,
+        )  # fmt: skip
+        old = self._shape(image.node)
+        arguments = (
+            ("input", Ref(image.node)),
+            ("weight", Ref(kernel)),
+            ("bias", node.argument("bias")),
+            ("stride", ones),
+            ("padding", (0,) * self.axes.count),
+            ("dilation", ones),
+            ("groups", 1),
+        )
+        target = f"aten.conv{self.axes.count}d.default"
+        convolution = replace(node, target=target, shape=(old[0], matrix.shape[0], *self.axes.of(old)), arguments=arguments)
+        return self._put(convolution, image.layout, node.name)
+
+    def _layer_norm(self, node: Node) -> bool:
+        image = self.images.get(node.argument("input").name)
+        normalized = tuple(node.argument("normalized_shape"))
+        if image is None or len(normalized) != 1 or self._channel(node, image) is None:
+            return False
+        arguments = (
+            ("self", Ref(image.node)),
+            ("weight", node.argument("weight")),
+            ("bias", node.argument("bias")),
+            ("eps", node.argument("eps")),
+        )
+        shape = self._shape(image.node)
+        return self._put(replace(node, target="sft.channel_norm", shape=shape, arguments=arguments), image.layout, node.name)
+
+
+def _pair(node: Node) -> tuple[int, int]:
+    return node.argument("axis0"), node.argument("axis1")
+
+
+def _broadcast(shapes: Sequence[Sequence[Any]], rank: int) -> tuple[Any, ...]:
+    full = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
+    return tuple(next((extent for extent in column if extent != 1), 1) for column in zip(*full, strict=True))
+
+
+def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two shapes are equal for every size of the image."""
+    return len(first) == len(second) and all(sp.simplify(sp.sympify(a) - sp.sympify(b)) == 0 for a, b in zip(first, second, strict=True))

@@ -1,0 +1,21 @@
+"""The table of operators: what each one means for streaming."""
+
+from __future__ import annotations
+
+from sft.analysis.operators.base import Border, Operator, Role
+from sft.analysis.operators.table import ALONG, CASTS, ELEMENTWISE, is_differentiable, operator_of, refusal, window_of
+from sft.analysis.operators.windows import Window
+
+__all__ = [
+    "ALONG",
+    "CASTS",
+    "ELEMENTWISE",
+    "Border",
+    "Operator",
+    "Role",
+    "Window",
+    "is_differentiable",
+    "operator_of",
+    "refusal",
+    "window_of",
+]

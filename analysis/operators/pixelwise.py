@@ -1,0 +1,154 @@
+"""Operators that compute each pixel from the same pixel of their operands: activations, joins, norms of channels, casts, masks."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sft.analysis.axes import Axes
+from sft.analysis.graph import Graph, Node
+from sft.analysis.operators.base import Operator
+
+__all__ = ["FLOATING", "Affine", "Binary", "Cast", "Cat", "Drawn", "FrozenNorm", "Pointwise", "Rowwise"]
+
+FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pointwise(Operator):
+    """A function of one element, without tensors among its arguments but ``self``."""
+
+    name: str = "pointwise"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, True) if node.target in ("aten.relu.default", "aten.leaky_relu.default") else (True, True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rowwise(Operator):
+    """Anything else that reads, for a pixel of its result, that pixel of its operands: all channels, other values, parameters.
+
+    Attributes:
+        broadcasts: whether its operands broadcast, so that one which is no image must not vary along one.
+    """
+
+    name: str = "rowwise"
+    broadcasts: bool = True
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        return _varying(node, graph, streamed) if self.broadcasts else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlongChannels(Operator):
+    """A function of a pixel's channels along some of their dimensions.
+
+    Attributes:
+        argument: the argument that names the dimensions.
+        adds: whether it names a new one.
+    """
+
+    name: str = "rowwise"
+    argument: str = "dim"
+    adds: bool = False
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        rank = len(node.shape) if self.adds else len(graph[node.operands[0]].shape)
+        given = node.argument(self.argument, 0 if self.adds else None)
+        dims = [given] if isinstance(given, int) else given
+        if not dims or any(not 1 <= dim % rank < rank - graph.axes.count for dim in dims):
+            return [f"{node.label}: along dimension {given} of {rank}; only dimensions of channels stay within a strip"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binary(Operator):
+    """``add``, ``sub``, ``mul``, ``div``."""
+
+    name: str = "binary"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (node.target in ("aten.mul.Tensor", "aten.div.Tensor"), False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        return _varying(node, graph, streamed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cat(Operator):
+    """``cat`` along a dimension of channels."""
+
+    name: str = "cat"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        dim = node.argument("dim", 0) % len(node.shape)
+        if not 1 <= dim < len(node.shape) - graph.axes.count:
+            return [f"{node.label}: cat along dimension {node.argument('dim', 0)}; only channels (dim=1) can be joined in strips"]
+        whole = [name for name in node.operands if name not in streamed]
+        return [f"{node.label}: operand {whole[0]} is not an image of the same size; expand it first"] if whole else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrozenNorm(Operator):
+    """BatchNorm with its running statistics."""
+
+    name: str = "frozen_norm"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (True, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if any(name in streamed for name in node.operands[1:]):
+            return [f"{node.label}: a streamed value serves as the norm's parameter; only parameters and buffers may"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Affine(Operator):
+    """The pointwise part of a norm over the image."""
+
+    name: str = "affine"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (True, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cast(Operator):
+    """A conversion to another element type."""
+
+    name: str = "cast"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn(Operator):
+    """Dropout and masks, whose bits follow positions."""
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+
+def _varying(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+    """Operands that are no images and yet vary along the axes."""
+    axes = graph.axes
+    for name in node.operands:
+        shape = graph[name].shape
+        if name not in streamed and any(extent != 1 for extent in axes.of(shape)):
+            wanted = " and ".join(axes.names)
+            return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its {wanted} 1"]
+    return []

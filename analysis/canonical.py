@@ -94,7 +94,12 @@ class _Rewriting:
             return self._elementwise
         if node.target in ALONG:
             return self._along
-        return {"aten.linear.default": self._linear, "aten.layer_norm.default": self._layer_norm}.get(node.target)
+        return {
+            "aten.linear.default": self._linear,
+            "aten.layer_norm.default": self._layer_norm,
+            "aten.expand.default": self._expand,
+            "aten.expand_as.default": self._expand,
+        }.get(node.target)
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -287,6 +292,22 @@ class _Rewriting:
         if layout is not None:
             self.images[node.name] = _Image(node.name, layout)
         return True
+
+    def _expand(self, node: Node) -> bool:
+        """An expansion of channels."""
+        image = self.images.get(node.operands[0])
+        if image is None or len(node.shape) != len(image.layout.groups):
+            return False
+        held = self._shape(image.node)
+        shape = list(held)
+        for group, extent in zip(image.layout.groups, node.shape, strict=True):
+            if len(group) == 1 and 1 <= group[0] < len(held) - self.axes.count:
+                shape[group[0]] = extent
+        if not _same(image.layout.shape(shape), node.shape):
+            return False
+        channels = tuple(shape[1 : len(held) - self.axes.count])
+        arguments = (("self", Ref(image.node)), ("channels", channels))
+        return self._put(replace(node, target="sft.expanded", shape=tuple(shape), arguments=arguments), image.layout, node.name)
 
     def _channel(self, node: Node, image: _Image) -> int | None:
         """The image's dimension of channels, where it has just one and the value's last dimension is that."""

@@ -170,7 +170,9 @@ def _regrouped(groups: list[list[_Part]], parts: list[_Part], hidden: list[int],
         pieces += found or [_Part(dim, 1)]
     pieces += [part for part in parts if part.dim < 0]
     is_changed = len(pieces) != first_axis - 1
-    number = {id(part): 1 + place for place, part in enumerate(pieces)}
+    # New dimensions come in the order that the value has them in.
+    order = sorted(range(len(pieces)), key=lambda place: _place(parts, pieces[place])) if is_changed else list(range(len(pieces)))
+    number = {id(pieces[place]): 1 + at for at, place in enumerate(order)}
     for part in parts:
         if part.dim == 0:
             number[id(part)] = 0
@@ -178,8 +180,14 @@ def _regrouped(groups: list[list[_Part]], parts: list[_Part], hidden: list[int],
             number[id(part)] = 1 + len(pieces) + part.dim - first_axis
     layout = Layout(tuple(tuple(number[id(part)] for part in group) for group in groups))
     split = tuple(int(part.extent) for part in pieces)
-    change = Rearrangement(split=split, order=tuple(range(len(split))), shape=split) if is_changed else None
+    shape = tuple(split[place] for place in order)
+    change = Rearrangement(split=split, order=tuple(order), shape=shape) if is_changed else None
     return Reshaped(layout=layout, rearrangement=change)
+
+
+def _place(parts: list[_Part], piece: _Part) -> int:
+    """Where a piece stands in the value; behind everything if it does not."""
+    return next((place for place, part in enumerate(parts) if part is piece), len(parts))
 
 
 def merged(layout: Layout, image: Sequence[Extent], axes: Axes) -> Reshaped | None:

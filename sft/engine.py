@@ -28,7 +28,7 @@ from sft.kernels.philox import draw_seed
 from sft.options import Options
 from sft.plan.describe import describe
 from sft.plan.planner import Planned, carry_out, plan_segments
-from sft.plan.problem import Problem, at_size, concrete_shapes
+from sft.plan.problem import Problem, at_size
 from sft.plan.types import Plan
 from sft.walk.region import Region
 
@@ -241,14 +241,11 @@ class Engine:
 
     def _plan(self, kind: _CallKind) -> _Ready:
         captured, symbols = self._capture(kind)
-        phases = captured.phases
+        inputs = captured.phases.graph.inputs
+        phases = at_size(captured.phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
         graph = phases.graph
-        inputs = [name for name in graph.inputs]
-        shapes = concrete_shapes(phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
-        phases = at_size(phases, symbols, shapes)
         problem = Problem(
             phases=phases,
-            shapes=shapes,
             requires_grad=self._requires_grad(kind, phases),
             channels_last=self._channels_last(kind, graph),
             resident_bytes=self._resident_bytes(),

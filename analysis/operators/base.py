@@ -22,7 +22,7 @@ __all__ = ["Border", "Operator", "Role", "entry"]
 #: How rows flow: ``stream``: rows in, rows out; ``reduce``: every row is read once and a global value comes out; ``whole``: whole tensors.
 Role = Literal["stream", "reduce", "whole"]
 #: What an operator reads beyond the true image border.
-Border = Literal["none", "zeros", "-inf", "counted zeros", "not counted", "mirrored"]
+Border = Literal["none", "zeros", "-inf", "counted zeros", "not counted", "value", "reflected", "repeated"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,10 @@ class Operator:
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         """The operands that come in strips; the others (parameters, global values) are whole."""
         return tuple(name for name in node.operands if name in streamed)
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        """The node with what else the row wants to know of it, now that its operands' extents along the axes are numbers."""
+        return node
 
     def access(self, node: Node, axis: int) -> AxisMap:
         """The access map along an axis of every streamed operand."""

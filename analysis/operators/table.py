@@ -12,10 +12,11 @@ from typing import Any
 
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
+from sft.analysis.operators.borders import ChannelPad, Pad, Slice
 from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, Pointwise, Rowwise
 from sft.analysis.operators.reductions import Mean, Moments
 from sft.analysis.operators.resampling import Nearest
-from sft.analysis.operators.windows import AvgPool, Convolution, MaxPool, Window, Windowed
+from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
 __all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "window_of"]
 
@@ -133,7 +134,7 @@ CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layo
 _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.conv{n}d.{kind}": _CONVOLUTION for n in (1, 2, 3) for kind in ("default", "padding")},
     **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
-    **{f"aten.avg_pool{n}d.default": _AVG_POOL for n in (1, 2, 3)},
+    **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindow()) for n in (1, 2, 3)},
     **{f"aten.upsample_nearest{n}d.vec": Nearest() for n in (1, 2, 3)},
     **{f"aten.{name}.Tensor": _BINARY for name in ("add", "sub", "mul", "div")},
     **{f"aten.{name}.default": _POINTWISE for name in _UNARY},
@@ -153,7 +154,9 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.{name}.int": AlongChannels() for name in ("softmax", "log_softmax", "select")},
     **{f"aten.{name}.default": AlongChannels() for name in ("cumsum", "cumprod", "glu", "linalg_vector_norm", "index_select")},
     "aten.stack.default": AlongChannels(adds=True),
-    "aten.slice.Tensor": AlongChannels(),
+    "aten.slice.Tensor": (AlongChannels(), Slice()),
+    "aten.pad.default": (Pad(), ChannelPad()),
+    "sft.expanded": _CHANNELS,
     "aten.flip.default": AlongChannels(argument="dims"),
     **{f"aten.adaptive_avg_pool{n}d.default": _MEAN for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
@@ -200,7 +203,8 @@ def is_differentiable(node: Node) -> bool:
 
 def window_of(node: Node, axis: int) -> Window | None:
     """The sliding window of a convolution or pooling along one of its axes."""
-    row = _TABLE.get(node.target)
+    found = _TABLE.get(node.target)
+    row = found[0] if isinstance(found, tuple) else found
     return row.window(node, axis) if isinstance(row, Windowed) and axis < row.num_axes(node) else None
 
 

@@ -11,7 +11,7 @@ from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.masks import MASK_TARGETS
 from sft.analysis.operators.base import Border, Operator, entry
 
-__all__ = ["AvgPool", "Convolution", "MaxPool", "Window", "Windowed"]
+__all__ = ["AvgPool", "ChannelWindow", "Convolution", "MaxPool", "Window", "Windowed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,26 @@ class Windowed(Operator):
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (True, False)
 
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if self.num_axes(node) != graph.axes.count:
+            return [f"{node.label}: slides along {self.num_axes(node)} dimensions of images with {graph.axes.count} axes"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelWindow(Operator):
+    """A window that slides along channels only: a pooling with one more axis than the image has (local response norm)."""
+
+    name: str = "rowwise"
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        for key, alone in (("kernel_size", 1), ("stride", 1), ("padding", 0)):
+            given = node.argument(key) or node.argument("kernel_size")
+            entries = given if isinstance(given, (tuple, list)) else (given,)
+            if len(node.shape) != graph.axes.rank + 1 or len(entries) <= graph.axes.count or any(e != alone for e in entries[1:]):
+                return [f"{node.label}: slides along channels and the image's axes at once"]
+        return []
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution(Windowed):
@@ -100,6 +120,9 @@ class Convolution(Windowed):
         return (0, 1 if depthwise else None, *range(2, 2 + axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        found = Windowed.problems(self, node, graph, streamed)
+        if found:
+            return found
         names = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(name in streamed for name in names):
             return [f"{node.label}: the kernel is computed from the image; only parameters may be kernels"]
@@ -143,4 +166,4 @@ class AvgPool(_Pool):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.argument("divisor_override") == 0:
             return [f"{node.label}: divisor_override is 0; give a positive divisor"]
-        return []
+        return Windowed.problems(self, node, graph, streamed)

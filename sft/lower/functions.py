@@ -57,9 +57,12 @@ def running_var(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
 
 
 def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: Sequence[int], axes: int) -> Tensor:
-    """The channels of each pixel split, put into another order, and merged; always a copy."""
+    """The channels of each pixel split, put into another order, and merged: a view where they are only split, else a copy."""
     batch, extents = self.shape[0], self.shape[self.dim() - axes :]
     parts = self.reshape(batch, *split, *extents)
+    moved_places = [place for place in order if split[place] != 1]
+    if moved_places == sorted(moved_places) and len(shape) == len(split):
+        return self.reshape(batch, *shape, *extents)
     first_axis = 1 + len(split)
     moved = parts.permute(0, *(1 + place for place in order), *range(first_axis, first_axis + axes))
     return moved.clone(memory_format=torch.contiguous_format).view(batch, *shape, *extents)
@@ -73,6 +76,12 @@ def aligned(self: Tensor, shape: Sequence[int]) -> Tensor:
 def restored(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
     """An image in the order of dimensions that the model has it in."""
     return self.permute(*order).clone(memory_format=torch.contiguous_format).view(*shape)
+
+
+def expanded(self: Tensor, channels: Sequence[int]) -> Tensor:
+    """Channels repeated."""
+    first_axis = 1 + len(channels)
+    return self.expand(self.shape[0], *channels, *self.shape[first_axis:])
 
 
 def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -101,4 +110,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.aligned": aligned,
     "sft.restored": restored,
     "sft.channel_norm": channel_norm,
+    "sft.expanded": expanded,
 }

@@ -18,7 +18,7 @@ from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
 from sft.lower.context import grad_dtype_of
 
-__all__ = ["Problem", "at_size", "concrete_shapes"]
+__all__ = ["Problem", "at_size"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,8 +26,7 @@ class Problem:
     """A model at one input size.
 
     Attributes:
-        phases: the sorted graph.
-        shapes: shape of every value.
+        phases: the sorted graph at that size.
         requires_grad: values that need a gradient; empty for inference.
         channels_last: model inputs and outputs that are laid out channels last.
         resident_bytes: parameters, their gradients, buffers and optimizer state.
@@ -37,7 +36,6 @@ class Problem:
     """
 
     phases: Phases
-    shapes: Mapping[str, tuple[int, ...]]
     requires_grad: frozenset[str]
     channels_last: frozenset[str]
     resident_bytes: int
@@ -49,6 +47,11 @@ class Problem:
     def graph(self) -> Graph:
         """The graph, in execution order."""
         return self.phases.graph
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every value."""
+        return {node.name: node.shape for node in self.graph.nodes}
 
     @property
     def training(self) -> bool:
@@ -150,37 +153,49 @@ class Problem:
         return total_stride(row_rates(self.graph, names, known, self.phases.rows)) if known else 1
 
 
-def concrete_shapes(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shape of every value for the inputs' shapes ``given``.
+def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> Phases:
+    """The sorted graph at one size, shapes and arguments as numbers.
+
+    Args:
+        phases: the sorted graph.
+        symbols: the value of every symbol in it.
+        given: the inputs' shapes.
 
     Raises:
         InputError: an operator's output would be empty, or operands differ in size.
-        UnsupportedError: an operand broadcasts along the image.
+        UnsupportedError: an operand broadcasts along the image, or a size depends on values.
     """
     shapes: dict[str, tuple[int, ...]] = dict(given)
-    graph, axes = phases.graph, phases.graph.axes
-    for node in graph.nodes:
-        if node.name in shapes:
-            continue
-        row = phases.rows.get(node.name)
-        operand = next((o for o in node.operands if o in phases.streamed), None)
-        if node.name in phases.streamed and row is not None and row.role == "stream" and operand is not None:
-            sizes = {axes.of(shapes[o]) for o in node.operands if o in phases.streamed}
-            if len(sizes) > 1:
-                if any(1 in size for size in sizes):
-                    raise UnsupportedError([f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"])
-                listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
-                raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
-            extents = [row.extent(node, axis, axes.extent(shapes[operand], axis)) for axis in range(axes.count)]
-            if min(extents) < 1:
-                size = "x".join(map(str, shapes[operand]))
-                found = " x ".join(map(str, extents))
-                raise InputError(f"{node.label}: an input of {size} leaves no output (it would be {found}); give a larger image")
-            channels = (int(extent) for extent in node.shape[1 : len(node.shape) - axes.count])
-            shapes[node.name] = (shapes[operand][0], *channels, *extents)
-        else:
-            shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
-    return shapes
+    nodes: list[Node] = []
+    for node in phases.graph.nodes:
+        numbers = tuple((key, _numbers(value, symbols, node)) for key, value in node.arguments)
+        node = replace(node, arguments=numbers)
+        operands = [name for name in node.operands if name in phases.streamed]
+        if node.name not in shapes:
+            if node.name in phases.streamed and operands and phases.rows[node.name].role == "stream":
+                node, shapes[node.name] = _streamed_at_size(phases, node, [shapes[name] for name in operands])
+            else:
+                shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
+        nodes.append(replace(node, shape=shapes[node.name]))
+    return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes)))
+
+
+def _streamed_at_size(phases: Phases, node: Node, operands: Sequence[tuple[int, ...]]) -> tuple[Node, tuple[int, ...]]:
+    """A node whose rows stream, with what its row of the table wants to know of its operands, and its shape."""
+    axes, row = phases.graph.axes, phases.rows[node.name]
+    sizes = {axes.of(shape) for shape in operands}
+    if len(sizes) > 1:
+        if any(1 in size for size in sizes):
+            raise UnsupportedError([f"{node.label}: an operand broadcasts along the image {sorted(sizes)}; expand it first"])
+        listed = " and ".join("x".join(map(str, size)) for size in sorted(sizes))
+        raise InputError(f"{node.label}: operands of different size, {listed}; choose an input size at which they agree")
+    node = row.resolved(node, axes.of(operands[0]))
+    extents = [row.extent(node, axis, extent) for axis, extent in enumerate(axes.of(operands[0]))]
+    if min(extents) < 1:
+        size, found = "x".join(map(str, operands[0])), " x ".join(map(str, extents))
+        raise InputError(f"{node.label}: an input of {size} leaves no output (it would be {found}); give a larger image")
+    channels = (int(extent) for extent in node.shape[1 : len(node.shape) - axes.count])
+    return node, (operands[0][0], *channels, *extents)
 
 
 def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
@@ -190,16 +205,7 @@ def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
     return int(value)
 
 
-def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], shapes: Mapping[str, tuple[int, ...]]) -> Phases:
-    """The sorted graph at one size: its nodes' shapes and arguments as numbers."""
-
-    def number(value: Any, node: Node) -> Any:
-        if isinstance(value, sp.Basic):
-            return _number(value, symbols, node)
-        return type(value)(number(item, node) for item in value) if isinstance(value, (tuple, list)) else value
-
-    nodes = [
-        replace(node, shape=shapes[node.name], arguments=tuple((key, number(value, node)) for key, value in node.arguments))
-        for node in phases.graph.nodes
-    ]
-    return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes)))
+def _numbers(value: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> Any:
+    if isinstance(value, sp.Basic):
+        return _number(value, symbols, node)
+    return type(value)(_numbers(item, symbols, node) for item in value) if isinstance(value, (tuple, list)) else value

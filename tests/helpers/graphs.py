@@ -9,7 +9,7 @@ from typing import Any
 from sft.analysis.graph import Graph, Node, Ref
 from sft.analysis.operators import Operator
 from sft.analysis.phases import Phases, find_phases
-from sft.plan.problem import concrete_shapes
+from sft.plan.problem import at_size
 
 from .dags import Activation, AvgPool, Conv, Dag, Join, MaxPool, Norm, Pair, Upsample
 
@@ -146,7 +146,8 @@ class GraphBuilder:
     def build(self, *outputs: str) -> Built:
         """The sorted graph; the last value is the output unless others are named."""
         phases = find_phases(Graph(nodes=tuple(self.nodes), outputs=outputs or (self.nodes[-1].name,)))
-        return Built(phases=phases, shapes=concrete_shapes(phases, {}, self.inputs))
+        phases = at_size(phases, {}, self.inputs)
+        return Built(phases=phases, shapes={node.name: node.shape for node in phases.graph.nodes})
 
     def _add(self, name: str, target: str, channels: int, /, **arguments: Any) -> str:
         self.channels[name] = channels

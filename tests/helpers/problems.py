@@ -8,7 +8,7 @@ from torch import nn
 from sft.analysis.annotate import annotated
 from sft.analysis.capture import capture
 from sft.analysis.phases import find_phases
-from sft.plan.problem import Problem, concrete_shapes
+from sft.plan.problem import Problem, at_size
 
 __all__ = ["problem_of"]
 
@@ -24,8 +24,7 @@ def problem_of(model: nn.Module, shape: tuple[int, int, int, int], *, training: 
         if node.kind == "parameter" or any(name in requires_grad for name in node.operands):
             requires_grad.add(node.name)
     return Problem(
-        phases=phases,
-        shapes=concrete_shapes(phases, symbols, {found.graph.inputs[0]: shape}),
+        phases=at_size(phases, symbols, {found.graph.inputs[0]: shape}),
         requires_grad=frozenset(requires_grad),
         channels_last=frozenset(),
         resident_bytes=0,

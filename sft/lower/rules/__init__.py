@@ -6,6 +6,7 @@ from sft.analysis.graph import Node
 from sft.analysis.operators import CASTS
 from sft.lower.context import Scope
 from sft.lower.rules.base import Rule
+from sft.lower.rules.borders import Pad, Slice
 from sft.lower.rules.casts import Cast
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.joins import Binary, Cat
@@ -23,6 +24,8 @@ _RULES: dict[str, Rule] = {
     "max_pool": MaxPool(),
     "avg_pool": AvgPool(),
     "nearest": Nearest(),
+    "pad": Pad(),
+    "slice": Slice(),
     "binary": Binary(),
     "cat": Cat(),
     "frozen_norm": FrozenNorm(),

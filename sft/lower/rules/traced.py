@@ -155,7 +155,8 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
                 from_grad.add(placeholders)
             placeholders += 1
         elif node.op == "output":
-            result = [None if item is None else index[alias.get(item, item)] for item in node.args[0]]
+            # A call may have no such result: the gradient of an operand that needs none.
+            result = [None if item is None else index.get(alias.get(item, item)) for item in node.args[0]]
         elif node.op == "call_function":
             if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
                 alias[node] = alias.get(node.args[0], node.args[0])
@@ -169,7 +170,7 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
             made = {user.args[1]: user for user in node.users} if has_many else {0: node}
             results: list[_Result | None] = []
             for position, tensor in enumerate(value if has_many else (value,)):
-                if position not in made:
+                if position not in made or tensor is None:
                     results.append(None)
                     continue
                 number = len(index)

@@ -1,0 +1,113 @@
+"""Operators that move the border of the image: padding in all its modes, and crops."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from sft.analysis.access import AxisMap
+from sft.analysis.graph import Graph, Node
+from sft.analysis.operators.base import Border, Operator
+
+__all__ = ["ChannelPad", "Pad", "Slice"]
+
+_BORDERS: dict[str, Border] = {"constant": "value", "reflect": "reflected", "replicate": "repeated"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pad(Operator):
+    """``pad`` with a constant, by reflection, by repeating the border; negative paddings crop.
+
+    Row ``o`` reads row ``o - low``, or, beyond the border, one that it mirrors: at most ``2 * low`` rows further up, ``2 * high`` further
+    down. The access map has that much slack everywhere, since a map has one form for all rows.
+    """
+
+    name: str = "pad"
+
+    def amounts(self, node: Node, axis: int) -> tuple[int, int]:
+        """Rows before and behind the image."""
+        flat = node.argument("pad")
+        first = 2 * (self._num_axes(node) - 1 - axis)
+        return (int(flat[first]), int(flat[first + 1])) if 0 <= first < len(flat) else (0, 0)
+
+    def _num_axes(self, node: Node) -> int:
+        count: int = node.argument("axes")
+        return count
+
+    def mode(self, node: Node) -> str:
+        """How it is padded."""
+        mode: str = node.argument("mode")
+        return mode
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        return replace(node, arguments=(*node.arguments, ("axes", len(extents))))
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        low, high = self.amounts(node, axis)
+        reach = {"constant": 0, "reflect": 2, "replicate": 1}[self.mode(node)]
+        return AxisMap(first=-low - reach * max(0, high), last=-low + reach * max(0, low))
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return extent + sum(self.amounts(node, axis))
+
+    def border(self, node: Node) -> Border:
+        return _BORDERS[self.mode(node)]
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        flat, mode = node.argument("pad"), self.mode(node)
+        if mode not in _BORDERS:
+            return [f"{node.label}: mode {mode!r} reads the opposite border; the whole image is needed"]
+        if any(flat[2 * graph.axes.count :]):
+            return [f"{node.label}: pads channels ({flat}); only the image's axes can be padded in strips"]
+        if mode != "constant" and min(flat) < 0:
+            return [f"{node.label}: crops with mode {mode!r}; crop before padding"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelPad(Operator):
+    """``pad`` of channels alone."""
+
+    name: str = "rowwise"
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        flat, axes = node.argument("pad"), graph.axes
+        if any(flat[: 2 * axes.count]) or len(flat) > 2 * (len(node.shape) - 1):
+            return [f"{node.label}: pads more than channels ({flat}); pad channels and the image's axes one after the other"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice(Operator):
+    """``x[:, :, start:end:step]``: every ``step``-th row of part of the image."""
+
+    name: str = "slice"
+
+    def span(self, node: Node, axis: int) -> tuple[int, int, int]:
+        """First row, the one behind the last, and the step."""
+        sliced, *span = node.argument("span")
+        return (span[0], span[1], span[2]) if axis == sliced else (0, node.argument("extents")[axis], 1)
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        rank = len(node.shape)
+        axis = node.argument("dim") % rank - (rank - len(extents))
+        bounds = slice(node.argument("start"), node.argument("end"), node.argument("step", 1)).indices(extents[axis])
+        return replace(node, arguments=(*node.arguments, ("span", (axis, *bounds)), ("extents", extents)))
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        start, _, step = self.span(node, axis)
+        return AxisMap(scale=step, first=start, last=start)
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return len(range(*self.span(node, axis)))
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if node.argument("dim", 0) % len(node.shape) < len(node.shape) - graph.axes.count:
+            return [f"{node.label}: takes part of the batch; only channels and the image's axes can be sliced in strips"]
+        return []

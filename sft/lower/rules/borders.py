@@ -1,0 +1,155 @@
+"""Padding and crops on a strip."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sft.analysis.graph import refs_in
+from sft.analysis.operators.borders import Pad as PadRow
+from sft.analysis.operators.borders import Slice as SliceRow
+from sft.lower.context import NodeContext
+from sft.lower.program import Slot
+from sft.lower.rules.base import Rule
+
+__all__ = ["Pad", "Slice"]
+
+aten = torch.ops.aten
+
+
+def _spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
+    """For each axis the first row computed and how many, the first row read and how many."""
+    step, columns = ctx.step, ctx.scope.columns[ctx.node.name]
+    parts = [(step.new, ctx.read_of(operand).rows), (columns.new, ctx.columns_of(operand).rows)]
+    spans = [(new.start, len(new), rows.start, len(rows)) for new, rows in parts]
+    shape, source = ctx.scope.shapes[ctx.node.name], ctx.scope.shapes[operand]
+    rest = zip(ctx.scope.axes.of(shape)[2:], ctx.scope.axes.of(source)[2:], strict=True)
+    return [*spans, *((0, out, 0, extent) for out, extent in rest)][: ctx.scope.axes.count]
+
+
+class Pad(Rule):
+    """``pad``: along each axis rows of a constant are put beside those read, or the rows read are gathered by an index."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        node, (operand,) = ctx.node, refs_in(ctx.node.argument("self"))
+        row = ctx.scope.rows[node.name]
+        assert isinstance(row, PadRow)
+        if row.mode(node) == "constant":
+            return self._constant(ctx, row, operand)
+        value = ctx.strip(operand)
+        ctx.saved["gathered"] = []
+        for axis, (start, length, first, count) in enumerate(_spans(ctx, operand)):
+            extent, (low, _) = ctx.scope.extent(operand, axis), row.amounts(node, axis)
+            index = tuple(_source(at - low, extent, row.mode(node)) - first for at in range(start, start + length))
+            if index != tuple(range(count)):
+                dim = ctx.scope.axes.dim(len(value.shape), axis)
+                assert dim is not None
+                ctx.saved["gathered"].append((dim, index, value.shape))
+                shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
+                value = ctx.emitter.call(_gather, value, dim, index, shape=shape)
+        return value if ctx.saved["gathered"] else ctx.emitter.call(aten.clone.default, value, shape=value.shape)
+
+    def _constant(self, ctx: NodeContext, row: PadRow, operand: str) -> Slot:
+        """The rows read, with what lies beyond the image filled in."""
+        paddings, crops = [], []
+        for axis, (start, length, first, count) in enumerate(_spans(ctx, operand)):
+            low, _ = row.amounts(ctx.node, axis)
+            before = max(0, min(length, first + low - start)) if count else length
+            inside = min(length - before, first + count + low - start - before) if count else 0
+            paddings.append((before, length - before - inside))
+            crops.append((start + before - low - first, inside))
+        ctx.saved.update(paddings=paddings, crops=crops, shape=ctx.strip(operand).shape)
+        e, fill = ctx.emitter, ctx.node.argument("value") or 0.0
+        if any(inside == 0 for _, inside in crops):
+            out = e.empty(ctx.out_shape, ctx.scope.dtype_of(ctx.node.name))
+            return e.call(aten.fill_.Scalar, out, fill, writes=out)
+        value = ctx.strip(operand)
+        for axis, (start, length) in enumerate(crops):
+            value = ctx.narrow(value, axis, start, length)
+        flat = [size for pair in reversed(paddings) for size in pair]
+        return e.call(aten.constant_pad_nd.default, value, flat, fill, shape=ctx.out_shape)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image = ctx.emitter, ctx.node.argument("self")
+        (operand,) = refs_in(image)
+        if ctx.reads_nothing(operand):
+            return
+        if "gathered" in ctx.saved:
+            for dim, index, shape in reversed(ctx.saved["gathered"]):
+                grad = e.call(_scatter, grad, dim, index, shape[dim], shape=shape, dtype=grad.dtype)
+            ctx.add_grad(image, grad, owned=bool(ctx.saved["gathered"]) or owned)
+            return
+        paddings, crops = ctx.saved["paddings"], ctx.saved["crops"]
+        if any(inside == 0 for _, inside in crops):
+            return
+        for axis, ((before, _), (_, inside)) in enumerate(zip(paddings, crops, strict=True)):
+            grad = ctx.narrow(grad, axis, before, inside)
+        lead = ctx.saved["shape"][: -len(crops)]
+        shape = ctx.saved["shape"]
+        if tuple(grad.shape) == tuple(shape):
+            ctx.add_grad(image, grad, owned=False)
+            return
+        total = e.zeros(shape, grad.dtype)
+        part = total
+        for axis, (start, length) in enumerate(crops):
+            part = ctx.narrow(part, axis, start, length)
+        assert part.shape[: len(lead)] == tuple(lead)
+        e.copy(part, grad)
+        ctx.add_grad(image, total, owned=True)
+
+
+def _source(at: int, extent: int, mode: str) -> int:
+    """The row that stands at ``at``, which may lie beyond the image."""
+    if mode == "replicate":
+        return min(max(at, 0), extent - 1)
+    return abs(at) if at < extent else 2 * (extent - 1) - at
+
+
+def _gather(value: torch.Tensor, dim: int, index: tuple[int, ...]) -> torch.Tensor:
+    return value.index_select(dim, _tensor(index, value))
+
+
+def _scatter(grad: torch.Tensor, dim: int, index: tuple[int, ...], extent: int) -> torch.Tensor:
+    shape = (*grad.shape[:dim], extent, *grad.shape[dim + 1 :])
+    return grad.new_zeros(shape).index_add_(dim, _tensor(index, grad), grad)
+
+
+def _tensor(index: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(index), device=like.device)
+
+
+class Slice(Rule):
+    """A part of a strip along one axis, with a step."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        (operand,) = refs_in(ctx.node.argument("self"))
+        part = self._part(ctx, operand, ctx.strip(operand))
+        return ctx.emitter.call(aten.clone.default, part, shape=part.shape, dtype=part.dtype)
+
+    def _part(self, ctx: NodeContext, operand: str, slot: Slot) -> Slot:
+        row = ctx.scope.rows[ctx.node.name]
+        assert isinstance(row, SliceRow)
+        for axis, (start, length, first, _) in enumerate(_spans(ctx, operand)):
+            begin, _, step = row.span(ctx.node, axis)
+            at = begin + step * start - first
+            if step == 1:
+                slot = ctx.narrow(slot, axis, at, length)
+                continue
+            dim = ctx.scope.axes.dim(len(slot.shape), axis)
+            assert dim is not None
+            shape = (*slot.shape[:dim], length, *slot.shape[dim + 1 :])
+            arguments: tuple[Any, ...] = (dim, at, at + step * (length - 1) + 1, step)
+            slot = ctx.emitter.call(aten.slice.Tensor, slot, *arguments, shape=shape, view_of=slot, dtype=slot.dtype)
+        return slot
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        image = ctx.node.argument("self")
+        (operand,) = refs_in(image)
+        total = ctx.emitter.zeros(ctx.strip(operand).shape, grad.dtype)
+        ctx.emitter.copy(self._part(ctx, operand, total), grad)
+        ctx.add_grad(image, total, owned=True)

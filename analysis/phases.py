@@ -65,7 +65,7 @@ def find_phases(graph: Graph) -> Phases:
     reasons: dict[str, str] = {}
     problems: list[str] = []
     for node in graph.operators:
-        refused = refusal(node)
+        refused = refusal(node, graph)
         if refused is not None:
             problems.append(refused)
             continue

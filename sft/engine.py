@@ -307,12 +307,25 @@ class Engine:
         found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
         found = replace(found, graph=with_positional_masks(with_norms_apart(annotated(canonical(found.graph)))))
         captured = _Captured(found, find_phases(found.graph), traced)
+        self._refuse_unbatched(found.graph, kind.shapes)
         symbols = found.bind(kind.shapes)
         if symbols is None:
             sizes = ", ".join("x".join(map(str, shape)) for shape in kind.shapes)
             raise UnsupportedError([f"{type(self.model).__name__}: the capture at {sizes} does not hold for that very size"])
         self._captured = [*self._captured[1 - _MAX_CAPTURES :], captured]
         return captured, symbols
+
+    def _refuse_unbatched(self, graph: Graph, shapes: Sequence[Shape]) -> None:
+        """PyTorch takes an image without a batch for most of its layers; our axes would be one short.
+
+        Raises:
+            InputError: the input lacks the batch.
+        """
+        for node in graph.operators:
+            count = next((n for n in (1, 2, 3) if node.target.startswith(f"aten.conv{n}d.")), None)
+            if count is not None and len(node.shape) == count + 1:
+                given = " and ".join("x".join(map(str, shape)) for shape in shapes)
+                raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
 
     def _requires_grad(self, kind: _CallKind, phases: Phases) -> frozenset[str]:
         if not kind.with_grad:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import sft
 
-from .helpers.exactness import assert_within_budget, plan_of
+from .helpers.exactness import assert_exact, assert_within_budget, plan_of
 from .helpers.models import chain, seeded
 
 _BATCH, _HEIGHT, _WIDTH = 1, 64, 32
@@ -359,7 +359,7 @@ def test_a_given_plan_is_for_its_own_precision() -> None:
         assert net(x).dtype == torch.bfloat16
 
 
-def test_a_cast_to_integers_is_refused() -> None:
+def test_a_cast_to_integers_stops_the_gradient() -> None:
     class Quantised(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -369,8 +369,7 @@ def test_a_cast_to_integers_is_refused() -> None:
             y: Tensor = self.conv(x)
             return y.to(torch.int32).to(y.dtype)
 
-    with pytest.raises(sft.UnsupportedError, match="a cast from float32 to int32 of a streamed value"):
-        sft.compile(Quantised(), _SHAPE)
+    assert_exact(Quantised().double(), torch.randn(_SHAPE, dtype=torch.float64), options=sft.Options(tile=(5, None)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

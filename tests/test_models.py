@@ -43,8 +43,9 @@ def test_parameter_counts_are_the_published_ones() -> None:
     [(resnet18, 64, 32), (resnet50, 256, 32), (vgg16, 64, 32), (darknet19, 256, 32)],
 )
 def test_classifiers_take_odd_sizes(build: Callable[..., PooledClassifier], num_features: int, reduction: int) -> None:
-    model = build(5, width=8).eval()
-    image = torch.randn(1, 3, 101, 67)
+    torch.manual_seed(0)
+    model = build(5, width=8).double().eval()
+    image = torch.randn(1, 3, 101, 67, dtype=torch.float64)
     features = model.features(image)
     assert features.shape[:2] == (1, num_features)
     assert features.shape[2] in (101 // reduction, -(-101 // reduction))

@@ -10,7 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from sft.analysis.graph import Graph, Node
+from sft.analysis.graph import Graph, Node, refs_in
+from sft.analysis.masks import MASK_TARGETS
 from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
 from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, Pointwise, Rowwise
@@ -162,7 +163,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.mean.dim": (_MEAN, AlongChannels()),
 }
 
-_NO_ORDER = "random numbers follow the tiling; draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), noise outside the model"
+_NO_ORDER = "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), other numbers outside the compiled model"
 _RANDOM = {
     "native_dropout": "use the dropped values, not the mask that it returns",
     "bernoulli": "its probabilities vary; draw with one probability, torch.empty_like(x).bernoulli_(p)",
@@ -173,8 +174,7 @@ def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Op
     """The table's row for a node, given the streamed values, and why it runs whole although it reads one of them."""
     if not any(name in streamed for name in node.operands):
         return WHOLE, []
-    found = _TABLE.get(node.target, ())
-    rows = found if isinstance(found, tuple) else (found,)
+    rows = _rows(node.target)
     problems: list[str] = [] if rows else [f"{node.label}: has no rule for strips"]
     for row in rows:
         why = row.problems(node, graph, streamed)
@@ -184,10 +184,19 @@ def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Op
     return WHOLE, problems
 
 
-def refusal(node: Node) -> str | None:
+def _rows(target: str) -> tuple[Operator, ...]:
+    found = _TABLE.get(target, ())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def refusal(node: Node, graph: Graph) -> str | None:
     """Why an operator cannot run at all, whole tensors or not, and what to do; ``None`` if it can."""
     if node.target == "aten.instance_norm.default" and node.argument("use_input_stats") and node.argument("running_mean") is not None:
         return f"{node.label} has no exact rule; drop track_running_stats: the exporter loses the update of an InstanceNorm's buffers"
+    if any(isinstance(row, Convolution) for row in _rows(node.target)):
+        kernel = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
+        if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(kernel)):
+            return f"{node.label}: dropout on the kernel itself has no positions in the image; drop its input or its output"
     if node.effect == "draws":
         name = node.target.removeprefix("aten.").split(".")[0]
         return f"{node.label} has no exact rule; {_RANDOM.get(name, _NO_ORDER)}"
@@ -197,14 +206,13 @@ def refusal(node: Node) -> str | None:
 
 
 def is_differentiable(node: Node) -> bool:
-    """Whether a gradient passes through an operator at all: none passes through a drawn mask, nor through whole numbers."""
-    return node.target != "sft.mask" and (node.dtype in FLOATING or node.dtype.startswith("complex"))
+    """Whether a gradient passes through an operator at all: none passes through a drawn mask, whole numbers, or ``detach``."""
+    return node.target not in ("sft.mask", "aten.detach.default") and (node.dtype in FLOATING or node.dtype.startswith("complex"))
 
 
 def window_of(node: Node, axis: int) -> Window | None:
     """The sliding window of a convolution or pooling along one of its axes."""
-    found = _TABLE.get(node.target)
-    row = found[0] if isinstance(found, tuple) else found
+    row = next(iter(_rows(node.target)), None)
     return row.window(node, axis) if isinstance(row, Windowed) and axis < row.num_axes(node) else None
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from sft.analysis.access import AxisMap
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node, refs_in
-from sft.analysis.masks import MASK_TARGETS
 from sft.analysis.operators.base import Border, Operator, entry
 
 __all__ = ["AvgPool", "ChannelWindow", "Convolution", "MaxPool", "Window", "Windowed"]
@@ -126,8 +125,6 @@ class Convolution(Windowed):
         names = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(name in streamed for name in names):
             return [f"{node.label}: the kernel is computed from the image; only parameters may be kernels"]
-        if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(names)):
-            return [f"{node.label}: dropout on the kernel itself; drop its input or its output"]
         return []
 
 

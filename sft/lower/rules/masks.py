@@ -34,18 +34,20 @@ class _Draw:
         extents: the whole value as ``[N, C, H, W]``.
         site: the number of the random operator in the model.
         p: probability of a drop.
+        column_px: pixels of a column: the extent of a third axis.
     """
 
     extents: Extents
     site: int
     p: float
+    column_px: int = 1
 
     def drop(self, x: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], *, out: torch.Tensor) -> None:
         """Write ``x`` times mask times scale."""
         shape = _as_image(tuple(x.shape))
         dropout(
             x.view(shape),
-            origin=origin,
+            origin=self._place(origin),
             extents=self.extents,
             seed=int(seed),
             site=self.site,
@@ -61,7 +63,7 @@ class _Draw:
         tile = MaskTile(
             shape=shape,
             extents=self.extents,
-            origin=origin,
+            origin=self._place(origin),
             seed=int(seed),
             site=self.site,
             draw=0,
@@ -69,6 +71,9 @@ class _Draw:
             kind="element",
         )
         write_mask(tile, out.view(shape))
+
+    def _place(self, origin: tuple[int, int, int]) -> tuple[int, int, int]:
+        return (origin[0], origin[1], origin[2] * self.column_px)
 
 
 def _as_image(shape: tuple[int, ...]) -> Extents:
@@ -79,7 +84,9 @@ def _as_image(shape: tuple[int, ...]) -> Extents:
 
 def _draw_of(ctx: NodeContext) -> _Draw:
     node = ctx.node
-    return _Draw(_as_image(ctx.scope.shapes[node.name]), node.argument("site"), node.argument("p"))
+    shape, streams = ctx.scope.shapes[node.name], node.name in ctx.scope.streamed
+    column_px = math.prod(ctx.scope.axes.of(shape)[2:]) if streams else 1
+    return _Draw(_as_image(shape), node.argument("site"), node.argument("p"), column_px)
 
 
 def _place(ctx: NodeContext) -> tuple[Slot, Slot]:

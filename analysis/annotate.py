@@ -16,13 +16,17 @@ from sft.analysis.graph import Graph, Node
 __all__ = ["annotated"]
 
 
+#: Operators with a kernel among their operands.
+_WITH_KERNEL = tuple(f"aten.{name}{count}d." for name in ("conv", "conv_transpose") for count in (1, 2, 3))
+
+
 def annotated(graph: Graph) -> Graph:
     """The graph with derived arguments added."""
     return replace(graph, nodes=tuple(_annotated(node, graph) for node in graph.nodes))
 
 
 def _annotated(node: Node, graph: Graph) -> Node:
-    if node.target.startswith(("aten.conv1d.", "aten.conv2d.", "aten.conv3d.")):
+    if node.target.startswith(_WITH_KERNEL):
         weight = graph[node.argument("weight").name]
         return _with(node, "kernel_size", weight.shape[2:])
     if node.target.startswith("aten.upsample_nearest"):

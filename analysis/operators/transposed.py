@@ -79,6 +79,7 @@ class TransposedConvolution(Operator):
     """``conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d`` whose rows do not overlap."""
 
     name: str = "transposed_convolution"
+    is_phased: bool = True
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return spread_of(node, axis).access if axis < len(node.shape) - 2 else AxisMap()
@@ -111,6 +112,7 @@ class OverlapAdd(Operator):
     """The rows that each input row is spread to, summed where they overlap."""
 
     name: str = "overlap_add"
+    is_phased: bool = True
 
     def spread(self, node: Node) -> Spread:
         """How rows are spread."""

@@ -200,6 +200,4 @@ def _add_bias_grad(ctx: NodeContext, bias: Any, grad: Slot) -> None:
         return
     wide, dims = sum_dtype(grad.dtype), [0, *range(2, len(grad.shape))]
     keywords = {"dtype": wide} if wide != grad.dtype else {}
-    ctx.add_grad(
-        bias, ctx.emitter.call(aten.sum.dim_IntList, grad, dims, shape=grad.shape[1:2], dtype=wide, keywords=keywords), owned=True
-    )
+    ctx.add_grad(bias, ctx.emitter.call(aten.sum.dim_IntList, grad, dims, shape=grad.shape[1:2], dtype=wide, keywords=keywords), owned=True)

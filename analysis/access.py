@@ -75,6 +75,10 @@ class AxisMap:
         """The first input row that output row ``row`` reads; as the map is monotone no later row reads an earlier one."""
         return (self.scale * row + self.first) // self.divisor
 
+    def phase(self, row: int) -> int:
+        """Where output row ``row`` stands among those that have the same first row."""
+        return (self.scale * row + self.first) % self.divisor
+
     def frontier(self, rows: int) -> int:
         """How many output rows the first ``rows`` input rows complete, borders ignored."""
         return (self.divisor * rows - self.last - 1) // self.scale + 1

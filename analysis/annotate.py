@@ -16,15 +16,26 @@ from sft.analysis.graph import Graph, Node
 __all__ = ["annotated"]
 
 
+#: Operators with a kernel among their operands.
+_WITH_KERNEL = tuple(f"aten.{name}{count}d." for name in ("conv", "conv_transpose") for count in (1, 2, 3))
+
+#: Poolings that also say where their maxima were.
+_WITH_INDICES = frozenset(f"aten.max_pool{count}d_with_indices.default" for count in (1, 2, 3))
+
+
 def annotated(graph: Graph) -> Graph:
     """The graph with derived arguments added."""
     return replace(graph, nodes=tuple(_annotated(node, graph) for node in graph.nodes))
 
 
 def _annotated(node: Node, graph: Graph) -> Node:
-    if node.target.startswith(("aten.conv1d.", "aten.conv2d.", "aten.conv3d.")):
+    if node.target.startswith(_WITH_KERNEL):
         weight = graph[node.argument("weight").name]
         return _with(node, "kernel_size", weight.shape[2:])
+    if node.target in _WITH_INDICES and node.argument("result") == 0:
+        # The values alone are those of the pooling without indices.
+        arguments = tuple(item for item in node.arguments if item[0] != "result")
+        return replace(node, target=node.target.replace("_with_indices", ""), arguments=arguments)
     if node.target.startswith("aten.upsample_nearest"):
         source = graph[node.argument("input").name]
         return _with(node, "factors", _factors(node, source))

@@ -40,23 +40,25 @@ class Read:
         rows: its rows, inside the image.
         pad_low: border rows above them.
         pad_high: border rows below them.
+        phase: where the first row computed stands among those that one row of the operand is spread to, for operators that ask for it.
     """
 
     operand: str
     rows: Interval
     pad_low: int
     pad_high: int
+    phase: int = 0
 
     @classmethod
-    def clipped(cls, operand: str, span: Interval, extent: int) -> Read:
+    def clipped(cls, operand: str, span: Interval, extent: int, phase: int = 0) -> Read:
         """The read of ``span``, borders ignored, of a value of ``extent`` rows.
 
         >>> Read.clipped("x", Interval(-1, 8), 6)
-        Read(operand='x', rows=Interval(start=0, stop=6), pad_low=1, pad_high=2)
+        Read(operand='x', rows=Interval(start=0, stop=6), pad_low=1, pad_high=2, phase=0)
         """
         rows = span.clip(extent)
         pad_low = min(max(0, -span.start), len(span))
-        return cls(operand=operand, rows=rows, pad_low=pad_low, pad_high=len(span) - pad_low - len(rows))
+        return cls(operand=operand, rows=rows, pad_low=pad_low, pad_high=len(span) - pad_low - len(rows), phase=phase)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class Schedule:
         frontier: for each value its rows at hand before step ``i`` (index ``num_steps`` is the end).
         kept: for each value the first row still needed at that point.
         reads: for each operator its streamed operands with access maps' first and last rows, before clipping.
+        phases: for each operator that asks for it the phase of its first new row in each step; see :class:`Read`.
         strip_rows: rows of the tallest source that one step advances by.
     """
 
@@ -119,6 +122,7 @@ class Schedule:
     frontier: Mapping[str, Rows]
     kept: Mapping[str, Rows]
     reads: Mapping[str, tuple[tuple[str, Rows, Rows], ...]]
+    phases: Mapping[str, Rows]
     strip_rows: int
 
     @property
@@ -132,8 +136,9 @@ class Schedule:
         for name in self.names:
             frontier, kept = self.frontier[name], self.kept[name]
             new = Interval(int(frontier[index]), int(frontier[index + 1]))
+            phase = int(self.phases[name][index]) if name in self.phases else 0
             reads = tuple(
-                Read.clipped(operand, Interval(int(low[index]), int(high[index])), self.extents[operand])
+                Read.clipped(operand, Interval(int(low[index]), int(high[index])), self.extents[operand], phase)
                 for operand, low, high in self.reads.get(name, ())
                 if high[index] > low[index]
             )
@@ -157,6 +162,8 @@ class Schedule:
             frontier, kept = self.frontier[name], self.kept[name]
             new = frontier[1:] - frontier[:-1]
             columns += [new, frontier[:-1] - kept[:-1], frontier[1:] - kept[1:]]
+            if name in self.phases:
+                columns.append(np.where(new > 0, self.phases[name], 0))
             for operand, low, high in self.reads.get(name, ()):
                 extent, base = self.extents[operand], self.kept[operand][:-1]
                 clipped = np.clip(low, 0, extent)
@@ -256,6 +263,7 @@ def build_schedule(
         else:
             frontier[name] = np.zeros_like(unclipped[sources[0]])
     reads: dict[str, tuple[tuple[str, Rows, Rows], ...]] = {}
+    phases: dict[str, Rows] = {}
     kept = {name: frontier[name].copy() for name in (*sources, *names)}
     for name in names:
         node = graph[name]
@@ -265,6 +273,9 @@ def build_schedule(
             entries.append((operand, low, high))
             kept[operand] = np.minimum(kept[operand], floor_row)
         reads[name] = tuple(entries)
+        if rows[name].is_phased:
+            access = rows[name].access(node, 0)
+            phases[name] = (access.scale * frontier[name][:-1] + access.first) % access.divisor
     return Schedule(
         sources=sources,
         names=(*sources, *names),
@@ -272,6 +283,7 @@ def build_schedule(
         frontier=frontier,
         kept=kept,
         reads=reads,
+        phases=phases,
         strip_rows=strip,
     )
 

@@ -60,14 +60,17 @@ def tile_step(
     for name in reversed(names):
         node, row = graph[name], rows[name]
         operands = tuple(dict.fromkeys(row.streamed_operands(node, streamed)))
+        phase = 0
         if row.role == "reduce":
             taken = {operand: wanted.get(operand, _NOTHING) for operand in operands}
         else:
             part = needed.get(name, _NOTHING)
             if part:
                 part = needed[name] = row.computed(node, axis, part)
-            taken = {operand: row.access(node, axis).read(part) for operand in operands} if part else {}
-        reads[name] = tuple(Read.clipped(operand, span, extents[operand]) for operand, span in taken.items() if span)
+            access = row.access(node, axis)
+            taken = {operand: access.read(part) for operand in operands} if part else {}
+            phase = access.phase(part.start) if row.is_phased else 0
+        reads[name] = tuple(Read.clipped(operand, span, extents[operand], phase) for operand, span in taken.items() if span)
         for read in reads[name]:
             needed[read.operand] = needed.get(read.operand, _NOTHING).hull(read.rows)
     nodes = []
@@ -131,7 +134,7 @@ def step_signature(step: Step) -> tuple[object, ...]:
         (
             (len(node.new), len(node.held), len(node.kept)),
             node.wanted.shift(-node.new.start) if node.wanted else None,
-            tuple((read.rows.shift(-first[read.operand]), read.pad_low, read.pad_high) for read in node.reads),
+            tuple((read.rows.shift(-first[read.operand]), read.pad_low, read.pad_high, read.phase) for read in node.reads),
         )
         for node in step.nodes
     )

@@ -19,6 +19,7 @@ from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
 from sft.analysis.operators import is_differentiable
 from sft.analysis.phases import Phases, find_phases
+from sft.analysis.transposed import with_overlaps_apart
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
@@ -305,7 +306,7 @@ class Engine:
         if self._captured:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
-        found = replace(found, graph=with_positional_masks(with_norms_apart(annotated(canonical(found.graph)))))
+        found = replace(found, graph=with_positional_masks(with_overlaps_apart(with_norms_apart(annotated(canonical(found.graph))))))
         captured = _Captured(found, find_phases(found.graph), traced)
         self._refuse_unbatched(found.graph, kind.shapes)
         symbols = found.bind(kind.shapes)

@@ -148,7 +148,10 @@ def test_kinds_tell_steps_apart(case: tuple[Dag, Built, Schedule]) -> None:
     def relative(step: Step) -> tuple[object, ...]:
         base = {node.name: node.held.start for node in step.nodes}
         reads = [
-            tuple((r.operand, r.rows.start - base[r.operand] if r.rows else 0, len(r.rows), r.pad_low, r.pad_high) for r in node.reads)
+            tuple(
+                (r.operand, r.rows.start - base[r.operand] if r.rows else 0, len(r.rows), r.pad_low, r.pad_high, r.phase)
+                for r in node.reads
+            )
             for node in step.nodes
         ]
         return tuple((len(node.new), len(node.carried), len(node.kept), read) for node, read in zip(step.nodes, reads, strict=True))

@@ -32,10 +32,12 @@ class Operator:
     Attributes:
         name: the family, also the key of its lowering rule.
         role: how rows flow through it.
+        is_phased: whether what a strip computes depends on where its first row stands among those that one input row is spread to.
     """
 
     name: str
     role: Role = "stream"
+    is_phased: bool = False
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         """The operands that come in strips; the others (parameters, global values) are whole."""

@@ -16,7 +16,8 @@ from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
 from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, Pointwise, Rowwise
 from sft.analysis.operators.reductions import Mean, Moments
-from sft.analysis.operators.resampling import Nearest
+from sft.analysis.operators.resampling import Nearest, PixelShuffle, PixelUnshuffle
+from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
 __all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "window_of"]
@@ -134,6 +135,12 @@ CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layo
 #: Several rows are for different uses: the first that knows a use is for it.
 _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.conv{n}d.{kind}": _CONVOLUTION for n in (1, 2, 3) for kind in ("default", "padding")},
+    **dict.fromkeys(
+        ("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), TransposedConvolution()
+    ),
+    "sft.overlap_add": OverlapAdd(),
+    "aten.pixel_shuffle.default": PixelShuffle(),
+    "aten.pixel_unshuffle.default": PixelUnshuffle(),
     **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
     **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindow()) for n in (1, 2, 3)},
     **{f"aten.upsample_nearest{n}d.vec": Nearest() for n in (1, 2, 3)},

@@ -196,6 +196,14 @@ class NodeContext:
         """Whether all that is read of an operand lies in the padding."""
         return not (self.read_of(operand).rows and self.columns_of(operand).rows)
 
+    def spans(self, operand: str) -> list[tuple[Interval, Interval]]:
+        """For each axis what is computed, and what is read of a streamed operand."""
+        shape, source = self.scope.shapes[self.node.name], self.scope.shapes[operand]
+        columns = self.scope.columns[self.node.name].new
+        parts = [(self.step.new, self.read_of(operand).rows), (columns, self.columns_of(operand).rows)]
+        rest = zip(self.scope.axes.of(shape)[2:], self.scope.axes.of(source)[2:], strict=True)
+        return [*parts, *((Interval(0, out), Interval(0, extent)) for out, extent in rest)][: self.scope.axes.count]
+
     def strip(self, operand: str) -> Slot:
         """The rows and columns read of a streamed operand: a view of its buffer."""
         rows, columns = self.read_of(operand).rows, self.columns_of(operand).rows

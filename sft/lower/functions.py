@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sft.analysis.interval import Interval
+from sft.analysis.operators.transposed import Spread
+
 __all__ = ["FUNCTIONS"]
 
 
@@ -84,6 +87,27 @@ def expanded(self: Tensor, channels: Sequence[int]) -> Tensor:
     return self.expand(self.shape[0], *channels, *self.shape[first_axis:])
 
 
+def kernel_rows(self: Tensor) -> Tensor:
+    """A kernel ``[Cin, Cout, kh, ...]`` with its rows as channels, ``[Cin, kh * Cout, 1, ...]``."""
+    inputs, channels, kernel, *rest = self.shape
+    return self.movedim(2, 1).reshape(inputs, kernel * channels, 1, *rest)
+
+
+def overlap_add(self: Tensor, bias: Tensor | None, groups: int, spread: Sequence[Sequence[Any]]) -> Tensor:
+    """The products of :func:`kernel_rows` summed where they land on one row."""
+    along = Spread(**{name: value for name, value in spread})
+    batch, channels, rows, *rest = self.shape
+    products = self.reshape(batch, groups, along.kernel, channels // along.kernel // groups, rows, *rest)
+    extent = along.extent(rows)
+    out = products.new_zeros((batch, groups, products.shape[3], extent, *rest))
+    for tap, (first, count, start) in enumerate(along.landings(Interval(0, rows), Interval(0, extent))):
+        if count:
+            index = torch.arange(start, start + along.stride * (count - 1) + 1, along.stride, device=self.device)
+            out = out.index_add(3, index, products[:, :, tap].narrow(3, first, count))
+    out = out.reshape(batch, channels // along.kernel, extent, *rest)
+    return out if bias is None else out + bias.reshape(-1, *[1] * (out.dim() - 2))
+
+
 def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Layer norm of each pixel's channels (Ba, Kiros, Hinton 2016; as ConvNeXt uses it)."""
     last = self.movedim(1, -1)
@@ -111,4 +135,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.restored": restored,
     "sft.channel_norm": channel_norm,
     "sft.expanded": expanded,
+    "sft.kernel_rows": kernel_rows,
+    "sft.overlap_add": overlap_add,
 }

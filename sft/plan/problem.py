@@ -173,14 +173,16 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
         operands = [name for name in node.operands if name in phases.streamed]
         if node.name not in shapes:
             if node.name in phases.streamed and operands and phases.rows[node.name].role == "stream":
-                node, shapes[node.name] = _streamed_at_size(phases, node, [shapes[name] for name in operands])
+                node, shapes[node.name] = _streamed_at_size(phases, node, symbols, [shapes[name] for name in operands])
             else:
                 shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
         nodes.append(replace(node, shape=shapes[node.name]))
     return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes)))
 
 
-def _streamed_at_size(phases: Phases, node: Node, operands: Sequence[tuple[int, ...]]) -> tuple[Node, tuple[int, ...]]:
+def _streamed_at_size(
+    phases: Phases, node: Node, symbols: Mapping[sp.Symbol, int], operands: Sequence[tuple[int, ...]]
+) -> tuple[Node, tuple[int, ...]]:
     """A node whose rows stream, with what its row of the table wants to know of its operands, and its shape."""
     axes, row = phases.graph.axes, phases.rows[node.name]
     sizes = {axes.of(shape) for shape in operands}
@@ -194,7 +196,8 @@ def _streamed_at_size(phases: Phases, node: Node, operands: Sequence[tuple[int, 
     if min(extents) < 1:
         size, found = "x".join(map(str, operands[0])), " x ".join(map(str, extents))
         raise InputError(f"{node.label}: an input of {size} leaves no output (it would be {found}); give a larger image")
-    channels = (int(extent) for extent in node.shape[1 : len(node.shape) - axes.count])
+    # The exporter may know channels only as an expression of the image's size: those of a pixel_unshuffle.
+    channels = (_number(extent, symbols, node) for extent in node.shape[1 : len(node.shape) - axes.count])
     return node, (operands[0][0], *channels, *extents)
 
 

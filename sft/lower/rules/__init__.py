@@ -15,12 +15,15 @@ from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.reductions import Mean, WholeMean
 from sft.lower.rules.resample import Nearest
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
+from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
 from sft.lower.rules.windowed import AvgPool, Convolution, MaxPool
 
 __all__ = ["Rule", "rule_of"]
 
 _RULES: dict[str, Rule] = {
     "convolution": Convolution(),
+    "transposed_convolution": TransposedConvolution(),
+    "overlap_add": OverlapAdd(),
     "max_pool": MaxPool(),
     "avg_pool": AvgPool(),
     "nearest": Nearest(),

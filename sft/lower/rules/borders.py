@@ -20,12 +20,7 @@ aten = torch.ops.aten
 
 def _spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
     """For each axis the first row computed and how many, the first row read and how many."""
-    step, columns = ctx.step, ctx.scope.columns[ctx.node.name]
-    parts = [(step.new, ctx.read_of(operand).rows), (columns.new, ctx.columns_of(operand).rows)]
-    spans = [(new.start, len(new), rows.start, len(rows)) for new, rows in parts]
-    shape, source = ctx.scope.shapes[ctx.node.name], ctx.scope.shapes[operand]
-    rest = zip(ctx.scope.axes.of(shape)[2:], ctx.scope.axes.of(source)[2:], strict=True)
-    return [*spans, *((0, out, 0, extent) for out, extent in rest)][: ctx.scope.axes.count]
+    return [(new.start, len(new), rows.start, len(rows)) for new, rows in ctx.spans(operand)]
 
 
 class Pad(Rule):

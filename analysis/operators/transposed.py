@@ -1,0 +1,131 @@
+"""Transposed convolutions, and the sum of overlapping rows that is left of one (:mod:`sft.analysis.transposed`)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sft.analysis.access import AxisMap
+from sft.analysis.axes import ROWS, Axes
+from sft.analysis.graph import Graph, Node, refs_in
+from sft.analysis.interval import Interval
+from sft.analysis.masks import MASK_TARGETS
+from sft.analysis.operators.base import Operator, entry
+
+__all__ = ["OverlapAdd", "Spread", "TransposedConvolution", "spread_of"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """How a transposed convolution spreads its input along one axis: row ``i`` reaches ``i * stride - padding + dilation * tap``."""
+
+    kernel: int
+    stride: int = 1
+    padding: int = 0
+    output_padding: int = 0
+    dilation: int = 1
+
+    @property
+    def span(self) -> int:
+        """Output rows from the first to the last one that an input row reaches, both included."""
+        return self.dilation * (self.kernel - 1) + 1
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether output rows sum over several input rows."""
+        return self.span > self.stride
+
+    @property
+    def access(self) -> AxisMap:
+        """Row ``o`` is reached from ``ceil((o + padding - span + 1) / stride)`` to ``floor((o + padding) / stride)``.
+
+        Where rows do not overlap a row in a gap is reached by none, and counts as reading the one above the gap.
+        """
+        beyond = max(0, self.span - self.stride)
+        return AxisMap(first=self.padding - beyond, last=self.padding, divisor=self.stride)
+
+    def extent(self, extent: int) -> int:
+        """Output rows for ``extent`` input rows."""
+        return (extent - 1) * self.stride - 2 * self.padding + self.span + self.output_padding
+
+    def landings(self, read: Interval, part: Interval) -> list[tuple[int, int, int]]:
+        """For each row of the kernel which of the rows ``read`` it takes into ``part``: the first, how many, and where it lands.
+
+        Both are counted from the first of their interval.
+        """
+        found = []
+        for tap in range(self.kernel):
+            at = self.dilation * tap - self.padding  # where row 0 lands
+            first = max(read.start, -((at - part.start) // self.stride))
+            stop = min(read.stop, (part.stop - 1 - at) // self.stride + 1)
+            count = max(0, stop - first)
+            found.append((first - read.start, count, first * self.stride + at - part.start) if count else (0, 0, 0))
+        return found
+
+
+def spread_of(node: Node, axis: int) -> Spread:
+    """The spread of a transposed convolution along an axis."""
+    return Spread(
+        kernel=entry(node.argument("kernel_size"), axis),
+        stride=entry(node.argument("stride"), axis),
+        padding=entry(node.argument("padding"), axis),
+        output_padding=entry(node.argument("output_padding"), axis),
+        dilation=entry(node.argument("dilation"), axis),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransposedConvolution(Operator):
+    """``conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d`` whose rows do not overlap."""
+
+    name: str = "transposed_convolution"
+    is_phased: bool = True
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return spread_of(node, axis).access if axis < len(node.shape) - 2 else AxisMap()
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return spread_of(node, axis).extent(extent)
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (True, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        count = len(node.shape) - 2
+        if count != graph.axes.count:
+            return [f"{node.label}: slides along {count} dimensions of images with {graph.axes.count} axes"]
+        names = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
+        if any(name in streamed for name in names):
+            return [f"{node.label}: the kernel is computed from the image; only parameters may be kernels"]
+        if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(names)):
+            return [f"{node.label}: dropout on the kernel itself; drop its input or its output"]
+        if spread_of(node, ROWS).overlaps:
+            return [f"{node.label}: its rows overlap"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapAdd(Operator):
+    """The rows that each input row is spread to, summed where they overlap."""
+
+    name: str = "overlap_add"
+    is_phased: bool = True
+
+    def spread(self, node: Node) -> Spread:
+        """How rows are spread."""
+        return Spread(**dict(node.argument("spread")))
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return self.spread(node).access if axis == ROWS else AxisMap()
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return self.spread(node).extent(extent) if axis == ROWS else extent
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))

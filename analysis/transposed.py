@@ -1,0 +1,95 @@
+"""Transposed convolutions whose rows overlap, taken apart into products and sums.
+
+A transposed convolution spreads each input row over ``kernel`` output rows, ``stride`` apart from those of the next. Where they overlap,
+a strip that computed its rows from all input rows that reach them would multiply those at the seams twice. What is carried from strip to
+strip must be products, then, not input rows. So the operator becomes
+
+* ``conv_transpose`` one row tall: for each row of the input its products with every row of the kernel, as channels. The kernel
+  ``[Cin, Cout / g, kh, ...]`` is laid out as ``[Cin, kh * Cout / g, 1, ...]`` for it (``sft.kernel_rows``, once a step). As many
+  multiplications as the operator itself, none of them twice; along the other axes it is what it was.
+* ``sft.overlap_add``: each output row is the sum of the products that land on it, and the bias.
+
+Rows that do not overlap (a kernel of 2 with a stride of 2) need none of this: then an output row is one input row's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sft.analysis.axes import ROWS
+from sft.analysis.graph import Graph, Node, Ref
+from sft.analysis.operators.base import entry
+
+__all__ = ["with_overlaps_apart"]
+
+
+def with_overlaps_apart(graph: Graph) -> Graph:
+    """The graph with every transposed convolution of images whose rows overlap replaced by its parts."""
+    depends = graph.descendants(graph.inputs)
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes += _parts(node, graph) if _is_to_part(node, graph) and node.argument("weight").name not in depends else [node]
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _is_to_part(node: Node, graph: Graph) -> bool:
+    if not node.target.startswith(f"aten.conv_transpose{graph.axes.count}d.") or len(node.shape) != graph.axes.rank:
+        return False
+    kernel, stride, dilation = (entry(node.argument(name), ROWS) for name in ("kernel_size", "stride", "dilation"))
+    return dilation * (kernel - 1) + 1 > stride
+
+
+def _parts(node: Node, graph: Graph) -> list[Node]:
+    weight, groups, count = graph[node.argument("weight").name], node.argument("groups"), graph.axes.count
+    inputs, channels, kernel, *rest = weight.shape
+    shape = (inputs, channels * kernel, 1, *rest)
+    rows = replace(
+        weight,
+        name=f"{node.name}__kernel_rows",
+        kind="operator",
+        target="sft.kernel_rows",
+        shape=shape,
+        arguments=(("self", Ref(weight.name)),),
+        module_path=node.module_path,
+        effect="",
+    )
+    across = {name: _across(node.argument(name), alone, count) for name, alone in _ALONE.items()}
+    image = graph[node.argument("input").name]
+    arguments = (
+        ("input", Ref(image.name)),
+        ("weight", Ref(rows.name)),
+        ("bias", None),
+        *((name, across[name]) for name in ("stride", "padding", "output_padding")),
+        ("groups", groups),
+        ("dilation", across["dilation"]),
+        ("kernel_size", shape[2:]),
+    )
+    products = replace(
+        node,
+        name=f"{node.name}__products",
+        shape=(node.shape[0], node.shape[1] * kernel, image.shape[2], *node.shape[3:]),
+        arguments=arguments,
+    )
+    spread = tuple((_NAMES.get(name, name), _entry(node.argument(name), ROWS)) for name in ("kernel_size", *_ALONE))
+    sums = replace(
+        node,
+        target="sft.overlap_add",
+        arguments=(("self", Ref(products.name)), ("bias", node.argument("bias")), ("groups", groups), ("spread", spread)),
+    )
+    return [rows, products, sums]
+
+
+#: Arguments with an entry for each axis, and what they are along one that is not spread.
+_ALONE = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+_NAMES = {"kernel_size": "kernel"}
+
+
+def _entry(value: Any, axis: int) -> Any:
+    """The entry for an axis, which may be symbolic."""
+    return value[axis if len(value) > 1 else 0] if isinstance(value, (tuple, list)) else value
+
+
+def _across(value: Any, alone: int, count: int) -> tuple[Any, ...]:
+    """An argument for each axis with the rows left alone."""
+    return (alone, *(_entry(value, axis) for axis in range(1, count)))

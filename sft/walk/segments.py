@@ -311,7 +311,7 @@ class TiledSegment:
                     if port.name in self.scope.streamed:
                         bindings[port] = self._own_part(machine, grads, port.name, step, walk)
                     else:
-                        bindings[port] = machine.view(grads.by_name[port.name], walk.chunk, None)
+                        bindings[port] = self._side(machine, grads, port.name, walk.chunk)
                 elif port.role == "grad_carry":
                     bindings[port] = carried.pop(port.name)
                 elif port.role == "grad_source" and port.name in grads.sinks:

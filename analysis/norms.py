@@ -61,7 +61,9 @@ def _norm(node: Node, graph: Graph, *, groups: Any, per_sample: bool) -> list[No
     image: Ref = node.argument("input")
     ones = (1,) * graph.axes.count
     batch = node.shape[0] if per_sample else 1
-    moments = _node(node, "moments", (batch, groups, 3), (("self", image), ("groups", groups), ("per_sample", per_sample)))
+    moments = _node(
+        node, "moments", (batch, groups, 3), (("self", image), ("groups", groups), ("per_sample", per_sample), ("axes", graph.axes.count))
+    )
     operands = (("weight", node.argument("weight")), ("bias", node.argument("bias")))
     scale_shift = _node(
         node,

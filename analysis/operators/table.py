@@ -14,7 +14,7 @@ from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
 from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, Pointwise, Rowwise
-from sft.analysis.operators.reductions import Mean, Moments
+from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
 from sft.analysis.operators.resampling import Nearest
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
@@ -119,6 +119,8 @@ _CHANNEL_REDUCTIONS = (
     "prod.dim_int",
     "var.correction",
     "std.correction",
+    "var.dim",
+    "std.dim",
     "logsumexp.default",
     "mean.dim",
     "all.dim",
@@ -144,6 +146,9 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.cat.default": Cat(),
     "aten._native_batch_norm_legit_no_training.default": FrozenNorm(),
     "sft.moments": Moments(),
+    "sft.extremes": Extremes(),
+    "sft.peak": Peak(),
+    "sft.logsumexp": LogSumExp(),
     "sft.affine": Affine(),
     "sft.dropout": Drawn(name="dropout"),
     "sft.mask": Drawn(name="mask"),
@@ -160,6 +165,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.flip.default": AlongChannels(argument="dims"),
     **{f"aten.adaptive_avg_pool{n}d.default": _MEAN for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
+    "aten.sum.dim_IntList": (Sum(), AlongChannels()),
 }
 
 _NO_ORDER = "random numbers follow the tiling; draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), noise outside the model"

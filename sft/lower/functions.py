@@ -14,16 +14,52 @@ from torch import Tensor
 __all__ = ["FUNCTIONS"]
 
 
-def moments(self: Tensor, groups: int, per_sample: bool) -> Tensor:
+def moments(self: Tensor, groups: int, per_sample: bool, axes: int) -> Tensor:
     """Mean, biased variance and count of each group, ``[B, G, 3]``; in fp32 where the elements are of half precision."""
     self = _wide(self)
-    batch, channels = self.shape[:2]
-    grouped = self.reshape(batch, groups, channels // groups, -1)
-    dims = list(range(2, grouped.dim())) if per_sample else [0, *range(2, grouped.dim())]
+    grouped = self.reshape(self.shape[0], groups, -1)
+    dims = [2] if per_sample else [0, 2]
     variance, mean = torch.var_mean(grouped, dims, correction=0)
     count = torch.full_like(mean, grouped.numel() // mean.numel())
     stacked = torch.stack([mean, variance, count], -1)
     return stacked if per_sample else stacked.unsqueeze(0)
+
+
+def moment_mean(moments: Tensor, shape: Sequence[int]) -> Tensor:
+    """The means."""
+    return moments[..., 0].reshape(tuple(shape))
+
+
+def variance(moments: Tensor, correction: float, shape: Sequence[int]) -> Tensor:
+    """The variances with so many degrees of freedom less."""
+    count = moments[..., 2].detach()
+    return (moments[..., 1] * (count / (count - correction).clamp_min(0.0))).reshape(tuple(shape))
+
+
+def root(self: Tensor, order: float) -> Tensor:
+    """The ``order``-th root, whose derivative at zero counts as zero, as that of torch's norms and deviations does."""
+    positive = torch.where(self == 0, torch.ones_like(self), self)
+    found = torch.sqrt(positive) if order == 2 else torch.pow(positive, 1 / order)
+    return torch.where(self == 0, torch.zeros_like(self), found)
+
+
+def extremes(self: Tensor, largest: bool, axes: int) -> Tensor:
+    """The largest or smallest element along the axes and how often it occurs, in fp64."""
+    dims = list(range(self.dim() - axes, self.dim()))
+    value = torch.amax(self, dims, True) if largest else torch.amin(self, dims, True)
+    count = (self == value).sum(dims)
+    return torch.stack([value.flatten(-axes).squeeze(-1).double(), count.double()], -1)
+
+
+def peak(self: Tensor, axes: int) -> Tensor:
+    """The largest element along the axes and the first place where it is, in row-major order, in fp64."""
+    value, place = torch.max(self.flatten(-axes), -1)
+    return torch.stack([value.double(), place.double()], -1)
+
+
+def logsumexp(self: Tensor, axes: int) -> Tensor:
+    """The logarithm of the sum of exponentials along the axes."""
+    return torch.logsumexp(self, list(range(self.dim() - axes, self.dim())))
 
 
 def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, axes: int, channels: int, eps: float) -> Tensor:
@@ -70,7 +106,7 @@ def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: S
 
 def aligned(self: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor with its dimensions where those of an image are."""
-    return self.reshape(*shape)
+    return self.reshape(tuple(shape))
 
 
 def restored(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -102,6 +138,12 @@ def _towards(running: Tensor, value: Tensor, momentum: float) -> Tensor:
 #: By target.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.moments": moments,
+    "sft.moment_mean": moment_mean,
+    "sft.variance": variance,
+    "sft.root": root,
+    "sft.extremes": extremes,
+    "sft.peak": peak,
+    "sft.logsumexp": logsumexp,
     "sft.scale_shift": scale_shift,
     "sft.affine": affine,
     "sft.running_mean": running_mean,

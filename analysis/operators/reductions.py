@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
@@ -84,3 +85,10 @@ class Moments(_Reduction):
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
         return (0 if node.argument("per_sample") else None, 1, *([None] * axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        shape = graph[node.operands[0]].shape
+        channels = shape[1 : len(shape) - graph.axes.count]
+        if len(channels) > 1 and node.argument("groups") not in (1, prod(int(extent) for extent in channels)):
+            return [f"{node.label}: groups of several dimensions of channels; merge them with flatten"]
+        return []

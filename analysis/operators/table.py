@@ -193,7 +193,7 @@ def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Op
 def refusal(node: Node) -> str | None:
     """Why an operator cannot run at all, whole tensors or not, and what to do; ``None`` if it can."""
     if node.target == "aten.instance_norm.default" and node.argument("use_input_stats") and node.argument("running_mean") is not None:
-        return f"{node.label} has no exact rule; drop track_running_stats: the exporter loses the update of an InstanceNorm's buffers"
+        return f"{node.label} has no exact rule; its running statistics are read elsewhere too, where the exporter loses their update"
     if node.effect == "draws":
         name = node.target.removeprefix("aten.").split(".")[0]
         return f"{node.label} has no exact rule; {_RANDOM.get(name, _NO_ORDER)}"

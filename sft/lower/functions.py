@@ -81,15 +81,20 @@ def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
     return torch.addcmul(scale_shift[..., 1], self, scale_shift[..., 0]).to(self.dtype)
 
 
-def running_mean(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
-    """The running mean after this step."""
-    return _towards(running, moments[0, :, 0], momentum)
+def running_mean(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
+    """The running mean after this step: it follows the mean, which is that over the samples where each has its own."""
+    return _towards(running, moments[..., 0].mean(0), _momentum(momentum, num_batches, num_calls))
 
 
-def running_var(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
+def running_var(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
     """The running variance after this step: it follows the unbiased variance."""
-    variance, count = moments[0, :, 1], moments[0, :, 2]
-    return _towards(running, variance * (count / (count - 1)), momentum)
+    variance, count = moments[..., 1], moments[..., 2]
+    return _towards(running, (variance * (count / (count - 1))).mean(0), _momentum(momentum, num_batches, num_calls))
+
+
+def _momentum(momentum: float, num_batches: Tensor | None, num_calls: int) -> float | Tensor:
+    """The momentum; with a number of batches seen before this step that of a cumulative average."""
+    return momentum if num_batches is None else 1.0 / (num_batches + num_calls).double()
 
 
 def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: Sequence[int], axes: int) -> Tensor:
@@ -130,7 +135,7 @@ def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _towards(running: Tensor, value: Tensor, momentum: float) -> Tensor:
+def _towards(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
     wide = _wide(running)
     return (wide + momentum * (value.to(wide.dtype) - wide)).to(running.dtype)
 

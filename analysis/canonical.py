@@ -5,7 +5,8 @@
 * permutes, transposes, reshapes, squeezes vanish, or become ``sft.rearrange``, which moves channels within each pixel;
 * operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``);
 * operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
-* ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``;
+* ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
+  (:mod:`sft.analysis.layernorms`), reductions over the image are taken apart (:mod:`sft.analysis.reduced`);
 * anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import sympy as sp
 
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
+from sft.analysis.layernorms import LAYER_NORMS, layer_norm
 from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
 from sft.analysis.operators import ALONG, ELEMENTWISE
 from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
@@ -98,7 +100,7 @@ class _Rewriting:
         )
         own = {
             "aten.linear.default": self._linear,
-            "aten.layer_norm.default": self._layer_norm,
+            **dict.fromkeys(LAYER_NORMS, self._layer_norm),
             "aten.expand.default": self._expand,
             "aten.expand_as.default": self._expand,
         }
@@ -393,17 +395,11 @@ class _Rewriting:
 
     def _layer_norm(self, node: Node) -> bool:
         image = self.images.get(node.argument("input").name)
-        normalized = tuple(node.argument("normalized_shape"))
-        if image is None or len(normalized) != 1 or self._channel(node, image) is None:
+        if image is None or any(name in self.images for name in node.operands[1:]):
             return False
-        arguments = (
-            ("self", Ref(image.node)),
-            ("weight", node.argument("weight")),
-            ("bias", node.argument("bias")),
-            ("eps", node.argument("eps")),
-        )
-        shape = self._shape(image.node)
-        return self._put(replace(node, target="sft.channel_norm", shape=shape, arguments=arguments), image.layout, node.name)
+        last = image.layout.groups[len(image.layout.groups) - len(node.argument("normalized_shape")) :]
+        made = layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
+        return made is not None and all([self._put(part, image.layout, part.name) for part in made])
 
 
 def _pair(node: Node) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from typing import Any
 
 from sft.analysis.graph import Node, Ref
 
-__all__ = ["REDUCTIONS", "SOFTMAXES", "Chain", "Reduction", "peak", "reduced", "softmax"]
+__all__ = ["REDUCTIONS", "SOFTMAXES", "Chain", "Reduction", "peak", "pooled_mean", "reduced", "softmax", "widened"]
 
 _WIDE = {"float16": "float32", "bfloat16": "float32"}
 _BYTES = {"float32": 4, "float64": 8, "int64": 8}
@@ -67,7 +67,6 @@ class Reduction:
         num_axes: axes of the image.
         rest: the dimensions of the image besides its axes that are reduced too.
         order: the image's dimensions that are left, as the model has them.
-        extents: of the image along its axes.
     """
 
     node: Node
@@ -80,11 +79,6 @@ class Reduction:
     def lead(self) -> tuple[Any, ...]:
         """Batch and channels of the image."""
         return tuple(self.image.shape[: len(self.image.shape) - self.num_axes])
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The image's axes."""
-        return tuple(range(len(self.lead), len(self.image.shape)))
 
     @property
     def num_channels(self) -> int:
@@ -117,7 +111,7 @@ def _as_the_model_has_it(chain: Chain, reduction: Reduction, small: Node) -> tup
     return chain.finish()
 
 
-def _wide(chain: Chain, image: Node) -> Node:
+def widened(chain: Chain, image: Node) -> Node:
     """Half types are widened first: squares and exponentials of theirs leave their range."""
     return chain.cast(image, _WIDE.get(image.dtype, image.dtype), "wide")
 
@@ -131,11 +125,21 @@ def _small(chain: Chain, target: str, value: Node, lead: Sequence[Any], rest: Se
     return chain.add("rest", target, shape, arguments, value.dtype)
 
 
-def _summed(chain: Chain, reduction: Reduction, image: Node, target: str = "aten.sum.dim_IntList") -> Node:
+def pooled_mean(chain: Chain, image: Node, num_axes: int, rest: Sequence[int]) -> Node:
+    """The mean over the axes and the dimensions ``rest``."""
+    return _pooled(chain, image, num_axes, rest, "aten.mean.dim")
+
+
+def _pooled(chain: Chain, image: Node, num_axes: int, rest: Sequence[int], target: str) -> Node:
     nothing: tuple[tuple[str, Any], ...] = (("dtype", None),)
-    arguments = (("self", Ref(image.name)), ("dim", reduction.axes), ("keepdim", False), *nothing)
-    pooled = chain.add("pooled", target, reduction.lead, arguments, image.dtype)
-    return _small(chain, target, pooled, reduction.lead, reduction.rest, nothing)
+    first_axis = len(image.shape) - num_axes
+    arguments = (("self", Ref(image.name)), ("dim", tuple(range(first_axis, len(image.shape)))), ("keepdim", False), *nothing)
+    pooled = chain.add("pooled", target, image.shape[:first_axis], arguments, image.dtype)
+    return _small(chain, target, pooled, image.shape[:first_axis], rest, nothing)
+
+
+def _summed(chain: Chain, reduction: Reduction, image: Node, target: str = "aten.sum.dim_IntList") -> Node:
+    return _pooled(chain, image, reduction.num_axes, reduction.rest, target)
 
 
 def _sum(chain: Chain, reduction: Reduction) -> Node | None:
@@ -186,7 +190,7 @@ def peak(chain: Chain, reduction: Reduction) -> Node:
 
 
 def _vector_norm(chain: Chain, reduction: Reduction) -> Node | None:
-    order, image = float(reduction.node.argument("ord", 2)), _wide(chain, reduction.image)
+    order, image = float(reduction.node.argument("ord", 2)), widened(chain, reduction.image)
     shape, this = image.shape, ("self", Ref(image.name))
     if reduction.node.argument("dtype") is not None or (0 <= order < 1) or -inf < order < 0:
         return None
@@ -251,7 +255,7 @@ def _pooled_logsumexp(chain: Chain, image: Node, lead: Sequence[Any], num_axes: 
 
 
 def _logsumexp(chain: Chain, reduction: Reduction) -> Node | None:
-    image = _wide(chain, reduction.image)
+    image = widened(chain, reduction.image)
     pooled = _pooled_logsumexp(chain, image, reduction.lead, reduction.num_axes)
     return _small(chain, "aten.logsumexp.default", pooled, reduction.lead, reduction.rest, ())
 
@@ -261,7 +265,7 @@ def softmax(node: Node, image: Node, num_axes: int) -> tuple[Node, ...] | None:
     if node.argument("dtype") is not None:
         return None
     chain = Chain(node)
-    wide = _wide(chain, image)
+    wide = widened(chain, image)
     lead = image.shape[: len(image.shape) - num_axes]
     total = _pooled_logsumexp(chain, wide, lead, num_axes)
     pixel = (*lead, *[1] * num_axes)

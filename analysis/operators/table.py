@@ -13,7 +13,7 @@ from typing import Any
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
-from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, Pointwise, Rowwise
+from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, OverPixels, Pointwise, Rowwise
 from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
 from sft.analysis.operators.resampling import Nearest
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
@@ -155,6 +155,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.prelu.default": _CHANNELS,
     "sft.rearrange": _CHANNELS,
     "sft.channel_norm": _CHANNELS,
+    "sft.channel_rms_norm": _CHANNELS,
+    **dict.fromkeys(("aten.layer_norm.default", "aten.rms_norm.default"), OverPixels()),
     **{f"aten.{name}": AlongChannels() for name in _CHANNEL_REDUCTIONS},
     **{f"aten.{name}.int": AlongChannels() for name in ("softmax", "log_softmax", "select")},
     **{f"aten.{name}.default": AlongChannels() for name in ("cumsum", "cumprod", "glu", "linalg_vector_norm", "index_select")},

@@ -125,10 +125,27 @@ def expanded(self: Tensor, channels: Sequence[int]) -> Tensor:
     return self.expand(self.shape[0], *channels, *self.shape[first_axis:])
 
 
-def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int]) -> Tensor:
     """Layer norm of each pixel's channels (Ba, Kiros, Hinton 2016; as ConvNeXt uses it)."""
-    last = self.movedim(1, -1)
-    return torch.nn.functional.layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
+    last, places = _last(self, dims)
+    return torch.nn.functional.layer_norm(last, last.shape[-len(places) :], weight, bias, eps).movedim(places, tuple(dims))
+
+
+def channel_rms_norm(self: Tensor, weight: Tensor | None, eps: float | None, dims: Sequence[int]) -> Tensor:
+    """RMS norm of each pixel's channels (Zhang and Sennrich, 2019)."""
+    last, places = _last(self, dims)
+    return torch.nn.functional.rms_norm(last, last.shape[-len(places) :], weight, eps).movedim(places, tuple(dims))
+
+
+def inverse_root(self: Tensor, eps: float | None, dtype: str) -> Tensor:
+    """One over the root of a mean of squares; without ``eps`` that of the squares' type is added, as torch does."""
+    return torch.rsqrt(self + (torch.finfo(getattr(torch, dtype)).eps if eps is None else eps))
+
+
+def _last(value: Tensor, dims: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+    """The value with some dimensions moved behind all others, and where they are then."""
+    places = tuple(range(-len(dims), 0))
+    return value.movedim(tuple(dims), places), places
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -157,5 +174,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.aligned": aligned,
     "sft.restored": restored,
     "sft.channel_norm": channel_norm,
+    "sft.channel_rms_norm": channel_rms_norm,
+    "sft.inverse_root": inverse_root,
     "sft.expanded": expanded,
 }

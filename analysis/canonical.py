@@ -5,21 +5,24 @@
 * permutes, transposes, reshapes, squeezes vanish, or become ``sft.rearrange``, which moves channels within each pixel;
 * operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``);
 * operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
-* ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``;
+* ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
+  (:mod:`sft.analysis.layernorms`), reductions over the image are taken apart (:mod:`sft.analysis.reduced`);
 * anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy as sp
 
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
+from sft.analysis.layernorms import LAYER_NORMS, layer_norm
 from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
 from sft.analysis.operators import ALONG, ELEMENTWISE
+from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
 
 __all__ = ["canonical"]
 
@@ -81,25 +84,27 @@ class _Rewriting:
         if not images:
             self._keep(node)
             return
-        rewrite = self._rewrite_of(node)
-        if rewrite is None or not rewrite(node):
+        if not any(rewrite(node) for rewrite in self._rewrites_of(node)):
             self._keep(node)
 
-    def _rewrite_of(self, node: Node) -> Callable[[Node], bool] | None:
-        if node.target in _PERMUTES:
-            return self._permute
-        if node.target in _RESHAPES:
-            return self._reshape
-        if node.target in ELEMENTWISE:
-            return self._elementwise
-        if node.target in ALONG:
-            return self._along
-        return {
+    def _rewrites_of(self, node: Node) -> list[Callable[[Node], bool]]:
+        """What may apply to a node, the most particular first."""
+        target = node.target
+        families: tuple[tuple[Container[str], Callable[[Node], bool]], ...] = (
+            (_PERMUTES, self._permute),
+            (_RESHAPES, self._reshape),
+            (ELEMENTWISE, self._elementwise),
+            (REDUCTIONS, self._reduce),
+            (SOFTMAXES, self._softmax),
+            (ALONG, self._along),
+        )
+        own = {
             "aten.linear.default": self._linear,
-            "aten.layer_norm.default": self._layer_norm,
+            **dict.fromkeys(LAYER_NORMS, self._layer_norm),
             "aten.expand.default": self._expand,
             "aten.expand_as.default": self._expand,
-        }.get(node.target)
+        }
+        return [rewrite for targets, rewrite in families if target in targets] + ([own[target]] if target in own else [])
 
     # -- values -----------------------------------------------------------------------------------------------------
 
@@ -251,6 +256,52 @@ class _Rewriting:
             )
         return aligned
 
+    def _reduce(self, node: Node) -> bool:
+        """A reduction over all axes of the image, and maybe channels and the batch."""
+        image = self.images.get(node.operands[0])
+        if image is None or len(node.operands) != 1:
+            return False
+        groups, held = image.layout.groups, self.nodes[image.node]
+        dims = self._reduced_dims(node, image)
+        if dims is None:
+            return False
+        first_axis = len(held.shape) - self.axes.count
+        gone = [place for dim in dims for place in groups[dim]]
+        axes = [place for place in gone if place >= first_axis]
+        rest = tuple(sorted(set(gone) - set(axes)))
+        left = [place for dim, group in enumerate(groups) if dim not in dims for place in group]
+        if len(axes) != self.axes.count or (node.target == "aten.max.dim" and axes != sorted(axes)):
+            return False
+        if node.target in ("aten.mean.dim", "aten.sum.dim_IntList") and image.layout.is_plain and not rest:
+            return False  # streams as it is
+        left += [place for place in range(first_axis) if place not in left and place not in rest]
+        found = reduced(Reduction(node=node, image=held, num_axes=self.axes.count, rest=rest, order=tuple(left)))
+        if found is not None:
+            self.nodes.update((made.name, made) for made in found)
+        return found is not None
+
+    def _reduced_dims(self, node: Node, image: _Image) -> list[int] | None:
+        """The dimensions of the model's value that are reduced."""
+        rank = len(image.layout.groups)
+        if "adaptive" in node.target:
+            size = node.argument("output_size")
+            is_pixel = all(extent == 1 for extent in ((size,) if isinstance(size, int) else size))
+            return list(range(2, rank)) if is_pixel and image.layout.is_plain and rank == self.axes.rank else None
+        given = node.argument("dim")
+        return sorted({dim % rank for dim in ([given] if isinstance(given, int) else given or range(rank))})
+
+    def _softmax(self, node: Node) -> bool:
+        """A softmax over all axes of the image."""
+        image = self.images[node.operands[0]]
+        held = self.nodes[image.node]
+        axes = range(len(held.shape) - self.axes.count, len(held.shape))
+        if sorted(image.layout.groups[node.argument("dim") % len(image.layout.groups)]) != list(axes):
+            return False
+        found = softmax(node, held, self.axes.count)
+        for made in found or ():
+            self._put(made, image.layout, made.name)
+        return found is not None
+
     def _along(self, node: Node) -> bool:
         """An operator along dimensions, each of which is one of the image's: of its channels, or all of its axes at once."""
         spec, name = ALONG[node.target], ALONG[node.target].argument
@@ -344,17 +395,11 @@ class _Rewriting:
 
     def _layer_norm(self, node: Node) -> bool:
         image = self.images.get(node.argument("input").name)
-        normalized = tuple(node.argument("normalized_shape"))
-        if image is None or len(normalized) != 1 or self._channel(node, image) is None:
+        if image is None or any(name in self.images for name in node.operands[1:]):
             return False
-        arguments = (
-            ("self", Ref(image.node)),
-            ("weight", node.argument("weight")),
-            ("bias", node.argument("bias")),
-            ("eps", node.argument("eps")),
-        )
-        shape = self._shape(image.node)
-        return self._put(replace(node, target="sft.channel_norm", shape=shape, arguments=arguments), image.layout, node.name)
+        last = image.layout.groups[len(image.layout.groups) - len(node.argument("normalized_shape")) :]
+        made = layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
+        return made is not None and all([self._put(part, image.layout, part.name) for part in made])
 
 
 def _pair(node: Node) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.graph import Graph
+from sft.analysis.norms import CUMULATIVE
 from sft.errors import InputError, UnsupportedError
 
 __all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "outputs_channels_last"]
@@ -94,7 +95,7 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
     # The caller may be in inference mode, or under autocast with a cache of casts.
-    with torch.inference_mode(False), _autocast(device, autocast):
+    with torch.inference_mode(False), _autocast(device, autocast), _momenta_known(model):
         program = _export(model, shapes, dtypes, device)
     return Capture(
         graph=graph_of(program),
@@ -103,6 +104,24 @@ def capture(
         guards=guards_of(program),
         shapes=tuple(shapes),
     )
+
+
+@contextlib.contextmanager
+def _momenta_known(model: nn.Module) -> Iterator[None]:
+    """Give BatchNorms that average over all batches so far a number for their momentum, which would depend on a buffer's value."""
+    # Out of training the momentum goes nowhere.
+    averaging = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None and module.training
+    ]
+    try:
+        for module in averaging:
+            module.momentum = CUMULATIVE
+        yield
+    finally:
+        for module in averaging:
+            module.momentum = None
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

@@ -24,50 +24,105 @@ from typing import Any
 
 from sft.analysis.graph import Graph, Node, Ref
 
-__all__ = ["with_norms_apart"]
+__all__ = ["CUMULATIVE", "with_norms_apart"]
 
 _BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 _BATCH_NORM_NO_STATS = "aten._native_batch_norm_legit.no_stats"
 _GROUP_NORM = "aten.group_norm.default"
 _INSTANCE_NORM = "aten.instance_norm.default"
+_FROZEN_NORM = "aten._native_batch_norm_legit_no_training.default"
+_FROZEN_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
+
+#: Stands for the momentum of a BatchNorm with ``momentum=None``: one over the number of batches so far, which a buffer holds.
+CUMULATIVE = -1.0
 
 
 def with_norms_apart(graph: Graph) -> Graph:
     """The graph with every norm over the image replaced by its parts."""
-    nodes: list[Node] = []
+    parting = _Parting(graph)
     for node in graph.nodes:
-        nodes += _parts(node, graph)
-    return replace(graph, nodes=tuple(nodes))
+        parting.nodes += parting.parts(node)
+    updates = {target: name for name, target in graph.updates} | parting.updates
+    return replace(graph, nodes=tuple(parting.nodes), updates=tuple((name, target) for target, name in updates.items()))
 
 
-def _parts(node: Node, graph: Graph) -> list[Node]:
-    if node.target == "getitem":
-        source = graph[node.argument("source").name]
-        if source.target == _BATCH_NORM and len(source.shape) == graph.axes.rank and node.argument("index") in _RUNNING:
-            return [_running(node, source)]
-        return [replace(node, target=source.target, arguments=(*source.arguments, ("result", node.argument("index"))))]
-    if len(node.shape) != graph.axes.rank:
+class _Parting:
+    """Norms taken apart one after the other.
+
+    The exporter drops what an InstanceNorm writes into its buffers, so their next values are added here: as ``updates``, and as
+    what the same module reads when it is called again.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes: list[Node] = []
+        self.updates: dict[str, str] = {}  # a buffer's next value, by its qualified name
+
+    def parts(self, node: Node) -> list[Node]:
+        """What stands for a node."""
+        graph = self.graph
+        if node.target == "getitem":
+            source = graph[node.argument("source").name]
+            if source.target == _BATCH_NORM and _is_apart(source, graph) and node.argument("index") in _RUNNING:
+                return [_running(node, source, graph)]
+            return [replace(node, target=source.target, arguments=(*source.arguments, ("result", node.argument("index"))))]
+        if node.target == _INSTANCE_NORM:
+            return self._instance_norm(node)
+        if not _is_apart(node, graph):
+            return [node]
+        if node.target in (_BATCH_NORM, _BATCH_NORM_NO_STATS):
+            return _norm(node, groups=node.shape[1], per_sample=False)
+        if node.target == _GROUP_NORM:
+            return _norm(node, groups=node.argument("num_groups"), per_sample=True)
         return [node]
-    if node.target in (_BATCH_NORM, _BATCH_NORM_NO_STATS):
-        return _norm(node, graph, groups=node.shape[1], per_sample=False)
-    if node.target == _GROUP_NORM:
-        return _norm(node, graph, groups=node.argument("num_groups"), per_sample=True)
-    if node.target == _INSTANCE_NORM and node.argument("use_input_stats") and node.argument("running_mean") is None:
-        return _norm(node, graph, groups=node.shape[1], per_sample=True)
-    return [node]
+
+    def _instance_norm(self, node: Node) -> list[Node]:
+        if not node.argument("use_input_stats"):
+            kept = [(key, value) for key, value in node.arguments if key in _FROZEN_ARGUMENTS]
+            return [replace(node, target=_FROZEN_NORM, arguments=tuple(kept))]
+        buffers = {which: node.argument(which) for which in _RUNNING.values()}
+        if None in buffers.values():
+            return _norm(node, groups=node.shape[1], per_sample=True) if _is_apart(node, self.graph) else [node]
+        if not all(self._is_own(buffer.name) for buffer in buffers.values()):
+            return [node]
+        parts = _norm(node, groups=node.shape[1], per_sample=True)
+        for which, buffer in buffers.items():
+            held = self.graph[buffer.name]
+            arguments = (
+                ("moments", Ref(_part_name(node, "moments"))),
+                ("running", Ref(self.updates.get(held.target, held.name))),
+                ("momentum", node.argument("momentum")),
+            )
+            made = replace(held, name=_part_name(node, which), kind="operator", target=f"sft.{which}", arguments=arguments)
+            parts.append(replace(made, module_path=node.module_path))
+            self.updates[held.target] = made.name
+        return parts
+
+    def _is_own(self, name: str) -> bool:
+        """Whether a running statistic is a buffer that only InstanceNorms read; others would read its next value."""
+        graph = self.graph
+        return graph[name].kind == "buffer" and all(graph[user].target == _INSTANCE_NORM for user in graph.users[name])
 
 
-def _norm(node: Node, graph: Graph, *, groups: Any, per_sample: bool) -> list[Node]:
+def _is_apart(node: Node, graph: Graph) -> bool:
+    """Whether a norm is taken apart: those of images are, and those that update buffers, which have no derivative of torch's."""
+    return len(node.shape) == graph.axes.rank or node.target == _BATCH_NORM
+
+
+def _norm(node: Node, *, groups: Any, per_sample: bool) -> list[Node]:
     image: Ref = node.argument("input")
-    ones = (1,) * graph.axes.count
+    num_axes = len(node.shape) - 2
+    ones = (1,) * num_axes
     batch = node.shape[0] if per_sample else 1
-    moments = _node(node, "moments", (batch, groups, 3), (("self", image), ("groups", groups), ("per_sample", per_sample)))
+    moments = _node(
+        node, "moments", (batch, groups, 3), (("self", image), ("groups", groups), ("per_sample", per_sample), ("axes", num_axes))
+    )
     operands = (("weight", node.argument("weight")), ("bias", node.argument("bias")))
     scale_shift = _node(
         node,
         "scale_shift",
         (batch, node.shape[1], *ones, 2),
-        (("moments", Ref(moments.name)), *operands, ("axes", graph.axes.count), ("channels", node.shape[1]), ("eps", node.argument("eps"))),
+        (("moments", Ref(moments.name)), *operands, ("axes", num_axes), ("channels", node.shape[1]), ("eps", node.argument("eps"))),
     )
     affine = replace(node, target="sft.affine", arguments=(("self", image), ("scale_shift", Ref(scale_shift.name))))
     return [moments, scale_shift, affine]
@@ -77,14 +132,28 @@ def _norm(node: Node, graph: Graph, *, groups: Any, per_sample: bool) -> list[No
 _RUNNING = {3: "running_mean", 4: "running_var"}
 
 
-def _running(node: Node, source: Node) -> Node:
+def _running(node: Node, source: Node, graph: Graph) -> Node:
     which = _RUNNING[node.argument("index")]
-    arguments = (
+    arguments: tuple[tuple[str, Any], ...] = (
         ("moments", Ref(_part_name(source, "moments"))),
         ("running", source.argument(which)),
         ("momentum", source.argument("momentum")),
     )
+    if source.argument("momentum") == CUMULATIVE:
+        buffer, num_calls = _traced_back(source.argument(which).name, which, graph)
+        path = buffer.target.removesuffix(which)
+        count = next(held for held in graph.nodes if held.kind == "buffer" and held.target == f"{path}num_batches_tracked")
+        arguments += (("num_batches", Ref(count.name)), ("num_calls", num_calls))
     return replace(node, target=f"sft.{which}", arguments=arguments, module_path=source.module_path)
+
+
+def _traced_back(name: str, which: str, graph: Graph) -> tuple[Node, int]:
+    """The buffer behind a running statistic, and which call of the module within this step reads it, from 1."""
+    num_calls, node = 1, graph[name]
+    while node.kind == "operator":
+        node = graph[graph[node.argument("source").name].argument(which).name]
+        num_calls += 1
+    return node, num_calls
 
 
 def _part_name(node: Node, part: str) -> str:

@@ -9,7 +9,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 
-__all__ = ["FLOATING", "Affine", "Binary", "Cast", "Cat", "Drawn", "FrozenNorm", "Pointwise", "Rowwise"]
+__all__ = ["FLOATING", "Affine", "Binary", "Cast", "Cat", "Drawn", "FrozenNorm", "OverPixels", "Pointwise", "Rowwise"]
 
 FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -113,6 +113,20 @@ class FrozenNorm(Operator):
         if any(name in streamed for name in node.operands[1:]):
             return [f"{node.label}: a streamed value serves as the norm's parameter; only parameters and buffers may"]
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverPixels(Operator):
+    """A layer norm over the image that could not be taken apart."""
+
+    name: str = "rowwise"
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        over = node.argument("normalized_shape")
+        why = f"{node.label}: over {over}, part of which is the image"
+        if node.argument("weight") is not None:
+            return [f"{why}, with a weight for each pixel; leave it out (elementwise_affine=False), or use GroupNorm(1, channels)"]
+        return [f"{why}; normalize channels alone, or all channels and axes together"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

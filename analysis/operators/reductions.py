@@ -4,23 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import prod
 
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator, Role, entry
 
-__all__ = ["Mean", "Moments"]
+__all__ = ["Extremes", "LogSumExp", "Mean", "Moments", "Peak", "Sum"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mean(Operator):
-    """The mean over all axes of the image."""
-
-    name: str = "mean"
+class _Reduction(Operator):
     role: Role = "reduce"
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
         return (0, 1, *([None] * axes.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum(_Reduction):
+    """The sum over all axes of the image."""
+
+    name: str = "sum"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        axes = graph.axes
+        rank = len(graph[node.operands[0]].shape)
+        dims = sorted(dim % rank for dim in node.argument("dim") or ())
+        if dims != list(range(rank - axes.count, rank)):
+            listed = tuple(range(2, axes.rank))
+            return [f"{node.label}: {self.name} over {node.argument('dim')}; only all axes of the image together, dim={listed}, stream"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean(Sum):
+    """The mean over all axes of the image."""
+
+    name: str = "mean"
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         axes = graph.axes
@@ -29,20 +53,42 @@ class Mean(Operator):
             if any(entry(size, axis) != 1 for axis in range(axes.count)):
                 return [f"{node.label}: pools to {size}; only a single pixel streams, use AdaptiveAvgPool{axes.count}d(1)"]
             return []
-        rank = len(graph[node.operands[0]].shape)
-        dims = sorted(dim % rank for dim in node.argument("dim") or ())
-        if dims != list(range(rank - axes.count, rank)):
-            listed = tuple(range(2, axes.rank))
-            return [f"{node.label}: mean over {node.argument('dim')}; only all axes of the image together, dim={listed}, stream"]
-        return []
+        return Sum.problems(self, node, graph, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments(Operator):
+class Extremes(_Reduction):
+    """The largest or smallest element, and how often it occurs."""
+
+    name: str = "extremes"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak(_Reduction):
+    """The largest element, and its place."""
+
+    name: str = "peak"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogSumExp(_Reduction):
+    """The logarithm of a sum of exponentials."""
+
+    name: str = "logsumexp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moments(_Reduction):
     """Mean, variance and count of groups of elements."""
 
     name: str = "moments"
-    role: Role = "reduce"
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
         return (0 if node.argument("per_sample") else None, 1, *([None] * axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        shape = graph[node.operands[0]].shape
+        channels = shape[1 : len(shape) - graph.axes.count]
+        if len(channels) > 1 and node.argument("groups") not in (1, prod(int(extent) for extent in channels)):
+            return [f"{node.label}: groups of several dimensions of channels; merge them with flatten"]
+        return []

@@ -14,8 +14,20 @@ from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.masks import MASK_TARGETS
 from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
-from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, Pointwise, Rowwise
-from sft.analysis.operators.reductions import Mean, Moments
+from sft.analysis.operators.pixelwise import (
+    FLOATING,
+    Affine,
+    AlongChannels,
+    Binary,
+    Cast,
+    Cat,
+    Drawn,
+    FrozenNorm,
+    OverPixels,
+    Pointwise,
+    Rowwise,
+)
+from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
 from sft.analysis.operators.resampling import Nearest, PixelShuffle, PixelUnshuffle
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
@@ -121,6 +133,8 @@ _CHANNEL_REDUCTIONS = (
     "prod.dim_int",
     "var.correction",
     "std.correction",
+    "var.dim",
+    "std.dim",
     "logsumexp.default",
     "mean.dim",
     "all.dim",
@@ -152,12 +166,17 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.cat.default": Cat(),
     "aten._native_batch_norm_legit_no_training.default": FrozenNorm(),
     "sft.moments": Moments(),
+    "sft.extremes": Extremes(),
+    "sft.peak": Peak(),
+    "sft.logsumexp": LogSumExp(),
     "sft.affine": Affine(),
     "sft.dropout": Drawn(name="dropout"),
     "sft.mask": Drawn(name="mask"),
     "aten.prelu.default": _CHANNELS,
     "sft.rearrange": _CHANNELS,
     "sft.channel_norm": _CHANNELS,
+    "sft.channel_rms_norm": _CHANNELS,
+    **dict.fromkeys(("aten.layer_norm.default", "aten.rms_norm.default"), OverPixels()),
     **{f"aten.{name}": AlongChannels() for name in _CHANNEL_REDUCTIONS},
     **{f"aten.{name}.int": AlongChannels() for name in ("softmax", "log_softmax", "select")},
     **{f"aten.{name}.default": AlongChannels() for name in ("cumsum", "cumprod", "glu", "linalg_vector_norm", "index_select")},
@@ -168,6 +187,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.flip.default": AlongChannels(argument="dims"),
     **{f"aten.adaptive_avg_pool{n}d.default": _MEAN for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
+    "aten.sum.dim_IntList": (Sum(), AlongChannels()),
 }
 
 _NO_ORDER = "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), other numbers outside the compiled model"
@@ -199,7 +219,7 @@ def _rows(target: str) -> tuple[Operator, ...]:
 def refusal(node: Node, graph: Graph) -> str | None:
     """Why an operator cannot run at all, whole tensors or not, and what to do; ``None`` if it can."""
     if node.target == "aten.instance_norm.default" and node.argument("use_input_stats") and node.argument("running_mean") is not None:
-        return f"{node.label} has no exact rule; drop track_running_stats: the exporter loses the update of an InstanceNorm's buffers"
+        return f"{node.label} has no exact rule; its running statistics are read elsewhere too, where the exporter loses their update"
     if any(isinstance(row, Convolution) for row in _rows(node.target)):
         kernel = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(kernel)):

@@ -43,6 +43,9 @@ class TorchMachine:
         out = torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
         return out.zero_() if zero else out
 
+    def fill(self, handle: Handle, value: float) -> None:
+        handle.fill_(value)
+
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if handle is None:
             return self.allocate(shape, dtype, zero=True)

@@ -17,16 +17,52 @@ from sft.analysis.operators.transposed import Spread
 __all__ = ["FUNCTIONS"]
 
 
-def moments(self: Tensor, groups: int, per_sample: bool) -> Tensor:
+def moments(self: Tensor, groups: int, per_sample: bool, axes: int) -> Tensor:
     """Mean, biased variance and count of each group, ``[B, G, 3]``; in fp32 where the elements are of half precision."""
     self = _wide(self)
-    batch, channels = self.shape[:2]
-    grouped = self.reshape(batch, groups, channels // groups, -1)
-    dims = list(range(2, grouped.dim())) if per_sample else [0, *range(2, grouped.dim())]
+    grouped = self.reshape(self.shape[0], groups, -1)
+    dims = [2] if per_sample else [0, 2]
     variance, mean = torch.var_mean(grouped, dims, correction=0)
     count = torch.full_like(mean, grouped.numel() // mean.numel())
     stacked = torch.stack([mean, variance, count], -1)
     return stacked if per_sample else stacked.unsqueeze(0)
+
+
+def moment_mean(moments: Tensor, shape: Sequence[int]) -> Tensor:
+    """The means."""
+    return moments[..., 0].reshape(tuple(shape))
+
+
+def variance(moments: Tensor, correction: float, shape: Sequence[int]) -> Tensor:
+    """The variances with so many degrees of freedom less."""
+    count = moments[..., 2].detach()
+    return (moments[..., 1] * (count / (count - correction).clamp_min(0.0))).reshape(tuple(shape))
+
+
+def root(self: Tensor, order: float) -> Tensor:
+    """The ``order``-th root, whose derivative at zero counts as zero, as that of torch's norms and deviations does."""
+    positive = torch.where(self == 0, torch.ones_like(self), self)
+    found = torch.sqrt(positive) if order == 2 else torch.pow(positive, 1 / order)
+    return torch.where(self == 0, torch.zeros_like(self), found)
+
+
+def extremes(self: Tensor, largest: bool, axes: int) -> Tensor:
+    """The largest or smallest element along the axes and how often it occurs, in fp64."""
+    dims = list(range(self.dim() - axes, self.dim()))
+    value = torch.amax(self, dims, True) if largest else torch.amin(self, dims, True)
+    count = (self == value).sum(dims)
+    return torch.stack([value.flatten(-axes).squeeze(-1).double(), count.double()], -1)
+
+
+def peak(self: Tensor, axes: int) -> Tensor:
+    """The largest element along the axes and the first place where it is, in row-major order, in fp64."""
+    value, place = torch.max(self.flatten(-axes), -1)
+    return torch.stack([value.double(), place.double()], -1)
+
+
+def logsumexp(self: Tensor, axes: int) -> Tensor:
+    """The logarithm of the sum of exponentials along the axes."""
+    return torch.logsumexp(self, list(range(self.dim() - axes, self.dim())))
 
 
 def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, axes: int, channels: int, eps: float) -> Tensor:
@@ -48,15 +84,20 @@ def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
     return torch.addcmul(scale_shift[..., 1], self, scale_shift[..., 0]).to(self.dtype)
 
 
-def running_mean(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
-    """The running mean after this step."""
-    return _towards(running, moments[0, :, 0], momentum)
+def running_mean(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
+    """The running mean after this step: it follows the mean, which is that over the samples where each has its own."""
+    return _towards(running, moments[..., 0].mean(0), _momentum(momentum, num_batches, num_calls))
 
 
-def running_var(moments: Tensor, running: Tensor, momentum: float) -> Tensor:
+def running_var(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
     """The running variance after this step: it follows the unbiased variance."""
-    variance, count = moments[0, :, 1], moments[0, :, 2]
-    return _towards(running, variance * (count / (count - 1)), momentum)
+    variance, count = moments[..., 1], moments[..., 2]
+    return _towards(running, (variance * (count / (count - 1))).mean(0), _momentum(momentum, num_batches, num_calls))
+
+
+def _momentum(momentum: float, num_batches: Tensor | None, num_calls: int) -> float | Tensor:
+    """The momentum; with a number of batches seen before this step that of a cumulative average."""
+    return momentum if num_batches is None else 1.0 / (num_batches + num_calls).double()
 
 
 def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: Sequence[int], axes: int) -> Tensor:
@@ -73,7 +114,7 @@ def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: S
 
 def aligned(self: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor with its dimensions where those of an image are."""
-    return self.reshape(*shape)
+    return self.reshape(tuple(shape))
 
 
 def restored(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -108,17 +149,34 @@ def overlap_add(self: Tensor, bias: Tensor | None, groups: int, spread: Sequence
     return out if bias is None else out + bias.reshape(-1, *[1] * (out.dim() - 2))
 
 
-def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int]) -> Tensor:
     """Layer norm of each pixel's channels (Ba, Kiros, Hinton 2016; as ConvNeXt uses it)."""
-    last = self.movedim(1, -1)
-    return torch.nn.functional.layer_norm(last, last.shape[-1:], weight, bias, eps).movedim(-1, 1)
+    last, places = _last(self, dims)
+    return torch.nn.functional.layer_norm(last, last.shape[-len(places) :], weight, bias, eps).movedim(places, tuple(dims))
+
+
+def channel_rms_norm(self: Tensor, weight: Tensor | None, eps: float | None, dims: Sequence[int]) -> Tensor:
+    """RMS norm of each pixel's channels (Zhang and Sennrich, 2019)."""
+    last, places = _last(self, dims)
+    return torch.nn.functional.rms_norm(last, last.shape[-len(places) :], weight, eps).movedim(places, tuple(dims))
+
+
+def inverse_root(self: Tensor, eps: float | None, dtype: str) -> Tensor:
+    """One over the root of a mean of squares; without ``eps`` that of the squares' type is added, as torch does."""
+    return torch.rsqrt(self + (torch.finfo(getattr(torch, dtype)).eps if eps is None else eps))
+
+
+def _last(value: Tensor, dims: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+    """The value with some dimensions moved behind all others, and where they are then."""
+    places = tuple(range(-len(dims), 0))
+    return value.movedim(tuple(dims), places), places
 
 
 def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
-def _towards(running: Tensor, value: Tensor, momentum: float) -> Tensor:
+def _towards(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
     wide = _wide(running)
     return (wide + momentum * (value.to(wide.dtype) - wide)).to(running.dtype)
 
@@ -126,6 +184,12 @@ def _towards(running: Tensor, value: Tensor, momentum: float) -> Tensor:
 #: By target.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.moments": moments,
+    "sft.moment_mean": moment_mean,
+    "sft.variance": variance,
+    "sft.root": root,
+    "sft.extremes": extremes,
+    "sft.peak": peak,
+    "sft.logsumexp": logsumexp,
     "sft.scale_shift": scale_shift,
     "sft.affine": affine,
     "sft.running_mean": running_mean,
@@ -134,6 +198,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.aligned": aligned,
     "sft.restored": restored,
     "sft.channel_norm": channel_norm,
+    "sft.channel_rms_norm": channel_rms_norm,
+    "sft.inverse_root": inverse_root,
     "sft.expanded": expanded,
     "sft.kernel_rows": kernel_rows,
     "sft.overlap_add": overlap_add,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
@@ -15,9 +14,10 @@ from sft.analysis.schedule import NodeRows, Step
 from sft.lower.context import NodeContext, Patch, Scope
 from sft.lower.program import Emitter, Program, Slot, load_rows
 from sft.lower.rules import rule_of
+from sft.lower.rules.base import Reduction
 from sft.lower.rules.windowed import Convolution, column_padding
 
-__all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole", "partial_shape"]
+__all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole", "partial_shape", "partial_start"]
 
 aten = torch.ops.aten
 
@@ -49,31 +49,28 @@ def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, P
     return lowering.emitter.split(turn)
 
 
+def _reduction(scope: Scope, name: str) -> Reduction:
+    rule = rule_of(scope, scope.graph[name], whole=False)
+    assert isinstance(rule, Reduction)
+    return rule
+
+
 def partial_shape(scope: Scope, name: str) -> tuple[int, ...]:
     """Shape of the running reduction (fp64) behind a global value, for one walk."""
-    if scope.rows[name].name == "moments":
-        return scope.side_shape(name)
-    return (scope.batch, scope.shapes[name][1])
+    return _reduction(scope, name).partial_shape(scope, scope.graph[name])
+
+
+def partial_start(scope: Scope, name: str) -> float:
+    """What a running reduction holds before its first strip."""
+    return _reduction(scope, name).start(scope.graph[name])
 
 
 def lower_finish(scope: Scope, name: str) -> Program:
     """The program that turns a running reduction over the image into the global value."""
     e = Emitter(dtype=scope.dtype_of(name))
     running = e.port("partial", name, partial_shape(scope, name), torch.float64)
-    shape = scope.side_shape(name)
-    out = e.port("out", name, shape, scope.dtype_of(name))
-    if scope.rows[name].name == "moments":
-        squares, count = (
-            e.call(aten.select.int, running, -1, index, shape=shape[:-1], view_of=running, dtype=torch.float64) for index in (1, 2)
-        )
-        e.call(aten.div_.Tensor, squares, count, writes=squares)
-        e.copy(out, running)
-        return e.finish()
-    (operand,) = dict.fromkeys(scope.graph[name].operands)
-    num_pixels = math.prod(scope.axes.of(scope.shapes[operand]))
-    mean = e.call(aten.div.Scalar, running, num_pixels, shape=running.shape, dtype=torch.float64)
-    flat = e.call(aten.view.default, mean, list(shape), shape=shape, view_of=mean, dtype=torch.float64)
-    e.copy(out, flat)
+    out = e.port("out", name, scope.side_shape(name), scope.dtype_of(name))
+    _reduction(scope, name).finish(scope, e, scope.graph[name], running, out)
     return e.finish()
 
 

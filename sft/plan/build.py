@@ -53,7 +53,7 @@ def _read_again(problem: Problem, choice: SegmentChoice, makes: Sequence[str]) -
     """Global values of a tiled segment's own that its backward pass reads."""
     if choice.mode != "tiled":
         return ()
-    return tuple(name for name in makes if name not in problem.phases.streamed and problem.phases.rows[name].name == "moments")
+    return tuple(name for name in makes if name not in problem.phases.streamed and problem.phases.rows[name].keeps(problem.graph[name])[1])
 
 
 def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...]) -> TiledSegment | WholeSegment:

@@ -49,6 +49,9 @@ class Machine(Protocol):
     def allocate(self, shape: tuple[int, ...], dtype: Any, *, zero: bool, contiguous: bool = False) -> Handle:
         """A new buffer; images are channels last unless ``contiguous``."""
 
+    def fill(self, handle: Handle, value: float) -> None:
+        """Set every element."""
+
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
         """Zeros laid out like ``handle``, of an element type of their own."""
 
@@ -136,6 +139,9 @@ class PhantomMachine:
 
     def allocate(self, shape: tuple[int, ...], dtype: Any, *, zero: bool, contiguous: bool = False) -> Phantom:
         return Phantom(self.meter, Slot(0, shape, dtype, 0).num_bytes)
+
+    def fill(self, handle: Handle, value: float) -> None:
+        pass
 
     def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
         return self.allocate(shape, dtype, zero=True)

@@ -20,7 +20,7 @@ from sft.analysis.schedule import NodeRows, Schedule, Step
 from sft.analysis.tile import TileSchedule, kinds_of
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
-from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole, partial_shape
+from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole, partial_shape, partial_start
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.machine import Handle, Machine, Saved, Strips
 from sft.walk.reading import opened
@@ -94,10 +94,13 @@ class TiledSegment:
         return tuple(name for name in self.scope.names if name not in self.scope.streamed)
 
     def open_reductions(self, machine: Machine, chunk: Interval | None) -> dict[str, Handle]:
-        """Running reductions at zero: those of some batch elements, or (``None``) those that span the whole batch."""
+        """Running reductions of nothing yet: those of some batch elements, or (``None``) those that span the whole batch."""
         scope = self.scope if chunk is None else self.scope_of(Walk(chunk, 0))
         names = [name for name in self.reductions if self._spans_batch(name) == (chunk is None)]
-        return {name: machine.allocate(partial_shape(scope, name), torch.float64, zero=True) for name in names}
+        found = {name: machine.allocate(partial_shape(scope, name), torch.float64, zero=False) for name in names}
+        for name, handle in found.items():
+            machine.fill(handle, partial_start(scope, name))
+        return found
 
     def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:
         """Turn running reductions into global values."""
@@ -242,8 +245,9 @@ class TiledSegment:
             elif port.role == "carry":
                 bindings[port] = store.pieces(port.name, _rows_of(step, port.name).carried)
             elif port.role == "origin":
-                columns = self._columns_of(port.name, walk).new
-                bindings[port] = (walk.chunk.start, _rows_of(step, port.name).new.start, columns.start)
+                parts, is_reduced = (_rows_of(step, port.name), self._columns_of(port.name, walk)), port.name not in self.scope.streamed
+                rows, columns = (part.reads[0].rows if is_reduced else part.new for part in parts)
+                bindings[port] = (walk.chunk.start, rows.start, columns.start)
         return bindings
 
     def _columns_of(self, name: str, walk: Walk) -> NodeRows:

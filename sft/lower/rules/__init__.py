@@ -9,10 +9,11 @@ from sft.lower.rules.base import Rule
 from sft.lower.rules.borders import Pad, Slice
 from sft.lower.rules.casts import Cast
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
+from sft.lower.rules.extremes import Extremes, Peak
 from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
-from sft.lower.rules.reductions import Mean, WholeMean
+from sft.lower.rules.reductions import LogSumExp, Mean, Sum, WholeMean
 from sft.lower.rules.resample import Nearest
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
 from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
@@ -34,11 +35,15 @@ _RULES: dict[str, Rule] = {
     "frozen_norm": FrozenNorm(),
     "affine": Affine(),
     "cast": Cast(),
+    "sum": Sum(),
     "mean": Mean(),
+    "extremes": Extremes(),
+    "peak": Peak(),
+    "logsumexp": LogSumExp(),
     "moments": Moments(),
 }
 _ACTIVATION, _TRACED, _WHOLE = ResultActivation(), TracedPointwise(), TracedWhole()
-#: Where a whole image is at hand, a reduction is not a running one.
+#: Where a whole image is at hand, a reduction is not a running one; those that are not here are torch's own.
 _WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMean(), "moments": WholeMoments()}
 #: What draws does so by position, on strips and on whole tensors.
 _RANDOM: dict[str, Rule] = {"sft.dropout": Dropout(), "sft.mask": Mask()}
@@ -59,6 +64,6 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
-    if whole and row.name in _WHOLE_REDUCTIONS:
-        return _WHOLE_REDUCTIONS[row.name]
+    if whole and row.role == "reduce":
+        return _WHOLE_REDUCTIONS.get(row.name, _WHOLE)
     return _RULES[row.name]

@@ -10,10 +10,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from sft.lower.context import NodeContext
-from sft.lower.program import Slot
+from sft.analysis.graph import Node
+from sft.lower.context import NodeContext, Scope
+from sft.lower.program import Emitter, Slot
 
-__all__ = ["Rule"]
+__all__ = ["Reduction", "Rule"]
 
 
 class Rule(ABC):
@@ -40,3 +41,22 @@ class Rule(ABC):
     @abstractmethod
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         """Emit the gradients of the operands; ``owned`` says whether ``grad`` may be overwritten."""
+
+
+class Reduction(Rule):
+    """A reduction over the image: strips change a running one (fp64), which becomes the global value once all of them are seen.
+
+    ``forward`` changes the running reduction, the ``partial`` port, and returns it.
+    """
+
+    def partial_shape(self, scope: Scope, node: Node) -> tuple[int, ...]:
+        """Shape of the running reduction for one walk."""
+        return scope.side_shape(node.name)
+
+    def start(self, node: Node) -> float:
+        """What it holds before the first strip."""
+        return 0.0
+
+    def finish(self, scope: Scope, e: Emitter, node: Node, running: Slot, out: Slot) -> None:
+        """Emit what makes the global value of it."""
+        e.copy(out, running)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
-from sft.analysis.graph import refs_in
-from sft.lower.context import NodeContext
-from sft.lower.program import Slot
-from sft.lower.rules.base import Rule
+from sft.analysis.graph import Node, refs_in
+from sft.lower.context import NodeContext, Scope
+from sft.lower.program import Emitter, Slot
+from sft.lower.rules.base import Reduction, Rule
 
 __all__ = ["Affine", "Moments", "WholeMoments"]
 
 aten = torch.ops.aten
 
 
-class Moments(Rule):
+class Moments(Reduction):
     """Mean, variance and count of each group of elements.
 
     A strip's own moments are merged into the running ones (mean, sum of squared deviations, count; fp64) with the update of Chan,
@@ -46,55 +47,65 @@ class Moments(Rule):
         e.call(aten.copy_.default, old_count, total, writes=old_count)
         return running
 
+    def finish(self, scope: Scope, e: Emitter, node: Node, running: Slot, out: Slot) -> None:
+        squares, count = (_column(e, running, index) for index in (1, 2))
+        e.call(aten.div_.Tensor, squares, count, writes=squares)
+        e.copy(out, running)
+
     def _column(self, ctx: NodeContext, slot: Slot, index: int) -> Slot:
-        return ctx.emitter.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+        return _column(ctx.emitter, slot, index)
 
     def _of_strip(self, ctx: NodeContext) -> tuple[Slot, Slot, int]:
         """Biased variance and mean of the rows at hand, ``[B, G]``, and how many elements a group has there."""
         e, node = ctx.emitter, ctx.node
         # In half precision the elements are widened first: a moment has the type of the node.
         strip = e.cast(ctx.strip(next(refs_in(node.argument("self")))), ctx.scope.dtype_of(node.name))
-        batch, channels, *extents = strip.shape
-        groups = node.argument("groups")
-        per_sample = node.argument("per_sample")
-        inner = range(2, 3 + len(extents))
-        dims = [*inner] if per_sample else [0, *inner]
-        shape: tuple[int, ...] = (batch, groups) if per_sample else (groups,)
-        split = (batch, groups, channels // groups, *extents)
-        grouped = e.call(aten.view.default, strip, list(split), shape=split, view_of=strip)
+        first_axis = len(strip.shape) - ctx.scope.axes.count
+        batch, *channels = strip.shape[:first_axis]
+        extents = strip.shape[first_axis:]
+        groups, per_sample = node.argument("groups"), node.argument("per_sample")
+        if len(channels) == 1:
+            split = (batch, groups, channels[0] // groups, *extents)
+            strip = e.call(aten.view.default, strip, list(split), shape=split, view_of=strip)
+            kept = 2
+        else:  # several dimensions of channels are measured one by one, or all together
+            kept = 1 if groups == 1 else first_axis
+        dims = [*(() if per_sample else (0,)), *range(kept, len(strip.shape))]
+        shape = strip.shape[0 if per_sample else 1 : kept]
         variance, mean = e.slot(shape), e.slot(shape)
-        e.call_many(_var_mean, (grouped, dims), (variance, mean))
-        count = (1 if per_sample else batch) * channels // groups * math.prod(extents)
-        if not per_sample:
-            full = (1, groups)
-            variance, mean = (e.call(aten.view.default, s, list(full), shape=full, view_of=s) for s in (variance, mean))
+        e.call_many(_var_mean, (strip, dims), (variance, mean))
+        count = (1 if per_sample else batch) * math.prod(channels) // groups * math.prod(extents)
+        full = (batch if per_sample else 1, groups)
+        variance, mean = (e.call(aten.view.default, s, list(full), shape=full, view_of=s) for s in (variance, mean))
         return variance, mean, count
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         node, e, image = ctx.node, ctx.emitter, ctx.node.argument("self")
         (operand,) = refs_in(image)
         strip = ctx.strip(operand)
-        _, channels, *extents = ctx.scope.shapes[operand]
+        samples, *channels = ctx.scope.shapes[operand]
         batch, groups = (strip.shape[0] if node.argument("per_sample") else 1), node.argument("groups")
-        samples = 1 if node.argument("per_sample") else ctx.scope.shapes[operand][0]
-        count = samples * channels // groups * math.prod(extents)
+        count = (1 if node.argument("per_sample") else samples) * math.prod(channels) // groups
         value = ctx.whole(node.name)
         # d mean / dx = 1 / n and d var / dx = 2 (x - mean) / n: an affine map of x.
         scale = e.call(aten.mul.Scalar, self._column(ctx, grad, 1), 2.0 / count, shape=(batch, groups))
         shift = e.call(aten.mul.Scalar, self._column(ctx, grad, 0), 1.0 / count, shape=(batch, groups))
         product = e.call(aten.mul.Tensor, scale, self._column(ctx, value, 0), shape=(batch, groups))
         e.call(aten.sub_.Tensor, shift, product, writes=shift)
-        scale, shift = (self._by_channel(ctx, slot, channels) for slot in (scale, shift))
+        lead = channels[: len(channels) - ctx.scope.axes.count]
+        scale, shift = (self._by_channel(ctx, slot, lead) for slot in (scale, shift))
         ctx.add_grad(image, e.call(aten.addcmul.default, shift, strip, scale, shape=strip.shape), owned=True)
 
     @staticmethod
-    def _by_channel(ctx: NodeContext, slot: Slot, channels: int) -> Slot:
-        """``[B, G]`` spread over channels, ``[B, C, 1, ..., 1]``."""
+    def _by_channel(ctx: NodeContext, slot: Slot, channels: Sequence[int]) -> Slot:
+        """``[B, G]`` spread over channels, ``[B, channels..., 1, ..., 1]``."""
         e = ctx.emitter
         batch, groups = slot.shape
-        if groups != channels:
-            slot = e.call(aten.repeat_interleave.self_int, slot, channels // groups, 1, shape=(batch, channels))
-        shape = (batch, channels, *[1] * ctx.scope.axes.count)
+        num_channels = math.prod(channels)
+        if groups not in (1, num_channels):
+            slot = e.call(aten.repeat_interleave.self_int, slot, num_channels // groups, 1, shape=(batch, num_channels))
+        lead = [1] * len(channels) if groups == 1 else channels
+        shape = (batch, *lead, *[1] * ctx.scope.axes.count)
         return e.call(aten.view.default, slot, list(shape), shape=shape, view_of=slot)
 
 
@@ -112,8 +123,12 @@ class WholeMoments(Moments):
         return out
 
 
-def _var_mean(grouped: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.var_mean(grouped, dims, correction=0)
+def _column(e: Emitter, slot: Slot, index: int) -> Slot:
+    return e.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+
+
+def _var_mean(value: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.var_mean(value, dims, correction=0)
 
 
 class Affine(Rule):

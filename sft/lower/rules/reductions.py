@@ -1,4 +1,4 @@
-"""Means over the image: summed strip by strip, or taken at once."""
+"""Sums and means over the image, and sums of exponentials: added up strip by strip, or taken at once."""
 
 from __future__ import annotations
 
@@ -6,43 +6,72 @@ import math
 
 import torch
 
-from sft.analysis.graph import refs_in
-from sft.lower.context import NodeContext, sum_dtype
-from sft.lower.program import Slot
-from sft.lower.rules.base import Rule
+from sft.analysis.graph import Node, refs_in
+from sft.lower.context import NodeContext, Scope, sum_dtype
+from sft.lower.program import Emitter, Slot
+from sft.lower.rules.base import Reduction
 
-__all__ = ["Mean", "WholeMean"]
+__all__ = ["LogSumExp", "Mean", "Sum", "WholeMean", "axes_of", "pixel_of"]
 
 aten = torch.ops.aten
 
 
-def _axes(strip: Slot) -> list[int]:
-    return list(range(2, len(strip.shape)))
+def axes_of(ctx: NodeContext, strip: Slot) -> list[int]:
+    """The dimensions of a strip that are axes of the image."""
+    return list(range(len(strip.shape) - ctx.scope.axes.count, len(strip.shape)))
 
 
-class Mean(Rule):
-    """Mean over height and width: each strip adds its sum to a running sum; the walk's end divides it by the image's size."""
+def pixel_of(ctx: NodeContext, slot: Slot) -> Slot:
+    """A global value, ``[N, channels...]``, as an image of one pixel."""
+    shape = (*slot.shape, *[1] * ctx.scope.axes.count)
+    return ctx.emitter.call(aten.view.default, slot, list(shape), shape=shape, view_of=slot)
+
+
+class Sum(Reduction):
+    """Sum over the axes: each strip adds its own."""
 
     saves_input = False
 
+    def partial_shape(self, scope: Scope, node: Node) -> tuple[int, ...]:
+        shape = scope.shapes[node.operands[0]]
+        return (scope.batch, *shape[1 : len(shape) - scope.axes.count])
+
+    def divisor(self, scope: Scope, node: Node) -> int:
+        """What the sum is divided by."""
+        return 1
+
     def forward(self, ctx: NodeContext) -> Slot:
-        operand = next(refs_in(ctx.node.argument("self")))
-        strip = ctx.strip(operand)
-        wide = sum_dtype(strip.dtype)
+        strip = ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        wide, axes = sum_dtype(strip.dtype), axes_of(ctx, strip)
         keywords = {"dtype": wide} if wide != strip.dtype else {}
-        total = ctx.emitter.call(aten.sum.dim_IntList, strip, _axes(strip), shape=strip.shape[:2], dtype=wide, keywords=keywords)
-        running = ctx.emitter.port("partial", ctx.node.name, strip.shape[:2], torch.float64)
+        lead = strip.shape[: axes[0]]
+        total = ctx.emitter.call(aten.sum.dim_IntList, strip, axes, shape=lead, dtype=wide, keywords=keywords)
+        running = ctx.emitter.port("partial", ctx.node.name, lead, torch.float64)
         return ctx.emitter.add_into(running, total)
+
+    def finish(self, scope: Scope, e: Emitter, node: Node, running: Slot, out: Slot) -> None:
+        divisor = self.divisor(scope, node)
+        if divisor != 1:
+            running = e.call(aten.div.Scalar, running, divisor, shape=running.shape, dtype=torch.float64)
+        flat = e.call(aten.view.default, running, list(out.shape), shape=out.shape, view_of=running, dtype=torch.float64)
+        e.copy(out, flat)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image, e = ctx.node.argument("self"), ctx.emitter
-        operand = next(refs_in(image))
-        axes, whole = ctx.scope.axes, ctx.scope.shapes[operand]
-        scaled = e.call(aten.div.Scalar, grad, math.prod(axes.of(whole)), shape=grad.shape)
-        pixel = (grad.shape[0], whole[1], *[1] * axes.count)
-        flat = e.call(aten.view.default, scaled, list(pixel), shape=pixel, view_of=scaled)
-        shape = ctx.strip(operand).shape
-        ctx.add_grad(image, e.call(aten.expand.default, flat, list(shape), shape=shape, view_of=flat), owned=False)
+        strip, divisor = ctx.strip(next(refs_in(image))), self.divisor(ctx.scope, ctx.node)
+        if divisor != 1:
+            grad = e.call(aten.div.Scalar, grad, divisor, shape=grad.shape)
+        axes = axes_of(ctx, strip)
+        pixel = (*strip.shape[: axes[0]], *[1] * len(axes))
+        flat = e.call(aten.view.default, grad, list(pixel), shape=pixel, view_of=grad)
+        ctx.add_grad(image, e.call(aten.expand.default, flat, list(strip.shape), shape=strip.shape, view_of=flat), owned=False)
+
+
+class Mean(Sum):
+    """Mean over the axes: the sum, divided by the image's size at the walk's end."""
+
+    def divisor(self, scope: Scope, node: Node) -> int:
+        return math.prod(scope.axes.of(scope.shapes[node.operands[0]]))
 
 
 class WholeMean(Mean):
@@ -53,4 +82,42 @@ class WholeMean(Mean):
         strip = ctx.strip(next(refs_in(ctx.node.argument("self"))))
         dtype = ctx.scope.dtype_of(ctx.node.name)
         keywords = {"dtype": dtype} if dtype != strip.dtype else {}
-        return ctx.emitter.call(aten.mean.dim, strip, _axes(strip), len(shape) == len(strip.shape), shape=shape, keywords=keywords)
+        keepdim = len(shape) == len(strip.shape)
+        return ctx.emitter.call(aten.mean.dim, strip, axes_of(ctx, strip), keepdim, shape=shape, keywords=keywords)
+
+
+class LogSumExp(Reduction):
+    """``log(sum(exp(x)))``: each strip's own, taken from its largest element, is added to the running one as logarithms are."""
+
+    def start(self, node: Node) -> float:
+        return -math.inf
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, strip = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self"))))
+        axes = axes_of(ctx, strip)
+        lead, dtype = strip.shape[: axes[0]], strip.dtype
+        pixel = (*lead, *[1] * len(axes))
+        largest = self._finite(e, e.call(aten.amax.default, strip, axes, True, shape=pixel, dtype=dtype))
+        terms = e.call(aten.sub.Tensor, strip, largest, shape=strip.shape, dtype=dtype)
+        e.call(aten.exp_.default, terms, writes=terms)
+        total = e.call(aten.sum.dim_IntList, terms, axes, True, shape=pixel, dtype=dtype)
+        e.call(aten.log_.default, total, writes=total)
+        e.call(aten.add_.Tensor, total, largest, writes=total)
+        flat = e.call(aten.view.default, total, list(lead), shape=lead, view_of=total)
+        wide = e.cast(flat, torch.float64)
+        running = e.port("partial", ctx.node.name, lead, torch.float64)
+        return e.call(aten.logaddexp.out, running, wide, writes=running, keywords={"out": running})
+
+    @staticmethod
+    def _finite(e: Emitter, slot: Slot) -> Slot:
+        """Infinities as zeros, which take nothing away from elements that are infinite themselves."""
+        return e.call(aten.nan_to_num.default, slot, math.nan, 0.0, 0.0, shape=slot.shape, dtype=slot.dtype)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image = ctx.emitter, ctx.node.argument("self")
+        strip, value = ctx.strip(next(refs_in(image))), ctx.whole(ctx.node.name)
+        total = pixel_of(ctx, self._finite(e, value))
+        share = e.call(aten.sub.Tensor, strip, total, shape=strip.shape, dtype=strip.dtype)
+        e.call(aten.exp_.default, share, writes=share)
+        e.call(aten.mul_.Tensor, share, pixel_of(ctx, grad), writes=share)
+        ctx.add_grad(image, share, owned=True)

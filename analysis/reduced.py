@@ -1,0 +1,297 @@
+"""Reductions over the image, taken apart into a few that stream and small operators on what comes out.
+
+Whatever reduces all axes of the image ends in a *global value*, one number or a few for each channel of each sample:
+
+* ``aten.sum.dim_IntList``, ``aten.mean.dim``: sums and means;
+* ``sft.moments``: mean, variance and count, also of all channels or of the whole batch together (:mod:`sft.analysis.norms`);
+* ``sft.extremes``: the largest (smallest) element and how often it occurs, since ``amax`` divides its gradient evenly;
+* ``sft.peak``: the largest element and its place, the first in row-major order, since a pooling's gradient goes to that one alone;
+* ``sft.logsumexp``: a sum of exponentials that does not overflow.
+
+Norms are roots of sums, variances and deviations follow from moments, a softmax over the image is ``exp(x - logsumexp(x))`` pixel by
+pixel: its gradient, ``y * (g - sum(g * y))``, comes out of the parts by the chain rule. What is reduced besides the axes (channels, the
+batch) is reduced afterwards, in the small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any
+
+from sft.analysis.graph import Node, Ref
+
+__all__ = ["REDUCTIONS", "SOFTMAXES", "Chain", "Reduction", "peak", "pooled_mean", "reduced", "softmax", "widened"]
+
+_WIDE = {"float16": "float32", "bfloat16": "float32"}
+_BYTES = {"float32": 4, "float64": 8, "int64": 8}
+
+
+class Chain:
+    """Nodes that stand for one operator of the model; the last one takes its name."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.nodes: list[Node] = []
+
+    def add(self, part: str, target: str, shape: Sequence[Any], arguments: Sequence[tuple[str, Any]], dtype: str | None = None) -> Node:
+        """Add an operator."""
+        kind = self.node.dtype if dtype is None else dtype
+        size = self.node.itemsize_bytes if kind == self.node.dtype else _BYTES.get(kind, 2)
+        name = f"{self.node.name}__{part}"
+        made = replace(
+            self.node, name=name, target=target, shape=tuple(shape), arguments=tuple(arguments), dtype=kind, itemsize_bytes=size, effect=""
+        )
+        self.nodes.append(made)
+        return made
+
+    def cast(self, value: Node, dtype: str, part: str) -> Node:
+        """The value in an element type; itself where that is its own."""
+        if value.dtype == dtype:
+            return value
+        return self.add(part, "aten._to_copy.default", value.shape, (("self", Ref(value.name)), ("dtype", dtype)), dtype)
+
+    def finish(self) -> tuple[Node, ...]:
+        """The nodes, the last one under the name of the model's."""
+        return (*self.nodes[:-1], replace(self.nodes[-1], name=self.node.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reduction:
+    """A reduction of an image over all of its axes, and maybe more.
+
+    Attributes:
+        node: the model's operator.
+        image: what it reduces, in the image's order of dimensions.
+        num_axes: axes of the image.
+        rest: the dimensions of the image besides its axes that are reduced too.
+        order: the image's dimensions that are left, as the model has them.
+    """
+
+    node: Node
+    image: Node
+    num_axes: int
+    rest: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def lead(self) -> tuple[Any, ...]:
+        """Batch and channels of the image."""
+        return tuple(self.image.shape[: len(self.image.shape) - self.num_axes])
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the image, all of their dimensions together."""
+        return prod(int(extent) for extent in self.lead[1:])
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether nothing but the axes is reduced."""
+        return not self.rest
+
+
+def reduced(reduction: Reduction) -> tuple[Node, ...] | None:
+    """The nodes that stand for a reduction; ``None`` where there is no form of it that streams."""
+    chain = Chain(reduction.node)
+    small = REDUCTIONS[reduction.node.target](chain, reduction)
+    if small is None:
+        return None
+    small = chain.cast(small, reduction.node.dtype, "rounded")
+    return _as_the_model_has_it(chain, reduction, small)
+
+
+def _as_the_model_has_it(chain: Chain, reduction: Reduction, small: Node) -> tuple[Node, ...]:
+    """Put what is left of batch and channels into the model's order and shape."""
+    left = sorted(set(range(len(reduction.lead))) - set(reduction.rest))
+    order = [left.index(dim) for dim in reduction.order]
+    if order != list(range(len(left))) or tuple(small.shape) != tuple(reduction.node.shape):
+        arguments = (("self", Ref(small.name)), ("order", tuple(order)), ("shape", tuple(reduction.node.shape)))
+        chain.add("placed", "sft.restored", reduction.node.shape, arguments)
+    return chain.finish()
+
+
+def widened(chain: Chain, image: Node) -> Node:
+    """Half types are widened first: squares and exponentials of theirs leave their range."""
+    return chain.cast(image, _WIDE.get(image.dtype, image.dtype), "wide")
+
+
+def _small(chain: Chain, target: str, value: Node, lead: Sequence[Any], rest: Sequence[int], extra: tuple[tuple[str, Any], ...]) -> Node:
+    """The same reduction of what is left, over the dimensions ``rest``."""
+    if not rest:
+        return value
+    shape = [extent for dim, extent in enumerate(lead) if dim not in rest]
+    arguments = (("self", Ref(value.name)), ("dim", tuple(rest)), ("keepdim", False), *extra)
+    return chain.add("rest", target, shape, arguments, value.dtype)
+
+
+def pooled_mean(chain: Chain, image: Node, num_axes: int, rest: Sequence[int]) -> Node:
+    """The mean over the axes and the dimensions ``rest``."""
+    return _pooled(chain, image, num_axes, rest, "aten.mean.dim")
+
+
+def _pooled(chain: Chain, image: Node, num_axes: int, rest: Sequence[int], target: str) -> Node:
+    nothing: tuple[tuple[str, Any], ...] = (("dtype", None),)
+    first_axis = len(image.shape) - num_axes
+    arguments = (("self", Ref(image.name)), ("dim", tuple(range(first_axis, len(image.shape)))), ("keepdim", False), *nothing)
+    pooled = chain.add("pooled", target, image.shape[:first_axis], arguments, image.dtype)
+    return _small(chain, target, pooled, image.shape[:first_axis], rest, nothing)
+
+
+def _summed(chain: Chain, reduction: Reduction, image: Node, target: str = "aten.sum.dim_IntList") -> Node:
+    return _pooled(chain, image, reduction.num_axes, reduction.rest, target)
+
+
+def _sum(chain: Chain, reduction: Reduction) -> Node | None:
+    return _summed(chain, reduction, reduction.image) if _keeps_type(reduction) else None
+
+
+def _mean(chain: Chain, reduction: Reduction) -> Node | None:
+    return _summed(chain, reduction, reduction.image, "aten.mean.dim") if _keeps_type(reduction) else None
+
+
+def _keeps_type(reduction: Reduction) -> bool:
+    return reduction.node.dtype == reduction.image.dtype
+
+
+def _extreme(chain: Chain, reduction: Reduction, *, largest: bool, image: Node | None = None) -> Node | None:
+    image = reduction.image if image is None else image
+    if reduction.rest:
+        return None
+    arguments = (("self", Ref(image.name)), ("largest", largest), ("axes", reduction.num_axes))
+    both = chain.add("extremes", "sft.extremes", (*reduction.lead, 2), arguments, "float64")
+    return _column(chain, both, 0, image.dtype)
+
+
+def _column(chain: Chain, value: Node, index: int, dtype: str, part: str = "value") -> Node:
+    """One of several global values; what is kept in fp64 to hold counts and places is rounded here."""
+    arguments = (("self", Ref(value.name)), ("dim", len(value.shape) - 1), ("index", index))
+    column = chain.add(part, "aten.select.int", value.shape[:-1], arguments, value.dtype)
+    return chain.cast(column, dtype, f"{part}_as_is")
+
+
+def _amax(chain: Chain, reduction: Reduction) -> Node | None:
+    return _extreme(chain, reduction, largest=True)
+
+
+def _amin(chain: Chain, reduction: Reduction) -> Node | None:
+    return _extreme(chain, reduction, largest=False)
+
+
+def _peak(chain: Chain, reduction: Reduction) -> Node | None:
+    return peak(chain, reduction) if reduction.is_pooled else None
+
+
+def peak(chain: Chain, reduction: Reduction) -> Node:
+    """The largest element, or (where that is asked for) its place in row-major order."""
+    arguments = (("self", Ref(reduction.image.name)), ("axes", reduction.num_axes))
+    both = chain.add("peak", "sft.peak", (*reduction.lead, 2), arguments, "float64")
+    return _column(chain, both, reduction.node.argument("result", 0), reduction.node.dtype)
+
+
+def _vector_norm(chain: Chain, reduction: Reduction) -> Node | None:
+    order, image = float(reduction.node.argument("ord", 2)), widened(chain, reduction.image)
+    shape, this = image.shape, ("self", Ref(image.name))
+    if reduction.node.argument("dtype") is not None or (0 <= order < 1) or -inf < order < 0:
+        return None
+    if order == 2:
+        square = chain.add("square", "aten.mul.Tensor", shape, (this, ("other", Ref(image.name))), image.dtype)
+        return _root(chain, _summed(chain, reduction, square), 2.0)
+    size = chain.add("size", "aten.abs.default", shape, (this,), image.dtype)
+    if abs(order) == inf:
+        return _extreme(chain, reduction, largest=order > 0, image=size)
+    if order == 1:
+        return _summed(chain, reduction, size)
+    power = chain.add("power", "aten.pow.Tensor_Scalar", shape, (("self", Ref(size.name)), ("exponent", order)), image.dtype)
+    return _root(chain, _summed(chain, reduction, power), order)
+
+
+def _root(chain: Chain, value: Node, order: float) -> Node:
+    return chain.add("root", "sft.root", value.shape, (("self", Ref(value.name)), ("order", order)), value.dtype)
+
+
+def moments_of(chain: Chain, reduction: Reduction) -> tuple[Node, tuple[Any, ...]] | None:
+    """Moments over the axes and the rest, and the shape of what they are of; ``None`` where only some channels are reduced."""
+    num_lead, channels = len(reduction.lead), range(1, len(reduction.lead))
+    rest, image = set(reduction.rest), reduction.image
+    of_all_channels = rest.issuperset(channels)
+    if not of_all_channels and rest.intersection(channels):
+        return None
+    per_sample = 0 not in rest
+    groups = 1 if of_all_channels else reduction.num_channels
+    batch = image.shape[0] if per_sample else 1
+    arguments = (("self", Ref(image.name)), ("groups", groups), ("per_sample", per_sample), ("axes", reduction.num_axes))
+    dtype = _WIDE.get(image.dtype, image.dtype)
+    made = chain.add("moments", "sft.moments", (batch, groups, 3), arguments, dtype)
+    return made, tuple(reduction.lead[dim] for dim in range(num_lead) if dim not in rest)
+
+
+def _variance(chain: Chain, reduction: Reduction, *, is_root: bool) -> Node | None:
+    node = reduction.node
+    correction = node.argument("correction", 1 if node.argument("unbiased", True) else 0)
+    found = moments_of(chain, reduction)
+    if found is None:
+        return None
+    moments, shape = found
+    if node.argument("result", 0) == 1:  # the mean of `var_mean`
+        chosen = chain.add("mean", "sft.moment_mean", shape, (("moments", Ref(moments.name)), ("shape", shape)), moments.dtype)
+        return chosen
+    arguments = (("moments", Ref(moments.name)), ("correction", 1 if correction is None else correction), ("shape", shape))
+    variance = chain.add("variance", "sft.variance", shape, arguments, moments.dtype)
+    return _root(chain, variance, 2.0) if is_root else variance
+
+
+def _var(chain: Chain, reduction: Reduction) -> Node | None:
+    return _variance(chain, reduction, is_root=False)
+
+
+def _std(chain: Chain, reduction: Reduction) -> Node | None:
+    return _variance(chain, reduction, is_root=True)
+
+
+def _pooled_logsumexp(chain: Chain, image: Node, lead: Sequence[Any], num_axes: int) -> Node:
+    arguments = (("self", Ref(image.name)), ("axes", num_axes))
+    return chain.add("logsumexp", "sft.logsumexp", lead, arguments, image.dtype)
+
+
+def _logsumexp(chain: Chain, reduction: Reduction) -> Node | None:
+    image = widened(chain, reduction.image)
+    pooled = _pooled_logsumexp(chain, image, reduction.lead, reduction.num_axes)
+    return _small(chain, "aten.logsumexp.default", pooled, reduction.lead, reduction.rest, ())
+
+
+def softmax(node: Node, image: Node, num_axes: int) -> tuple[Node, ...] | None:
+    """``softmax`` and ``log_softmax`` over all axes of an image: pixel by pixel, once the sum is known."""
+    if node.argument("dtype") is not None:
+        return None
+    chain = Chain(node)
+    wide = widened(chain, image)
+    lead = image.shape[: len(image.shape) - num_axes]
+    total = _pooled_logsumexp(chain, wide, lead, num_axes)
+    pixel = (*lead, *[1] * num_axes)
+    spread = chain.add("total", "sft.aligned", pixel, (("self", Ref(total.name)), ("shape", pixel)), wide.dtype)
+    arguments = (("self", Ref(wide.name)), ("other", Ref(spread.name)), ("alpha", 1))
+    found = chain.add("difference", "aten.sub.Tensor", image.shape, arguments, wide.dtype)
+    if node.target not in _LOGARITHMS:
+        found = chain.add("share", "aten.exp.default", image.shape, (("self", Ref(found.name)),), wide.dtype)
+    chain.cast(found, node.dtype, "rounded")
+    return chain.finish()
+
+
+_LOGARITHMS = frozenset({"aten.log_softmax.int", "aten._log_softmax.default"})
+#: Softmaxes along dimensions.
+SOFTMAXES = frozenset({"aten.softmax.int", "aten.log_softmax.int"})
+
+#: How each reduction is taken apart, by target.
+REDUCTIONS: dict[str, Callable[[Chain, Reduction], Node | None]] = {
+    **{f"aten.sum.{kind}": _sum for kind in ("dim_IntList", "default")},
+    **{f"aten.mean.{kind}": _mean for kind in ("dim", "default")},
+    "aten.amax.default": _amax,
+    "aten.amin.default": _amin,
+    "aten.max.dim": _peak,
+    "aten.linalg_vector_norm.default": _vector_norm,
+    **{f"aten.{name}.{kind}": _var for name in ("var", "var_mean") for kind in ("default", "dim", "correction")},
+    **{f"aten.{name}.{kind}": _std for name in ("std", "std_mean") for kind in ("default", "dim", "correction")},
+    "aten.logsumexp.default": _logsumexp,
+    **{f"aten.adaptive_max_pool{n}d.default": _peak for n in (1, 2, 3)},
+}

@@ -24,7 +24,7 @@ from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
 from sft.analysis.operators import ALONG, ELEMENTWISE
 from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
 
-__all__ = ["canonical"]
+__all__ = ["REWRITTEN", "canonical"]
 
 _RESHAPES = frozenset(
     {
@@ -42,6 +42,11 @@ _RESHAPES = frozenset(
     }
 )
 _PERMUTES = frozenset({"aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.movedim.int", "aten.swapaxes.default"})
+
+#: Operators that are followed, or become others.
+REWRITTEN = tuple(
+    sorted({*_PERMUTES, *_RESHAPES, *LAYER_NORMS, *REDUCTIONS, "aten.linear.default", "aten.expand.default", "aten.expand_as.default"})
+)
 
 
 def canonical(graph: Graph) -> Graph:

@@ -119,6 +119,7 @@ class CheckReport:
         num_streamed: operators that run in strips.
         num_whole: operators that run on whole tensors.
         num_phases: runs between barriers (global values).
+        whole_reasons: why operators that read an image run on whole tensors: one line each, with module path and remedy.
     """
 
     ok: bool
@@ -126,11 +127,15 @@ class CheckReport:
     num_streamed: int = 0
     num_whole: int = 0
     num_phases: int = 0
+    whole_reasons: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.ok:
             return "cannot be compiled exactly:\n" + "\n".join(f"  - {problem}" for problem in self.problems)
-        return f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"
+        lines = [f"exact: {self.num_streamed} operators in strips, {self.num_whole} whole, {self.num_phases} phase(s) between barriers"]
+        if self.whole_reasons:
+            lines += ["on whole tensors, where they fit:", *(f"  - {reason}" for reason in self.whole_reasons)]
+        return "\n".join(lines)
 
 
 def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
@@ -146,7 +151,13 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
         return CheckReport(ok=False, problems=(f"{type(error).__name__}: {error}",))
     streamed = sum(len(phase.streamed) for phase in phases.phases)
     whole = sum(len(phase.tail) for phase in phases.phases)
-    return CheckReport(ok=True, num_streamed=streamed, num_whole=whole, num_phases=len(phases.phases) - bool(phases.prologue))
+    return CheckReport(
+        ok=True,
+        num_streamed=streamed,
+        num_whole=whole,
+        num_phases=len(phases.phases) - bool(phases.prologue),
+        whole_reasons=tuple(dict.fromkeys(phases.whole_reasons.values())),
+    )
 
 
 def _examples(inputs: Any) -> tuple[Any, ...]:

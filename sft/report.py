@@ -35,6 +35,8 @@ def explain(plan: Plan) -> str:
     ]
     for number, segment in enumerate(plan.segments):
         lines += ["", *_segment(number, segment)]
+    if plan.notes:
+        lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines)
 
 

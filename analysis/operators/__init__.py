@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sft.analysis.operators.base import Border, Operator, Role
-from sft.analysis.operators.table import ALONG, CASTS, ELEMENTWISE, is_differentiable, operator_of, refusal, window_of
+from sft.analysis.operators.table import ALONG, CASTS, ELEMENTWISE, is_differentiable, operator_of, refusal, rows_of_table, window_of
 from sft.analysis.operators.windows import Window
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "is_differentiable",
     "operator_of",
     "refusal",
+    "rows_of_table",
     "window_of",
 ]

@@ -32,7 +32,7 @@ from sft.analysis.operators.resampling import Nearest, PixelShuffle, PixelUnshuf
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
-__all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "window_of"]
+__all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "rows_of_table", "window_of"]
 
 WHOLE = Operator(name="whole", role="whole")
 
@@ -197,18 +197,39 @@ _RANDOM = {
 }
 
 
+_NO_STRIPS = "has no rule for strips; it sees the whole image, so put it where the image is small, or leave it out of the compiled model"
+_ATTENTION = "mixes all pixels; attend to a pooled image, or within channels"
+#: What to do about some operators without a row.
+_NO_RULE = {
+    **dict.fromkeys(("matmul", "bmm", "einsum", "baddbmm", "scaled_dot_product_attention"), _ATTENTION),
+    "roll": "moves rows from one border to the other; pad and crop, or roll before the compiled model",
+    "flip": "turns the image round; flip it before the compiled model",
+    "rot90": "turns the image round; turn it before the compiled model",
+    "grid_sample": "samples anywhere in the image; resize with F.interpolate, or warp before the compiled model",
+    "deform_conv2d": "samples anywhere in the image; use a plain convolution",
+    "_fft_r2c": "mixes all pixels; transform before the compiled model",
+}
+
+
 def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Operator, list[str]]:
     """The table's row for a node, given the streamed values, and why it runs whole although it reads one of them."""
     if not any(name in streamed for name in node.operands):
         return WHOLE, []
     rows = _rows(node.target)
-    problems: list[str] = [] if rows else [f"{node.label}: has no rule for strips"]
+    # What is restored to the model's own order is so for the sake of who reads it.
+    reader = graph[next(iter(graph.users[node.name]), node.name)] if node.target == "sft.restored" else node
+    problems: list[str] = [] if rows else [f"{reader.label}: {_NO_RULE.get(reader.target.split('.')[1], _NO_STRIPS)}"]
     for row in rows:
         why = row.problems(node, graph, streamed)
         if not why:
             return row, []
         problems += why
     return WHOLE, problems
+
+
+def rows_of_table() -> dict[str, tuple[Operator, ...]]:
+    """The whole table, by target."""
+    return {target: _rows(target) for target in _TABLE}
 
 
 def _rows(target: str) -> tuple[Operator, ...]:

@@ -33,6 +33,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int) -> Plan:
             _segment(problem, planned, choice, segment, makes, budget_bytes)
             for choice, segment, makes in zip(planned.choices, planned.region.segments, planned.region.makes, strict=True)
         ),
+        notes=tuple(dict.fromkeys(problem.phases.whole_reasons.values())),
     )
 
 

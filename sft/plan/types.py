@@ -10,7 +10,7 @@ from sft.errors import InputError
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 2
+_FORMAT = 3
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -121,6 +121,7 @@ class Plan:
         plain_flops: what plain PyTorch computes for the same step.
         projected_seconds: ``None`` without a cost model.
         segments: in order.
+        notes: why operators that read an image run on whole tensors, one line each.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -134,6 +135,7 @@ class Plan:
     plain_flops: int
     projected_seconds: float | None = None
     segments: tuple[SegmentPlan, ...]
+    notes: tuple[str, ...] = ()
 
     @property
     def total_bytes(self) -> int:

@@ -1,0 +1,61 @@
+"""Writes docs/operators.md from the operator table: ``python docs/operators.py`` (``--check`` only compares)."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from collections import defaultdict
+from pathlib import Path
+
+from sft.analysis.canonical import REWRITTEN
+from sft.analysis.operators import rows_of_table
+
+PAGE = Path(__file__).with_name("operators.md")
+
+INTRODUCTION = """# Operators
+
+Written by `python docs/operators.py` from the operator table; a test compares. `sft.check(model, input_shape)` says the same of one model.
+
+**In strips**: any use of these operators that their row of the table knows runs strip by strip, with one to three axes. The others, and
+uses that a row refuses (a softmax over pixels, a circular padding, `cat` along the image, ...), run on whole tensors, as in plain PyTorch,
+where these fit the budget; `plan.explain()` lists them with the reason. What follows them is streamed again where it is still an image.
+
+**Refused** (`sft.UnsupportedError`): random numbers that do not follow positions (`torch.rand` and relatives inside the model; dropout in all
+forms is fine), sizes that depend on values, operators that write into their operands where the exporter leaves such, `torch.no_grad`
+inside `forward`.
+"""
+
+
+def page() -> str:
+    """The page."""
+    families: dict[str, list[str]] = defaultdict(list)
+    texts: dict[str, str] = {}
+    for target, rows in sorted(rows_of_table().items()):
+        for row in rows:
+            name = type(row).__name__ if type(row).__name__ not in ("Drawn",) else row.name
+            families[name].append(f"`{target.removeprefix('aten.')}`")
+            texts[name] = " ".join((inspect.getdoc(type(row)) or "").split("\n\n")[0].split())
+    lines = [INTRODUCTION, "## In strips", "", "| family | what | operators |", "| --- | --- | --- |"]
+    for name in sorted(families):
+        lines.append(f"| {name} | {texts[name].replace('|', '/')} | {', '.join(families[name])} |")
+    lines += [
+        "",
+        "## Followed without moving anything, or rewritten into the above",
+        "",
+        ", ".join(f"`{t.removeprefix('aten.')}`" for t in REWRITTEN),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Write the page, or compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="compare only; exit code 1 where the page is out of date")
+    if parser.parse_args().check:
+        return int(PAGE.read_text() != page())
+    PAGE.write_text(page())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

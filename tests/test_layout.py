@@ -1,0 +1,123 @@
+"""Layouts: permutations and reshapes followed on paper are what they are on tensors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import sft
+from sft.analysis.axes import Axes
+from sft.analysis.layout import Layout, merged, reshaped
+from sft.lower.functions import rearrange, restored
+
+from .helpers.exactness import assert_exact
+
+_AXES = Axes(2)
+
+
+@st.composite
+def _reshapes(draw: st.DrawFn, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Another shape of as many elements: dimensions split, merged, and of extent 1 put in or left out."""
+    pieces: list[int] = []
+    for extent in shape:
+        divisor = draw(st.sampled_from([d for d in range(1, extent + 1) if extent % d == 0]))
+        pieces += [divisor, extent // divisor] if draw(st.booleans()) else [extent]
+    found: list[int] = []
+    for piece in pieces:
+        if found and draw(st.integers(0, 2)) == 0:
+            found[-1] *= piece
+        elif piece != 1 or draw(st.booleans()):
+            found.append(piece)
+        if draw(st.integers(0, 5)) == 0:
+            found.append(1)
+    return tuple(found) if math.prod(found) == math.prod(shape) else shape
+
+
+@given(data=st.data())
+def test_what_is_followed_is_what_a_tensor_does(data: st.DataObject) -> None:
+    """After any permutations and reshapes the layout still says where every element of the image is."""
+    shape = (
+        data.draw(st.integers(1, 3)),
+        data.draw(st.sampled_from((1, 4, 6, 12))),
+        *data.draw(st.tuples(st.integers(2, 5), st.integers(2, 5))),
+    )
+    image = torch.arange(math.prod(shape)).view(shape)
+    value, layout = image, Layout.plain(4)
+    for _ in range(data.draw(st.integers(1, 4))):
+        if data.draw(st.booleans()):
+            order = data.draw(st.permutations(range(value.dim())))
+            value, layout = value.permute(order), layout.permuted(order)
+        else:
+            wanted = data.draw(_reshapes(tuple(value.shape)))
+            found = reshaped(layout, image.shape, wanted, _AXES)
+            if found is None:
+                continue  # the image's axes, or its batch, would be split: not followed
+            value, layout = value.reshape(wanted), found.layout
+            if found.rearrangement is not None:
+                change = found.rearrangement
+                image = rearrange(image, change.split, change.order, change.shape, 2)
+        whole = merged(layout, image.shape, _AXES)
+        if whole is not None and whole.rearrangement is not None:
+            change = whole.rearrangement
+            image, layout = rearrange(image, change.split, change.order, change.shape, 2), whole.layout
+        order = [dim for group in layout.groups for dim in group]
+        order += [dim for dim in range(image.dim()) if dim not in order]
+        assert torch.equal(restored(image, order, value.shape), value), f"{layout} of {tuple(image.shape)}"
+        assert layout.shape(image.shape) == tuple(value.shape)
+
+
+class _Focus(nn.Module):
+    """Every second pixel of every second row, as channels; then heads of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(12, 8, 3, padding=1)
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([x[:, :, ::2, ::2], x[:, :, 1::2, ::2], x[:, :, ::2, 1::2], x[:, :, 1::2, 1::2]], 1)
+        batch, _, height, width = x.shape
+        heads = self.mix(x).view(batch, 2, 4, height, width)
+        weights = heads.softmax(1)
+        mixed: Tensor = (heads * weights).sum(1)
+        return self.norm(mixed.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+@pytest.mark.parametrize("tile", [(6, None), (3, 9), (1, None)])
+def test_heads_of_channels_stream(tile: tuple[int, int | None]) -> None:
+    torch.manual_seed(0)
+    report = assert_exact(_Focus().double(), torch.randn(2, 3, 26, 22, dtype=torch.float64), options=sft.Options(tile=tile))
+    assert not report.plan.notes, "nothing runs whole"
+
+
+class _Attention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(2)
+        return x + (tokens @ (tokens.transpose(1, 2) @ tokens).softmax(-1)).view(x.shape)
+
+
+def test_attention_runs_whole_and_streaming_goes_on_behind_it() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, stride=2), _Attention(), nn.Conv2d(4, 2, 3)).double()
+    report = assert_exact(model, torch.randn(1, 3, 25, 27, dtype=torch.float64), options=sft.Options(tile=(4, None)))
+    assert [segment.mode for segment in report.plan.segments] == ["tiled", "whole", "tiled"]
+    assert any("1: matmul" in note for note in report.plan.notes)
+    assert "On whole tensors" in report.plan.explain()
+    found = sft.check(model, (1, 3, 25, 27))
+    assert found.ok and any("1: matmul" in reason and "pooled" in reason for reason in found.whole_reasons)
+    assert "on whole tensors" in str(found)
+
+
+def test_what_cannot_be_compiled_is_reported_and_not_raised() -> None:
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x)
+
+    found = sft.check(nn.Sequential(nn.Conv2d(3, 4, 3), Noisy()), (1, 3, 32, 32))
+    assert not found.ok and "1: randn_like" in found.problems[0]
+    assert not sft.check(nn.Conv2d(3, 4, 3), (1, 5, 32, 32)).ok

@@ -202,7 +202,7 @@ def _streamed_at_size(
 
 
 def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
-    value = sp.sympify(extent).xreplace(dict(symbols))
+    value = sp.sympify(sp.sympify(extent).xreplace(dict(symbols)))
     if not value.is_number:
         raise UnsupportedError([f"{node.label}: its size {extent} depends on the values of the image; keep it outside the compiled model"])
     return int(value)

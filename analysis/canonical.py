@@ -7,13 +7,16 @@
 * operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
 * ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
   (:mod:`sft.analysis.layernorms`), reductions over the image are taken apart (:mod:`sft.analysis.reduced`);
+* pixels that become channels, and channels that become pixels, are ``sft.folded`` and ``sft.unfolded`` images;
 * anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import sympy as sp
@@ -142,8 +145,50 @@ class _Rewriting:
             name = f"{node.name}__merged"
             self._rearranged(node, found.rearrangement, image.node, name)
             image = _Image(name, found.layout)
-        self.images[node.name] = image
+        self.images[node.name] = self._unfolded(node, image)
         return True
+
+    def _unfolded(self, node: Node, image: _Image) -> _Image:
+        """The image with those channels as pixels that the model has as pixels."""
+        old = self.nodes[image.node]
+        first_axis = len(old.shape) - self.axes.count
+        places = image.layout.axes_taking_channels(first_axis)
+        if places is None or len(places) != self.axes.count:
+            return image
+        taken = {dim for dims in places for dim in dims}
+        named = {dim for group in image.layout.groups for dim in group}
+        # A dimension of extent 1 that the value does not have goes.
+        rest = tuple(dim for dim in range(1, first_axis) if dim not in taken and (dim in named or old.shape[dim] != 1))
+        factors = tuple(math.prod(int(old.shape[dim]) for dim in dims) for dims in places)
+        grown = tuple(extent * factor for extent, factor in zip(self.axes.of(old.shape), factors, strict=True))
+        name = f"{node.name}__unfolded"
+        arguments = (("self", Ref(image.node)), ("rest", rest), ("places", places), ("factors", factors))
+        shape = (old.shape[0], *([old.shape[dim] for dim in rest] or [1]), *grown)
+        self.nodes[name] = replace(node, name=name, target="sft.unfolded", shape=shape, arguments=arguments)
+        number = {dim: 1 + at for at, dim in enumerate(rest)}
+        number.update({0: 0, **{first_axis + axis: 1 + max(1, len(rest)) + axis for axis in range(self.axes.count)}})
+        groups = (tuple(number[dim] for dim in group if dim not in taken) for group in image.layout.groups)
+        return _Image(name, Layout(tuple(groups)))
+
+    def _folded(self, node: Node, image: _Image) -> _Image | None:
+        """The image with those pixels as channels that a reshape to the shape of ``node`` takes apart; ``None`` if it takes none."""
+        old = self.nodes[image.node]
+        first_axis, extents = len(old.shape) - self.axes.count, self.axes.of(old.shape)
+        factors = tuple(_split_factor(extent, node.shape) for extent in extents)
+        if all(factor == 1 for factor in factors):
+            return None
+        name = f"{node.name}__folded"
+        shape = (*old.shape[:first_axis], *factors, *(_divided(e, f) for e, f in zip(extents, factors, strict=True)))
+        self.nodes[name] = replace(
+            node, name=name, target="sft.folded", shape=shape, arguments=(("self", Ref(image.node)), ("factors", factors))
+        )
+        groups = []
+        for group in image.layout.groups:
+            apart: list[int] = []
+            for dim in group:
+                apart += [dim] if dim < first_axis else [dim + self.axes.count, dim]
+            groups.append(tuple(apart))
+        return _Image(name, Layout(tuple(groups)))
 
     def _keep(self, node: Node) -> None:
         """Take an operator over as it is, on the model's own values."""
@@ -202,7 +247,13 @@ class _Rewriting:
             return False
         found = reshaped(image.layout, self._shape(image.node), node.shape, self.axes)
         if found is None:
-            return False
+            folded = self._folded(node, image)
+            if folded is None:
+                return False
+            image = folded
+            found = reshaped(image.layout, self._shape(image.node), node.shape, self.axes)
+            if found is None:
+                return False
         held = image.node
         if found.rearrangement is not None:
             held = f"{node.name}__split"
@@ -405,6 +456,23 @@ class _Rewriting:
         last = image.layout.groups[len(image.layout.groups) - len(node.argument("normalized_shape")) :]
         made = layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
         return made is not None and all([self._put(part, image.layout, part.name) for part in made])
+
+
+def _split_factor(extent: Any, shape: Sequence[Any]) -> int:
+    """How many pixels of an axis become a dimension of their own, where a shape has ``extent / factor, factor`` side by side; else 1."""
+    for size, factor in pairwise(shape):
+        if (
+            isinstance(factor, int)
+            and factor > 1
+            and size == _divided(extent, factor)
+            and not (isinstance(extent, int) and extent % factor)
+        ):
+            return factor
+    return 1
+
+
+def _divided(extent: Any, factor: int) -> Any:
+    return extent // factor if isinstance(extent, int) else sp.floor(extent / sp.Integer(factor)) if factor != 1 else extent
 
 
 def _pair(node: Node) -> tuple[int, int]:

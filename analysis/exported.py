@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import sympy as sp
@@ -85,9 +86,23 @@ def graph_of(program: ExportedProgram) -> Graph:
         builder.add(fx_node)
     if builder.problems:
         raise UnsupportedError(builder.problems)
-    nodes = tuple(builder.nodes.values())
+    known = {guard.lhs: guard.rhs for guard in guards_of(program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
+    nodes = tuple(_simplified(node, known) if known else node for node in builder.nodes.values())
     graph = Graph(nodes=nodes, outputs=tuple(builder.outputs), updates=tuple(builder.updates), axes=_axes_of(nodes))
     return graph.without_dead_operators()
+
+
+def _simplified(node: Node, known: dict[sp.Basic, sp.Integer]) -> Node:
+    """A node with numbers for sizes that a guard has fixed: of an extent split by ``view`` the exporter knows no factor otherwise."""
+
+    def simple(value: Any) -> Any:
+        if isinstance(value, sp.Basic):
+            found = value.xreplace(known)
+            return int(found) if found.is_Integer else found
+        return type(value)(simple(item) for item in value) if isinstance(value, (tuple, list)) else value
+
+    arguments = tuple((name, simple(value)) for name, value in node.arguments)
+    return replace(node, shape=simple(node.shape), arguments=arguments)
 
 
 def _axes_of(nodes: Sequence[Node]) -> Axes:

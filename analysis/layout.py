@@ -56,6 +56,20 @@ class Layout:
         """The value's shape, given the image's."""
         return tuple(_product([image[dim] for dim in group]) for group in self.groups)
 
+    def axes_taking_channels(self, first_axis: int) -> tuple[tuple[int, ...], ...] | None:
+        """For each axis of the image the channels that the value has as its pixels; ``None`` if none has, or anything is not in order.
+
+        >>> Layout(((0,), (1,), (4, 2), (5, 3))).axes_taking_channels(4)
+        ((2,), (3,))
+        """
+        found = {group[0]: group[1:] for group in self.groups if group and group[0] >= first_axis}
+        others = [dim for group in self.groups if not group or group[0] < first_axis for dim in group]
+        is_taken = [all(0 < dim < first_axis for dim in taken) for taken in found.values()]
+        if any(dim >= first_axis for dim in others) or not all(is_taken) or not any(found.values()):
+            return None
+        rank = max(found) + 1
+        return tuple(found.get(axis, ()) for axis in range(first_axis, rank)) if len(found) == rank - first_axis else None
+
     def without(self, dims: Sequence[int]) -> Layout:
         """The layout once some of the image's dimensions are gone, which are groups of their own (or in none)."""
         gone = set(dims)

@@ -20,9 +20,9 @@ Written by `python docs/operators.py` from the operator table; a test compares. 
 uses that a row refuses (a softmax over pixels, a circular padding, `cat` along the image, ...), run on whole tensors, as in plain PyTorch,
 where these fit the budget; `plan.explain()` lists them with the reason. What follows them is streamed again where it is still an image.
 
-**Refused** (`sft.UnsupportedError`): random numbers that do not follow positions (`torch.rand` and relatives inside the model; dropout in all
-forms is fine), sizes that depend on values, operators that write into their operands where the exporter leaves such, `torch.no_grad`
-inside `forward`.
+**Refused** (`sft.UnsupportedError`): random numbers that do not follow positions (`torch.rand` in the model; dropout in all
+forms is fine), sizes that depend on values, operators that write into their operands where the exporter leaves such,
+`torch.no_grad` inside `forward`.
 """
 
 

@@ -13,8 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 
-from .helpers.exactness import ExactReport, assert_exact, assert_within_budget
+from .helpers.exactness import assert_exact, assert_within_budget
 from .helpers.models import chain, image, seeded
+from .helpers.plans import assert_tiled
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -42,13 +43,6 @@ class _Between(nn.Module):
         y = self.layers(x)
         z: Tensor = self.after(y + x if y.shape == x.shape else y)
         return z
-
-
-def _assert_tiled(report: ExactReport, *operators: str) -> None:
-    """The plan has tiled segments with these operators in them."""
-    names = {name for segment in report.plan.segments if segment.mode == "tiled" for name in segment.nodes}
-    for operator in operators:
-        assert any(name.startswith(operator) for name in names), f"{operator} is not among the tiled operators {sorted(names)}"
 
 
 def _flops(model: nn.Module, x: Tensor) -> tuple[int, int]:
@@ -80,7 +74,7 @@ _USES: dict[str, dict[str, Any]] = {
 def test_every_use(use: str, count: int, tiles: str) -> None:
     model = seeded(lambda: _Between(count, _TRANSPOSED[count - 1](4, 8, **_USES[use]), out_channels=8))
     report = assert_exact(model, image(*_SHAPES[count]), options=_TILES[tiles], steps=1)
-    _assert_tiled(report, f"conv_transpose{count}d")
+    assert_tiled(report, f"conv_transpose{count}d")
 
 
 def test_kernels_that_are_not_square() -> None:
@@ -122,7 +116,7 @@ class _OutputSize(nn.Module):
 @pytest.mark.parametrize("tiles", _TILES)
 def test_output_size_of_the_caller(tiles: str, size: tuple[int, int]) -> None:
     report = assert_exact(seeded(lambda: _OutputSize(3)), image(1, 3, *size), options=_TILES[tiles], steps=1)
-    _assert_tiled(report, "conv_transpose2d")
+    assert_tiled(report, "conv_transpose2d")
 
 
 class _UNet(nn.Module):
@@ -151,7 +145,7 @@ class _UNet(nn.Module):
 @pytest.mark.parametrize("use", ["unet", "monai", "dcgan"])
 def test_unet(use: str, tiles: str) -> None:
     report = assert_exact(seeded(lambda: _UNet(2, **_USES[use]).eval()), image(2, 3, 24, 16), options=_TILES[tiles], steps=1)
-    _assert_tiled(report, "conv_transpose2d")
+    assert_tiled(report, "conv_transpose2d")
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -178,7 +172,7 @@ def _dcgan() -> nn.Module:
 @pytest.mark.parametrize("tiles", ["strips", "panels"])
 def test_dcgan(tiles: str, size: tuple[int, int]) -> None:
     report = assert_exact(seeded(_dcgan), image(2, 5, *size), options=_TILES[tiles])
-    _assert_tiled(report, "conv_transpose2d")
+    assert_tiled(report, "conv_transpose2d")
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -223,4 +217,4 @@ def test_any_use(data: st.DataObject, count: int, use: dict[str, Any]) -> None:
         batch_tile=data.draw(st.none() | st.just(1)),
     )
     report = assert_exact(model, image(data.draw(st.integers(1, 2)), 3, *extents), options=options, steps=1)
-    _assert_tiled(report, f"conv_transpose{count}d")
+    assert_tiled(report, f"conv_transpose{count}d")

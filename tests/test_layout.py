@@ -85,7 +85,8 @@ class _Focus(nn.Module):
         heads = self.mix(x).view(batch, 2, 4, height, width)
         weights = heads.softmax(1)
         mixed: Tensor = (heads * weights).sum(1)
-        return self.norm(mixed.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        normed: Tensor = self.norm(mixed.permute(0, 2, 3, 1))
+        return normed.permute(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize("tile", [(6, None), (3, 9), (1, None)])

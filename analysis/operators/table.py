@@ -28,9 +28,10 @@ from sft.analysis.operators.pixelwise import (
     Rowwise,
 )
 from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
-from sft.analysis.operators.resampling import Nearest, PixelShuffle, PixelUnshuffle
+from sft.analysis.operators.resampling import Nearest
+from sft.analysis.operators.shuffles import Folded, Unfolded
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
-from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
+from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, PlaceInImage, Window, Windowed
 
 __all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "rows_of_table", "window_of"]
 
@@ -153,9 +154,13 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
         ("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), TransposedConvolution()
     ),
     "sft.overlap_add": OverlapAdd(),
-    "aten.pixel_shuffle.default": PixelShuffle(),
-    "aten.pixel_unshuffle.default": PixelUnshuffle(),
+    "aten.pixel_shuffle.default": Unfolded(argument="upscale_factor"),
+    "aten.pixel_unshuffle.default": Folded(argument="downscale_factor"),
+    "sft.unfolded": Unfolded(),
+    "sft.folded": Folded(),
     **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d_with_indices.default": PlaceInImage() for n in (1, 2, 3)},
+    **{f"aten.max_unpool{n}d.default": PlaceInImage() for n in (2, 3)},
     **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindow()) for n in (1, 2, 3)},
     **{f"aten.upsample_nearest{n}d.vec": Nearest() for n in (1, 2, 3)},
     **{f"aten.{name}.Tensor": _BINARY for name in ("add", "sub", "mul", "div")},

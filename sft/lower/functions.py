@@ -128,6 +128,32 @@ def expanded(self: Tensor, channels: Sequence[int]) -> Tensor:
     return self.expand(self.shape[0], *channels, *self.shape[first_axis:])
 
 
+def folded(self: Tensor, factors: Sequence[int]) -> Tensor:
+    """``factors`` rows and columns of an image as channels, ``[N, channels..., factors..., axes...]``."""
+    first = self.dim() - len(factors)
+    pieces = [piece for extent, factor in zip(self.shape[first:], factors, strict=True) for piece in (extent // factor, factor)]
+    split = self.reshape(*self.shape[:first], *pieces)
+    order = [*range(first), *range(first + 1, split.dim(), 2), *range(first, split.dim(), 2)]
+    return split.permute(order).clone(memory_format=torch.contiguous_format)
+
+
+def unfolded(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]], factors: Sequence[int]) -> Tensor:
+    """Channels as rows and columns.
+
+    Args:
+        self: ``[N, channels..., axes...]``.
+        rest: the dimensions of channels that stay; others have one entry, and go.
+        places: for each axis those that it takes in, the fastest last.
+        factors: their product.
+    """
+    first = self.dim() - len(places)
+    gone = {*range(1, first)} - {*rest, *(dim for taken in places for dim in taken)}
+    order = [0, *sorted(gone), *rest, *(dim for axis, taken in enumerate(places) for dim in (first + axis, *taken))]
+    grown = [extent * factor for extent, factor in zip(self.shape[first:], factors, strict=True)]
+    moved = self.permute(order).clone(memory_format=torch.contiguous_format)
+    return moved.view(self.shape[0], *([self.shape[dim] for dim in rest] or [1]), *grown)
+
+
 def kernel_rows(self: Tensor) -> Tensor:
     """A kernel ``[Cin, Cout, kh, ...]`` with its rows as channels, ``[Cin, kh * Cout, 1, ...]``."""
     inputs, channels, kernel, *rest = self.shape
@@ -201,6 +227,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.channel_rms_norm": channel_rms_norm,
     "sft.inverse_root": inverse_root,
     "sft.expanded": expanded,
+    "sft.folded": folded,
+    "sft.unfolded": unfolded,
     "sft.kernel_rows": kernel_rows,
     "sft.overlap_add": overlap_add,
 }

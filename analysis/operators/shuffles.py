@@ -1,0 +1,74 @@
+"""Pixels that become channels, and channels that become pixels: rows in groups, each computed from rows of its own.
+
+A strip of whole groups is shuffled as an image is, so torch's own operator runs on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from sft.analysis.access import AxisMap
+from sft.analysis.axes import Axes
+from sft.analysis.graph import Graph, Node
+from sft.analysis.interval import Interval
+from sft.analysis.operators.base import Operator, entry
+
+__all__ = ["Folded", "Unfolded"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shuffle(Operator):
+    """
+    Attributes:
+        argument: the argument that says how many rows and columns belong together.
+    """
+
+    name: str = "rowwise"
+    argument: str = "factors"
+
+    def factor(self, node: Node, axis: int) -> int:
+        """Rows in a group."""
+        return entry(node.argument(self.argument), axis) if axis < self._num_axes(node) else 1
+
+    def _num_axes(self, node: Node) -> int:
+        given = node.argument(self.argument)
+        return len(given) if isinstance(given, tuple) else 2
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        # ATen's own take the last three dimensions for channels, rows and columns.
+        if node.target.startswith("aten.") and (graph.axes.count != 2 or len(node.shape) != graph.axes.rank):
+            return [f"{node.label}: of {len(node.shape)} dimensions; only images, of four, are shuffled in strips"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unfolded(_Shuffle):
+    """Channels become pixels (``pixel_shuffle``, Shi et al. 2016), with a factor for each axis."""
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return AxisMap(divisor=self.factor(node, axis))
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return extent * self.factor(node, axis)
+
+    def computed(self, node: Node, axis: int, part: Interval) -> Interval:
+        factor = self.factor(node, axis)
+        return Interval(part.start // factor * factor, -(-part.stop // factor) * factor)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Folded(_Shuffle):
+    """Pixels become channels (``pixel_unshuffle``)."""
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return AxisMap(scale=self.factor(node, axis), last=self.factor(node, axis) - 1)
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return extent // self.factor(node, axis)

@@ -25,7 +25,7 @@ def _annotated(node: Node, graph: Graph) -> Node:
     if node.target.startswith(("aten.conv1d.", "aten.conv2d.", "aten.conv3d.")):
         weight = graph[node.argument("weight").name]
         return _with(node, "kernel_size", weight.shape[2:])
-    if node.target.startswith("aten.upsample_nearest"):
+    if node.target.startswith(("aten.upsample_nearest", "aten._upsample_nearest_exact")):
         source = graph[node.argument("input").name]
         return _with(node, "factors", _factors(node, source))
     return node

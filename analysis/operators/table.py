@@ -15,7 +15,7 @@ from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
 from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, Pointwise, Rowwise
 from sft.analysis.operators.reductions import Mean, Moments
-from sft.analysis.operators.resampling import Nearest
+from sft.analysis.operators.resampling import AdaptiveAverage, Interpolation, Nearest
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
 __all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "window_of"]
@@ -126,6 +126,7 @@ _CHANNEL_REDUCTIONS = (
 )
 
 _CONVOLUTION, _MAX_POOL, _AVG_POOL = Convolution(), MaxPool(), AvgPool()
+_INTERPOLATION = Interpolation()
 _POINTWISE, _ROW, _CHANNELS, _BINARY, _MEAN = Pointwise(), Rowwise(), Rowwise(broadcasts=False), Binary(), Mean()
 #: Conversions to another element type; where they are between floating-point types they have a gradient.
 CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout"})
@@ -135,7 +136,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.conv{n}d.{kind}": _CONVOLUTION for n in (1, 2, 3) for kind in ("default", "padding")},
     **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
     **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindow()) for n in (1, 2, 3)},
-    **{f"aten.upsample_nearest{n}d.vec": Nearest() for n in (1, 2, 3)},
+    **{f"aten.{name}{n}d.vec": (Nearest(), _INTERPOLATION) for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
+    **{f"aten.upsample_{name}.vec": _INTERPOLATION for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")},
     **{f"aten.{name}.Tensor": _BINARY for name in ("add", "sub", "mul", "div")},
     **{f"aten.{name}.default": _POINTWISE for name in _UNARY},
     **{f"aten.{name}": _POINTWISE for name in _UNARY_OVERLOADS},
@@ -158,7 +160,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.pad.default": (Pad(), ChannelPad()),
     "sft.expanded": _CHANNELS,
     "aten.flip.default": AlongChannels(argument="dims"),
-    **{f"aten.adaptive_avg_pool{n}d.default": _MEAN for n in (1, 2, 3)},
+    **{f"aten.adaptive_avg_pool{n}d.default": (_MEAN, AdaptiveAverage()) for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
 }
 

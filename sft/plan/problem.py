@@ -148,9 +148,13 @@ class Problem:
         return max((self.extent(name, COLUMNS) for name in self.run_sources(names)), default=1)
 
     def stride(self, names: Sequence[str]) -> int:
-        """Rows of the run's tallest source after which the pattern of every value repeats."""
+        """Rows of the run's tallest source after which the pattern of every value repeats, or nearly does.
+
+        An interpolation by an odd ratio repeats after so many rows that no strip is as tall; it is taken for one that is close.
+        """
         known = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
-        return total_stride(row_rates(self.graph, names, known, self.phases.rows)) if known else 1
+        rates = row_rates(self.graph, names, known, self.phases.rows) if known else {}
+        return total_stride({name: rate if rate.denominator <= height // 4 else rate.limit_denominator(8) for name, rate in rates.items()})
 
 
 def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> Phases:

@@ -153,8 +153,11 @@ class Problem:
         An interpolation by an odd ratio repeats after so many rows that no strip is as tall; it is taken for one that is close.
         """
         known = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
-        rates = row_rates(self.graph, names, known, self.phases.rows) if known else {}
-        return total_stride({name: rate if rate.denominator <= height // 4 else rate.limit_denominator(8) for name, rate in rates.items()})
+        if not known:
+            return 1
+        rates, longest = row_rates(self.graph, names, known, self.phases.rows), self.run_height(names) // 8
+        stride = total_stride(rates)
+        return stride if stride <= max(longest, 64) else total_stride({name: rate.limit_denominator(4) for name, rate in rates.items()})
 
 
 def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> Phases:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from sft.analysis.access import AxisMap
+from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
-from sft.analysis.operators.base import Operator, entry
+from sft.analysis.operators.base import Operator, Role, entry
 from sft.analysis.operators.sampling import Kind, Sampling
 
-__all__ = ["AdaptiveAverage", "Interpolation", "Nearest", "Resampling"]
+__all__ = ["AdaptiveAverage", "Grid", "Interpolation", "Nearest", "Resampling"]
 
 #: Of an interpolation, by the operator's name without its number of axes.
 _KINDS: dict[str, Kind] = {
@@ -136,3 +137,24 @@ class AdaptiveAverage(Resampling):
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
         size: Any = node.argument("output_size")
         return tuple(Sampling(kind="window", extent=extent, length=entry(size, axis)) for axis, extent in enumerate(extents))
+
+
+#: Along an axis: the most windows of a grid that is summed up as a whole.
+_MOST_WINDOWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid(AdaptiveAverage):
+    """Adaptive average pooling to a few windows, however large the image: their sums grow from strip to strip, and no row is carried."""
+
+    name: str = "grid"
+    role: Role = "reduce"
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, 1, *([None] * axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        size = node.argument("output_size")
+        if any(not isinstance(extent, int) or extent > _MOST_WINDOWS for extent in size):
+            return [f"{node.label}: pools to {size}, which is no small fixed grid"]
+        return Resampling.problems(self, node, graph, streamed)

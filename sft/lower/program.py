@@ -52,7 +52,7 @@ class Port:
     ``carry`` (carried rows to load), ``append`` (rows for the row store), ``out`` (rows of an output to write), ``partial``
     (a running sum over the image), ``grad_out`` (rows of an output's gradient), ``grad_carry`` (gradient of carried rows, in
     and out), ``grad_source`` (rows of a source's gradient to add to), ``grad_side`` (a side tensor's gradient to add to),
-    ``origin`` (no tensor: batch element, row and column of the first element that the step adds to the value).
+    ``origin`` (no tensor: batch element, row and column of the first element that the step adds to the value; that a reduction reads).
     """
 
     role: str

@@ -51,7 +51,7 @@ def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, P
 
 def partial_shape(scope: Scope, name: str) -> tuple[int, ...]:
     """Shape of the running reduction (fp64) behind a global value, for one walk."""
-    if scope.rows[name].name == "moments":
+    if scope.rows[name].name in ("moments", "grid"):
         return scope.side_shape(name)
     return (scope.batch, scope.shapes[name][1])
 
@@ -67,6 +67,7 @@ def lower_finish(scope: Scope, name: str) -> Program:
             e.call(aten.select.int, running, -1, index, shape=shape[:-1], view_of=running, dtype=torch.float64) for index in (1, 2)
         )
         e.call(aten.div_.Tensor, squares, count, writes=squares)
+    if scope.rows[name].name in ("moments", "grid"):
         e.copy(out, running)
         return e.finish()
     (operand,) = dict.fromkeys(scope.graph[name].operands)

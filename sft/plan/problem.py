@@ -182,6 +182,8 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
             if node.name in phases.streamed and operands and phases.rows[node.name].role == "stream":
                 node, shapes[node.name] = _streamed_at_size(phases, node, [shapes[name] for name in operands])
             else:
+                if operands and phases.rows[node.name].role == "reduce":
+                    node = phases.rows[node.name].resolved(node, phases.graph.axes.of(shapes[operands[0]]))
                 shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
         nodes.append(replace(node, shape=shapes[node.name]))
     return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes)))
@@ -206,7 +208,7 @@ def _streamed_at_size(phases: Phases, node: Node, operands: Sequence[tuple[int, 
 
 
 def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
-    value = sp.sympify(extent).xreplace(dict(symbols))
+    value = sp.sympify(sp.sympify(extent).xreplace(dict(symbols)))
     if not value.is_number:
         raise UnsupportedError([f"{node.label}: its size {extent} depends on the values of the image; keep it outside the compiled model"])
     return int(value)

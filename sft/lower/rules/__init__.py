@@ -13,7 +13,7 @@ from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.reductions import Mean, WholeMean
-from sft.lower.rules.resample import Nearest, Resampling
+from sft.lower.rules.resample import Grid, Nearest, Resampling
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
 from sft.lower.rules.windowed import AvgPool, Convolution, MaxPool
 
@@ -24,6 +24,7 @@ _RULES: dict[str, Rule] = {
     "max_pool": MaxPool(),
     "avg_pool": AvgPool(),
     "nearest": Nearest(),
+    "grid": Grid(),
     "resampling": Resampling(),
     "pad": Pad(),
     "slice": Slice(),
@@ -57,7 +58,7 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
-    if whole and row.name == "resampling":
+    if whole and row.name in ("resampling", "grid"):
         return _WHOLE
     if whole and row.name in _WHOLE_REDUCTIONS:
         return _WHOLE_REDUCTIONS[row.name]

@@ -9,7 +9,9 @@ interpolation the axes that a panel holds whole are left to ATen, whose interpol
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["Nearest", "Resampling", "Span", "resampled"]
+__all__ = ["Grid", "Nearest", "Resampling"]
 
 aten = torch.ops.aten
 
@@ -62,6 +64,7 @@ class Span:
         length: output rows.
         extent: input rows.
         is_adjoint: whether rows of a gradient are gathered instead.
+        is_sum: whether all output rows are there, and what the origin is the first of are the input rows.
     """
 
     sampling: Sampling
@@ -69,6 +72,7 @@ class Span:
     length: int
     extent: int
     is_adjoint: bool = False
+    is_sum: bool = False
 
     @property
     def covers(self) -> bool:
@@ -85,10 +89,17 @@ class Span:
         """Terms of the sum behind a row."""
         return (self.sampling.adjoint if self.is_adjoint else self.sampling.forward).width
 
-    def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
-        """Resample along ``dim`` a strip whose first output element is the image's ``origin`` (batch, row, column)."""
+    def places(self, origin: tuple[int, int, int]) -> tuple[int, int]:
+        """The first output row and the first input row."""
         first = origin[1 + self.axis] if self.axis <= COLUMNS else 0
-        start = 0 if self.extent == self.sampling.extent else min(max(0, self.sampling.access.low(first)), self.sampling.extent)
+        if self.is_sum:
+            return 0, first
+        whole = self.extent == self.sampling.extent
+        return first, 0 if whole else min(max(0, self.sampling.access.low(first)), self.sampling.extent)
+
+    def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
+        """Resample along ``dim`` a strip whose first element is the image's ``origin`` (batch, row, column)."""
+        first, start = self.places(origin)
         band = self.sampling.adjoint if self.is_adjoint else self.sampling.forward
         where = (start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)
         columns, weights = band.part(*where)
@@ -132,6 +143,18 @@ def resampled(ctx: NodeContext, value: Slot, span: Span, dtype: torch.dtype) -> 
     )
 
 
+def _spans(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[Span]:
+    """What the strip has of each axis."""
+    row = ctx.scope.rows[ctx.node.name]
+    assert isinstance(row, ResamplingRow)
+    spans = []
+    for axis, (length, extent) in enumerate(zip(lengths, extents, strict=True)):
+        sampling = row.sampling(ctx.node, axis)
+        assert sampling is not None
+        spans.append(Span(sampling, axis, length, extent, is_sum=is_sum))
+    return spans
+
+
 class Resampling(Rule):
     """Interpolation and adaptive averages, in single precision or wider until the last axis is done."""
 
@@ -168,14 +191,8 @@ class Resampling(Rule):
     @staticmethod
     def _parts(ctx: NodeContext, strip: Slot) -> tuple[list[Span], bool]:
         """The axes to gather along, rows first, and whether ATen's linear interpolation does the others."""
-        row, axes = ctx.scope.rows[ctx.node.name], ctx.scope.axes
-        assert isinstance(row, ResamplingRow)
-        spans = []
-        for axis, (length, extent) in enumerate(zip(axes.of(ctx.out_shape), axes.of(strip.shape), strict=True)):
-            sampling = row.sampling(ctx.node, axis)
-            assert sampling is not None
-            if not sampling.is_identity:
-                spans.append(Span(sampling, axis, length, extent))
+        axes = ctx.scope.axes
+        spans = [span for span in _spans(ctx, axes.of(ctx.out_shape), axes.of(strip.shape)) if not span.sampling.is_identity]
         rest = [span for span in spans if span.axis != ROWS]
         if rest and all(span.covers and span.sampling.kind == "linear" for span in rest):
             return [span for span in spans if span.axis == ROWS], True
@@ -193,3 +210,61 @@ class Resampling(Rule):
     def _geometry(ctx: NodeContext) -> tuple[Any, ...]:
         samplings = ctx.node.argument("samplings")
         return (samplings[0].align_corners, *(sampling.scale for sampling in samplings))
+
+
+@dataclass(frozen=True, slots=True)
+class _GridSums:
+    """Adds to the means of a grid's windows what a strip has of them.
+
+    Attributes:
+        spans: the strip's part of each axis.
+        dtype: in what a strip is summed up.
+    """
+
+    spans: tuple[Span, ...]
+    dtype: torch.dtype
+
+    def __call__(self, running: Tensor, strip: Tensor, origin: tuple[int, int, int]) -> None:
+        value = strip
+        for span in reversed(self.spans):
+            dim = value.dim() - len(self.spans) + span.axis
+            first, windows = span.places(origin)[1], span.sampling.forward
+            sums = value.new_zeros((*value.shape[:dim], span.length, *value.shape[dim + 1 :]), dtype=self.dtype)
+            for window, (start, stop) in enumerate(zip(windows.start.tolist(), windows.stop.tolist(), strict=True)):
+                low, high = max(start - first, 0), min(stop - first, span.extent)
+                if low < high:
+                    total = sums.select(dim, window)
+                    torch.sum(value.narrow(dim, low, high - low), dim, dtype=self.dtype, out=total)
+                    total.div_(stop - start)
+            value = sums
+        running.add_(value)
+
+    def scratch_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of the sums along an axis and along the one behind it."""
+        sizes, found = list(shape), [0]
+        for span in reversed(self.spans):
+            sizes[len(sizes) - len(self.spans) + span.axis] = span.length
+            found.append(math.prod(sizes) * self.dtype.itemsize)
+        return max(a + b for a, b in pairwise(found))
+
+
+class Grid(Rule):
+    """Adaptive average pooling to a small grid: each strip adds its share of the windows that it touches."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, strip, scope = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self")))), ctx.scope
+        shape = ctx.side_shape(ctx.node.name)
+        sums = _GridSums(tuple(_spans(ctx, scope.axes.of(shape), scope.axes.of(strip.shape), is_sum=True)), sum_dtype(strip.dtype))
+        running = e.port("partial", ctx.node.name, shape, torch.float64)
+        origin = e.port("origin", ctx.node.name, ())
+        return e.call(sums, running, strip, origin, writes=running, scratch_bytes=sums.scratch_bytes(strip.shape))
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image, axes = ctx.emitter, ctx.node.argument("self"), ctx.scope.axes
+        (operand,) = refs_in(image)
+        value, wide = grad, sum_dtype(grad.dtype)
+        for span in _spans(ctx, axes.of(grad.shape), axes.of(ctx.strip(operand).shape), is_sum=True):
+            value = resampled(ctx, value, replace(span, is_adjoint=True), wide)
+        ctx.add_grad(image, e.cast(value, grad.dtype), owned=True)

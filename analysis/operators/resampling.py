@@ -17,6 +17,9 @@ from sft.analysis.operators.sampling import Kind, Sampling
 
 __all__ = ["AdaptiveAverage", "Grid", "Interpolation", "Nearest", "Resampling"]
 
+#: Below so many windows along the rows each would hold much of the image.
+_FEWEST_WINDOWS = 4
+
 #: Of an interpolation, by the operator's name without its number of axes.
 _KINDS: dict[str, Kind] = {
     "upsample_nearest": "nearest",
@@ -133,6 +136,12 @@ class Interpolation(Resampling):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveAverage(Resampling):
     """Adaptive average pooling to a size that follows the image's."""
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        rows = node.argument("output_size")[0]
+        if isinstance(rows, int) and rows < _FEWEST_WINDOWS:
+            return [f"{node.label}: a row of its result is the mean of 1/{rows} of the image's, which would all be carried"]
+        return Resampling.problems(self, node, graph, streamed)
 
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
         size: Any = node.argument("output_size")

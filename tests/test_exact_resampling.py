@@ -66,7 +66,7 @@ def _ways(draw: st.DrawFn, extents: tuple[int, ...]) -> Resample:
     if draw(st.booleans()):
         return Resample(mode=mode, size=tuple(draw(st.integers(1, 45)) for _ in extents), align_corners=align)
     common = st.sampled_from([0.5, 1.5, 1.7, 2.0, 3.0, 2.5, 4 / 3, 1.0])
-    scales = tuple(draw(st.floats(1.01 / extent, 3.0) | common.filter(lambda s, e=extent: s * e >= 1)) for extent in extents)
+    scales = tuple(draw(st.floats(1.01 / extent, 3.0) | common) for extent in extents)
     recompute = draw(st.booleans()) and mode != "area"
     return Resample(mode=mode, scale_factor=scales, align_corners=None if mode == "area" else align, recompute=recompute or None)
 
@@ -98,7 +98,7 @@ def _streams(plan: sft.Plan, *kinds: str) -> bool:
     return any(segment.mode == "tiled" and any(kind in name for kind in kinds for name in segment.nodes) for segment in plan.segments)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(case=_cases())
 def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> None:
     model, x, options = case
@@ -110,7 +110,7 @@ def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> Non
         assert _streams(report.plan, "upsample"), report.plan
 
 
-@pytest.mark.parametrize("options", [sft.Options(tile=(3, None)), sft.Options(tile=(4, 5)), sft.Options(tile=(5, 6), halo="recompute")])
+@pytest.mark.parametrize("options", [sft.Options(tile=(3, None)), sft.Options(tile=(4, 5))], ids=str)
 @pytest.mark.parametrize(
     "how",
     [
@@ -127,7 +127,7 @@ def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> Non
     ids=str,
 )
 def test_resampling_between_convolutions(how: Resample, options: sft.Options) -> None:
-    report = assert_exact(seeded(lambda: Net(how, 2, 3, skip=True)), image(2, 2, 23, 11), options=options)
+    report = assert_exact(seeded(lambda: Net(how, 2, 3, skip=True)), image(2, 2, 23, 11), options=options, steps=1)
     assert _streams(report.plan, "upsample", "adaptive")
 
 
@@ -192,7 +192,7 @@ class Dilated(nn.Module):
         return F.interpolate(y, size=x.shape[-2:], mode="bilinear", align_corners=False)
 
 
-_TILES = [sft.Options(tile=(5, None)), sft.Options(tile=(8, 9)), sft.Options(tile=(11, 16), halo="recompute")]
+_TILES = [sft.Options(tile=(9, None)), sft.Options(tile=(16, 11)), sft.Options(tile=(14, 16), halo="recompute")]
 
 
 @pytest.mark.parametrize("options", _TILES)
@@ -200,20 +200,20 @@ _TILES = [sft.Options(tile=(5, None)), sft.Options(tile=(8, 9)), sft.Options(til
     "how", [{"mode": "bilinear", "align_corners": False}, {"mode": "bilinear", "align_corners": True}, {"mode": "nearest"}], ids=str
 )
 def test_unet_at_odd_sizes(how: dict[str, Any], options: sft.Options) -> None:
-    report = assert_exact(seeded(lambda: UNet(**how)), image(1, 3, 45, 39), options=options, steps=1)
+    report = assert_exact(seeded(lambda: UNet(**how)), image(1, 3, 29, 21), options=options, steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["tiled"]
 
 
 @pytest.mark.parametrize("options", _TILES)
 @pytest.mark.parametrize("mode", ["bilinear", "nearest"])
 def test_feature_pyramid_at_odd_sizes(mode: str, options: sft.Options) -> None:
-    report = assert_exact(seeded(lambda: Pyramid(mode)), image(2, 3, 43, 37), options=options, steps=1)
+    report = assert_exact(seeded(lambda: Pyramid(mode)), image(2, 3, 27, 21), options=options, steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["tiled"]
 
 
 @pytest.mark.parametrize("options", _TILES)
 def test_dilated_head_at_odd_sizes(options: sft.Options) -> None:
-    report = assert_exact(seeded(Dilated), image(2, 3, 45, 39), options=options, steps=1)
+    report = assert_exact(seeded(Dilated), image(2, 3, 29, 23), options=options, steps=1)
     assert _streams(report.plan, "upsample")
 
 
@@ -232,7 +232,7 @@ class Pooled(nn.Module):
 _AVERAGES: dict[int, Any] = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_any_adaptive_average(data: st.DataObject) -> None:
     axes = data.draw(st.sampled_from([1, 2, 2, 3]))
@@ -245,10 +245,10 @@ def test_any_adaptive_average(data: st.DataObject) -> None:
         assert all(e is None for e in size) or _streams(report.plan, "adaptive", "mean"), report.plan
 
 
-@pytest.mark.parametrize("options", [sft.Options(tile=(4, None)), sft.Options(tile=(3, 5)), sft.Options(tile=(6, 5), halo="recompute")])
+@pytest.mark.parametrize("options", [sft.Options(tile=(4, None)), sft.Options(tile=(6, 5), halo="recompute")], ids=str)
 @pytest.mark.parametrize("size", [(7, 7), (1, 4), (None, 1), (7, None), (30, 2)], ids=str)
 def test_adaptive_average(size: tuple[int | None, int | None], options: sft.Options) -> None:
-    report = assert_exact(seeded(lambda: Pooled(nn.AdaptiveAvgPool2d(size), 2)), image(2, 2, 23, 11), options=options)
+    report = assert_exact(seeded(lambda: Pooled(nn.AdaptiveAvgPool2d(size), 2)), image(2, 2, 23, 11), options=options, steps=1)
     assert _streams(report.plan, "adaptive")
 
 
@@ -258,10 +258,11 @@ def test_windows_of_much_of_the_image_run_whole() -> None:
     assert not _streams(report.plan, "adaptive")
 
 
+@settings(max_examples=50)
 @given(
     kind=st.sampled_from(["nearest", "nearest exact", "linear", "cubic", "window"]),
-    extent=st.integers(1, 400),
-    length=st.integers(1, 400),
+    extent=st.integers(1, 200),
+    length=st.integers(1, 200),
     align_corners=st.booleans(),
     is_double=st.booleans(),
 )
@@ -278,3 +279,25 @@ def test_access_map_covers_every_window(kind: Any, extent: int, length: int, ali
 
 def _span(interval: Interval) -> tuple[int, int]:
     return interval.start, interval.stop
+
+
+_MAXIMA: dict[int, Any] = {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d}
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_adaptive_maximum(data: st.DataObject) -> None:
+    """The convolution's ReLU makes ties, which the first element of a window wins."""
+    axes = data.draw(st.sampled_from([1, 2, 2, 3]))
+    extents = tuple(data.draw(st.integers(2, (40, 40, 24, 7)[axes])) for _ in range(axes))
+    size = tuple(data.draw(st.integers(4, 12)) for _ in range(axes))
+    model = seeded(lambda: Pooled(_MAXIMA[axes](size), axes))
+    report = assert_exact(model, image(data.draw(st.integers(1, 3)), 2, *extents), options=data.draw(_options(extents)), steps=1)
+    assert _streams(report.plan, "adaptive"), report.plan
+
+
+@pytest.mark.parametrize("options", [sft.Options(tile=(4, None)), sft.Options(tile=(6, 5), halo="recompute")], ids=str)
+@pytest.mark.parametrize("size", [(7, 7), (5, 1), (None, 3), (30, 2)], ids=str)
+def test_adaptive_maximum(size: tuple[int | None, int], options: sft.Options) -> None:
+    report = assert_exact(seeded(lambda: Pooled(nn.AdaptiveMaxPool2d(size), 2)), image(2, 2, 23, 11), options=options, steps=1)
+    assert _streams(report.plan, "adaptive")

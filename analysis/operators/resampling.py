@@ -15,7 +15,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators.base import Operator, Role, entry
 from sft.analysis.operators.sampling import Kind, Sampling
 
-__all__ = ["AdaptiveAverage", "Grid", "Interpolation", "Nearest", "Resampling"]
+__all__ = ["AdaptiveAverage", "AdaptiveMax", "Grid", "Interpolation", "Nearest", "Resampling"]
 
 #: Below so many windows along the rows each would hold much of the image.
 _FEWEST_WINDOWS = 4
@@ -140,12 +140,27 @@ class AdaptiveAverage(Resampling):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         rows = node.argument("output_size")[0]
         if isinstance(rows, int) and rows < _FEWEST_WINDOWS:
-            return [f"{node.label}: a row of its result is the mean of 1/{rows} of the image's, which would all be carried"]
+            return [f"{node.label}: a row of its result stands for 1/{rows} of the image's, which would all be carried"]
         return Resampling.problems(self, node, graph, streamed)
 
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
         size: Any = node.argument("output_size")
         return tuple(Sampling(kind="window", extent=extent, length=entry(size, axis)) for axis, extent in enumerate(extents))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveMax(AdaptiveAverage):
+    """Adaptive max pooling; its windows are those of the average."""
+
+    name: str = "adaptive_max"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (True, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if node.argument("result", 0) != 0:
+            return [f"{node.label}: its indices count the pixels of the whole image"]
+        return AdaptiveAverage.problems(self, node, graph, streamed)
 
 
 #: Along an axis: the most windows of a grid that is summed up as a whole.

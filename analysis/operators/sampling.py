@@ -60,7 +60,7 @@ class Band:
     @property
     def width(self) -> int:
         """Columns of the widest window."""
-        return self.weights.shape[1]
+        return int(self.weights.shape[1])
 
     @property
     def is_identity(self) -> bool:
@@ -186,8 +186,10 @@ def _nearest(sampling: Sampling) -> Band:
 def _positions(sampling: Sampling) -> npt.NDArray[np.floating[Any]]:
     """Where the rows' centres lie in the input."""
     precision = sampling.precision
-    rows, ratio, half = np.arange(sampling.length).astype(precision), _ratio(sampling), precision(0.5)
-    return rows * ratio if sampling.align_corners else (rows + half) * ratio - half
+    rows: npt.NDArray[np.floating[Any]] = np.arange(sampling.length).astype(precision)
+    ratio, half = _ratio(sampling), precision(0.5)
+    found: npt.NDArray[np.floating[Any]] = rows * ratio if sampling.align_corners else (rows + half) * ratio - half
+    return found
 
 
 def _linear(sampling: Sampling) -> Band:

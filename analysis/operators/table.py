@@ -15,7 +15,7 @@ from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
 from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, Pointwise, Rowwise
 from sft.analysis.operators.reductions import Mean, Moments
-from sft.analysis.operators.resampling import AdaptiveAverage, Grid, Interpolation, Nearest
+from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Grid, Interpolation, Nearest
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
 __all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "window_of"]
@@ -161,6 +161,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.expanded": _CHANNELS,
     "aten.flip.default": AlongChannels(argument="dims"),
     **{f"aten.adaptive_avg_pool{n}d.default": (_MEAN, Grid(), AdaptiveAverage()) for n in (1, 2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": AdaptiveMax() for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sft.analysis.graph import Node
 from sft.analysis.operators import CASTS
 from sft.lower.context import Scope
+from sft.lower.rules.adaptive import AdaptiveMax
 from sft.lower.rules.base import Rule
 from sft.lower.rules.borders import Pad, Slice
 from sft.lower.rules.casts import Cast
@@ -25,6 +26,7 @@ _RULES: dict[str, Rule] = {
     "avg_pool": AvgPool(),
     "nearest": Nearest(),
     "grid": Grid(),
+    "adaptive_max": AdaptiveMax(),
     "resampling": Resampling(),
     "pad": Pad(),
     "slice": Slice(),
@@ -58,7 +60,7 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
-    if whole and row.name in ("resampling", "grid"):
+    if whole and row.name in ("resampling", "grid", "adaptive_max"):
         return _WHOLE
     if whole and row.name in _WHOLE_REDUCTIONS:
         return _WHOLE_REDUCTIONS[row.name]

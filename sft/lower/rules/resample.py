@@ -25,7 +25,7 @@ from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["Grid", "Nearest", "Resampling"]
+__all__ = ["Grid", "Nearest", "Resampling", "Span", "gathered_rows", "spans_of"]
 
 aten = torch.ops.aten
 
@@ -104,18 +104,18 @@ class Span:
         where = (start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)
         columns, weights = band.part(*where)
         index = torch.from_numpy(columns).to(value.device)
-        out = _rows(value, dim, index[0]).to(dtype)
+        out = gathered_rows(value, dim, index[0]).to(dtype)
         if self.sampling.forward.is_selection and not self.is_adjoint:
             return out
         shape = [-1 if place == dim else 1 for place in range(value.dim())]
         shares = torch.from_numpy(weights).to(value.device, dtype)
         out.mul_(shares[0].view(shape))
         for term in range(1, self.width):
-            out.addcmul_(_rows(value, dim, index[term]).to(dtype), shares[term].view(shape))
+            out.addcmul_(gathered_rows(value, dim, index[term]).to(dtype), shares[term].view(shape))
         return out
 
 
-def _rows(value: Tensor, dim: int, index: Tensor) -> Tensor:
+def gathered_rows(value: Tensor, dim: int, index: Tensor) -> Tensor:
     """``index_select`` that keeps channels last."""
     if value.dim() > 3 and value.shape[1] > 1 and value.stride(1) == 1:
         return value.movedim(1, -1).index_select(dim - 1, index).movedim(-1, 1)
@@ -143,7 +143,7 @@ def resampled(ctx: NodeContext, value: Slot, span: Span, dtype: torch.dtype) -> 
     )
 
 
-def _spans(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[Span]:
+def spans_of(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[Span]:
     """What the strip has of each axis."""
     row = ctx.scope.rows[ctx.node.name]
     assert isinstance(row, ResamplingRow)
@@ -192,7 +192,7 @@ class Resampling(Rule):
     def _parts(ctx: NodeContext, strip: Slot) -> tuple[list[Span], bool]:
         """The axes to gather along, rows first, and whether ATen's linear interpolation does the others."""
         axes = ctx.scope.axes
-        spans = [span for span in _spans(ctx, axes.of(ctx.out_shape), axes.of(strip.shape)) if not span.sampling.is_identity]
+        spans = [span for span in spans_of(ctx, axes.of(ctx.out_shape), axes.of(strip.shape)) if not span.sampling.is_identity]
         rest = [span for span in spans if span.axis != ROWS]
         if rest and all(span.covers and span.sampling.kind == "linear" for span in rest):
             return [span for span in spans if span.axis == ROWS], True
@@ -256,7 +256,7 @@ class Grid(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         e, strip, scope = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self")))), ctx.scope
         shape = ctx.side_shape(ctx.node.name)
-        sums = _GridSums(tuple(_spans(ctx, scope.axes.of(shape), scope.axes.of(strip.shape), is_sum=True)), sum_dtype(strip.dtype))
+        sums = _GridSums(tuple(spans_of(ctx, scope.axes.of(shape), scope.axes.of(strip.shape), is_sum=True)), sum_dtype(strip.dtype))
         running = e.port("partial", ctx.node.name, shape, torch.float64)
         origin = e.port("origin", ctx.node.name, ())
         return e.call(sums, running, strip, origin, writes=running, scratch_bytes=sums.scratch_bytes(strip.shape))
@@ -265,6 +265,6 @@ class Grid(Rule):
         e, image, axes = ctx.emitter, ctx.node.argument("self"), ctx.scope.axes
         (operand,) = refs_in(image)
         value, wide = grad, sum_dtype(grad.dtype)
-        for span in _spans(ctx, axes.of(grad.shape), axes.of(ctx.strip(operand).shape), is_sum=True):
+        for span in spans_of(ctx, axes.of(grad.shape), axes.of(ctx.strip(operand).shape), is_sum=True):
             value = resampled(ctx, value, replace(span, is_adjoint=True), wide)
         ctx.add_grad(image, e.cast(value, grad.dtype), owned=True)

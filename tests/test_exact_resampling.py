@@ -1,4 +1,4 @@
-"""Interpolation and adaptive pooling to any size, alone and between convolutions and joins, in strips, panels and tiles."""
+"""Interpolation to any size, between convolutions and joins, in strips, panels and tiles."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sft.analysis.operators.sampling import Sampling
 
 from .helpers.exactness import assert_exact
 from .helpers.models import chain, image, seeded
+from .helpers.tilings import is_tiled, tiled_options
 
 _CONVOLUTIONS: dict[int, Any] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
@@ -72,30 +73,13 @@ def _ways(draw: st.DrawFn, extents: tuple[int, ...]) -> Resample:
 
 
 @st.composite
-def _options(draw: st.DrawFn, extents: tuple[int, ...]) -> sft.Options:
-    panel = draw(st.none() | st.integers(1, extents[1])) if len(extents) > 1 else None
-    recompute = draw(st.booleans())
-    return sft.Options(
-        tile=(draw(st.integers(1, extents[0] + 3)), panel),
-        halo="recompute" if recompute else "auto",
-        state_every=None if recompute else draw(st.none() | st.integers(1, 4)),
-        batch_tile=draw(st.none() | st.just(1)),
-    )
-
-
-@st.composite
 def _cases(draw: st.DrawFn) -> tuple[Net, Tensor, sft.Options]:
     axes = draw(st.sampled_from([1, 2, 2, 2, 3]))
     extents = tuple(draw(st.integers(2, (40, 40, 24, 7)[axes])) for _ in range(axes))
     how, kernel, skip = draw(_ways(extents)), draw(st.sampled_from([1, 3])), draw(st.booleans())
     note(f"{how}, {extents}")
     x = image(draw(st.integers(1, 3)), 2, *extents)
-    return seeded(lambda: Net(how, axes, kernel, skip=skip)), x, draw(_options(extents))
-
-
-def _streams(plan: sft.Plan, *kinds: str) -> bool:
-    """Whether a tiled segment holds an operator of one of these kinds."""
-    return any(segment.mode == "tiled" and any(kind in name for kind in kinds for name in segment.nodes) for segment in plan.segments)
+    return seeded(lambda: Net(how, axes, kernel, skip=skip)), x, draw(tiled_options(extents))
 
 
 @settings(max_examples=25)
@@ -107,7 +91,7 @@ def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> Non
     if how.mode == "area":
         return  # fixed sizes are summed up as grids, few rows run whole
     if tuple(how(x).shape) != tuple(x.shape):
-        assert _streams(report.plan, "upsample"), report.plan
+        assert is_tiled(report.plan, "upsample"), report.plan
 
 
 @pytest.mark.parametrize("options", [sft.Options(tile=(3, None)), sft.Options(tile=(4, 5))], ids=str)
@@ -128,7 +112,7 @@ def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> Non
 )
 def test_resampling_between_convolutions(how: Resample, options: sft.Options) -> None:
     report = assert_exact(seeded(lambda: Net(how, 2, 3, skip=True)), image(2, 2, 23, 11), options=options, steps=1)
-    assert _streams(report.plan, "upsample", "adaptive")
+    assert is_tiled(report.plan, "upsample", "adaptive")
 
 
 class UNet(nn.Module):
@@ -214,48 +198,8 @@ def test_feature_pyramid_at_odd_sizes(mode: str, options: sft.Options) -> None:
 @pytest.mark.parametrize("options", _TILES)
 def test_dilated_head_at_odd_sizes(options: sft.Options) -> None:
     report = assert_exact(seeded(Dilated), image(2, 3, 29, 23), options=options, steps=1)
-    assert _streams(report.plan, "upsample")
-
-
-class Pooled(nn.Module):
-    """Adaptive pooling behind a convolution, and a layer behind it."""
-
-    def __init__(self, pool: nn.Module, axes: int) -> None:
-        super().__init__()
-        self.body, self.pool, self.head = _CONVOLUTIONS[axes](2, 3, 3, padding=1), pool, _CONVOLUTIONS[axes](3, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.head(self.pool(torch.relu(self.body(x))))
-        return y
-
-
-_AVERAGES: dict[int, Any] = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
-
-
-@settings(max_examples=15)
-@given(data=st.data())
-def test_any_adaptive_average(data: st.DataObject) -> None:
-    axes = data.draw(st.sampled_from([1, 2, 2, 3]))
-    extents = tuple(data.draw(st.integers(2, (40, 40, 24, 7)[axes])) for _ in range(axes))
-    size = tuple(data.draw(st.integers(1, 12) | st.none()) if axes > 1 else data.draw(st.integers(1, 12)) for _ in range(axes))
-    model = seeded(lambda: Pooled(_AVERAGES[axes](size), axes))
-    options = data.draw(_options(extents))
-    report = assert_exact(model, image(data.draw(st.integers(1, 3)), 2, *extents), options=options, steps=1)
-    if None not in size or (size[0] is None or size[0] >= 4):
-        assert all(e is None for e in size) or _streams(report.plan, "adaptive", "mean"), report.plan
-
-
-@pytest.mark.parametrize("options", [sft.Options(tile=(4, None)), sft.Options(tile=(6, 5), halo="recompute")], ids=str)
-@pytest.mark.parametrize("size", [(7, 7), (1, 4), (None, 1), (7, None), (30, 2)], ids=str)
-def test_adaptive_average(size: tuple[int | None, int | None], options: sft.Options) -> None:
-    report = assert_exact(seeded(lambda: Pooled(nn.AdaptiveAvgPool2d(size), 2)), image(2, 2, 23, 11), options=options, steps=1)
-    assert _streams(report.plan, "adaptive")
-
-
-def test_windows_of_much_of_the_image_run_whole() -> None:
-    model = seeded(lambda: Pooled(nn.AdaptiveAvgPool2d((2, None)), 2))
-    report = assert_exact(model, image(2, 2, 23, 11), options=sft.Options(tile=(4, None)))
-    assert not _streams(report.plan, "adaptive")
+    assert [segment.mode for segment in report.plan.segments] == ["tiled", "whole", "tiled"]
+    assert is_tiled(report.plan, "upsample")
 
 
 @settings(max_examples=50)
@@ -279,25 +223,3 @@ def test_access_map_covers_every_window(kind: Any, extent: int, length: int, ali
 
 def _span(interval: Interval) -> tuple[int, int]:
     return interval.start, interval.stop
-
-
-_MAXIMA: dict[int, Any] = {1: nn.AdaptiveMaxPool1d, 2: nn.AdaptiveMaxPool2d, 3: nn.AdaptiveMaxPool3d}
-
-
-@settings(max_examples=15)
-@given(data=st.data())
-def test_any_adaptive_maximum(data: st.DataObject) -> None:
-    """The convolution's ReLU makes ties, which the first element of a window wins."""
-    axes = data.draw(st.sampled_from([1, 2, 2, 3]))
-    extents = tuple(data.draw(st.integers(2, (40, 40, 24, 7)[axes])) for _ in range(axes))
-    size = tuple(data.draw(st.integers(4, 12)) for _ in range(axes))
-    model = seeded(lambda: Pooled(_MAXIMA[axes](size), axes))
-    report = assert_exact(model, image(data.draw(st.integers(1, 3)), 2, *extents), options=data.draw(_options(extents)), steps=1)
-    assert _streams(report.plan, "adaptive"), report.plan
-
-
-@pytest.mark.parametrize("options", [sft.Options(tile=(4, None)), sft.Options(tile=(6, 5), halo="recompute")], ids=str)
-@pytest.mark.parametrize("size", [(7, 7), (5, 1), (None, 3), (30, 2)], ids=str)
-def test_adaptive_maximum(size: tuple[int | None, int], options: sft.Options) -> None:
-    report = assert_exact(seeded(lambda: Pooled(nn.AdaptiveMaxPool2d(size), 2)), image(2, 2, 23, 11), options=options, steps=1)
-    assert _streams(report.plan, "adaptive")

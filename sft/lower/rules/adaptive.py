@@ -99,9 +99,9 @@ class AdaptiveMax(Rule):
         shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
         # The sum of a fold has a term beside it.
         term = math.prod(shape) * value.dtype.itemsize if isinstance(function, _Fold) and function.span.sampling.adjoint.width > 1 else 0
-        origin = ctx.emitter.port("origin", ctx.node.name, ())
+        origin, scratch_bytes = ctx.emitter.port("origin", ctx.node.name, ()), term + 16 * length
         keywords = {"dim": dim}
-        return ctx.emitter.call(function, value, origin, shape=shape, dtype=value.dtype, keywords=keywords, scratch_bytes=term + 16 * length)
+        return ctx.emitter.call(function, value, origin, shape=shape, dtype=value.dtype, keywords=keywords, scratch_bytes=scratch_bytes)
 
     def _geometry(self, ctx: NodeContext) -> tuple[Any, ...]:
         """Kernel, stride, padding, dilation and rounding of the pooling from window to window."""

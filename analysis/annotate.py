@@ -36,7 +36,7 @@ def _annotated(node: Node, graph: Graph) -> Node:
         # The values alone are those of the pooling without indices.
         arguments = tuple(item for item in node.arguments if item[0] != "result")
         return replace(node, target=node.target.replace("_with_indices", ""), arguments=arguments)
-    if node.target.startswith("aten.upsample_nearest"):
+    if node.target.startswith(("aten.upsample_nearest", "aten._upsample_nearest_exact")):
         source = graph[node.argument("input").name]
         return _with(node, "factors", _factors(node, source))
     return node

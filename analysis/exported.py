@@ -70,6 +70,12 @@ _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
     "CeilDiv": lambda a, b: sp.ceiling(a / b),
     "PythonMod": lambda a, b: a - b * sp.floor(a / b),
     "Mod": lambda a, b: a - b * sp.floor(a / b),
+    "IntTrueDiv": lambda a, b: a / b,
+    "FloatTrueDiv": lambda a, b: a / b,
+    "ToFloat": lambda a: a,
+    "TruncToInt": lambda a: sp.floor(a),  # of sizes, which are not negative
+    "FloorToInt": lambda a: sp.floor(a),
+    "CeilToInt": lambda a: sp.ceiling(a),
     "Max": lambda *a: sp.Max(*a),
     "Min": lambda *a: sp.Min(*a),
 }

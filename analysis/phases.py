@@ -64,6 +64,7 @@ def find_phases(graph: Graph) -> Phases:
     rows: dict[str, Operator] = {}
     reasons: dict[str, str] = {}
     problems: list[str] = []
+    depends = graph.descendants(graph.inputs)
     for node in graph.operators:
         refused = refusal(node, graph)
         if refused is not None:
@@ -74,7 +75,9 @@ def find_phases(graph: Graph) -> Phases:
             reasons[node.name] = why[0]
         rows[node.name] = row
         touched = [name for name in node.operands if name in streamed]
-        if touched and (row.role == "stream" or (row.role == "whole" and _is_image_like(graph, node, touched))):
+        # A global value spread over the image (the pooled branch of a DeepLab) is one, too.
+        beside = touched or (streamed if node.name in depends else ())
+        if (touched and row.role == "stream") or (row.role == "whole" and _is_image_like(graph, node, beside)):
             streamed.add(node.name)
     if problems:
         raise UnsupportedError(problems)
@@ -82,8 +85,10 @@ def find_phases(graph: Graph) -> Phases:
 
 
 def _is_image_like(graph: Graph, node: Node, operands: Collection[str]) -> bool:
-    """Whether a value is laid out like one of these images, so that it can be streamed too."""
+    """Whether a value is laid out like one of these images, so that it can be streamed too; a single pixel is none."""
     axes = graph.axes
+    if all(extent == 1 for extent in axes.of(node.shape)):
+        return False
     return len(node.shape) >= axes.rank and any(
         node.shape[0] == graph[name].shape[0] and axes.of(node.shape) == axes.of(graph[name].shape) for name in operands
     )

@@ -8,7 +8,7 @@ from math import prod
 
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
-from sft.analysis.operators.base import Operator, Role, entry
+from sft.analysis.operators.base import Operator, Role
 
 __all__ = ["Extremes", "LogSumExp", "Mean", "Moments", "Peak", "Sum"]
 
@@ -50,7 +50,7 @@ class Mean(Sum):
         axes = graph.axes
         if node.target.startswith("aten.adaptive_avg_pool"):
             size = node.argument("output_size")
-            if any(entry(size, axis) != 1 for axis in range(axes.count)):
+            if any(extent != 1 for extent in size):
                 return [f"{node.label}: pools to {size}; only a single pixel streams, use AdaptiveAvgPool{axes.count}d(1)"]
             return []
         return Sum.problems(self, node, graph, streamed)

@@ -1,18 +1,34 @@
-"""Operators that change the grid without a sliding window over it."""
+"""Operators that change the grid without a sliding window over it: interpolation, and adaptive pooling to sizes that follow the image's."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from sft.analysis.access import AxisMap
+from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
-from sft.analysis.operators.base import Operator
+from sft.analysis.operators.base import Operator, Role, entry
+from sft.analysis.operators.sampling import Kind, Sampling
 
-__all__ = ["Nearest"]
+__all__ = ["AdaptiveAverage", "AdaptiveMax", "Grid", "Interpolation", "Nearest", "Resampling"]
+
+#: Below so many windows along the rows each would hold much of the image.
+_FEWEST_WINDOWS = 4
+
+#: Of an interpolation, by the operator's name without its number of axes.
+_KINDS: dict[str, Kind] = {
+    "upsample_nearest": "nearest",
+    "_upsample_nearest_exact": "nearest exact",
+    "upsample_linear": "linear",
+    "upsample_bilinear": "linear",
+    "upsample_trilinear": "linear",
+    "upsample_bicubic": "cubic",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +58,127 @@ class Nearest(Operator):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         factors = node.argument("factors")
         if factors is None:
-            return [f"{node.label}: the factor is not a whole number; upsample by an integer factor (or to an integer multiple)"]
+            return [f"{node.label}: the factor is not a whole number"]
         for factor, extent in zip(factors, graph.axes.of(node.shape), strict=True):
             # ATen finds the source index in float32; beyond some size or for some factors that is not floor(i / factor).
             size = int(extent) if isinstance(extent, int) or extent.is_number else 2**17
             rows = np.arange(size, dtype=np.float32)
+            if _kind(node) == "nearest exact":
+                rows += np.float32(0.5)
             if not np.array_equal(np.floor(rows * np.float32(1.0 / factor)), np.arange(size) // factor):
-                return [f"{node.label}: ATen's float32 source index differs from i // {factor}; use a factor of 2 or 3"]
+                return [f"{node.label}: ATen's float32 source index differs from i // {factor}"]
         return []
+
+
+def _kind(node: Node) -> Kind:
+    """How an interpolation finds a row."""
+    name = node.target.split(".")[1]
+    return _KINDS[name[: name.index("d", len(name) - 2) - 1]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resampling(Operator):
+    """What is resampled along each axis by itself (:mod:`sft.analysis.operators.sampling`), once the extents are numbers."""
+
+    name: str = "resampling"
+
+    def sampling(self, node: Node, axis: int) -> Sampling | None:
+        """How an axis is resampled; ``None`` where the image has no such axis."""
+        samplings: tuple[Sampling, ...] = node.argument("samplings")
+        return samplings[axis] if axis < len(samplings) else None
+
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
+        """How all axes of an image are resampled."""
+        raise NotImplementedError
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        return replace(node, arguments=(*node.arguments, ("samplings", self.samplings(node, extents))))
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        sampling = self.sampling(node, axis)
+        return AxisMap() if sampling is None else sampling.access
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        sampling = self.sampling(node, axis)
+        return extent if sampling is None else sampling.length
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if len(node.shape) != graph.axes.rank:
+            return [f"{node.label}: resamples {len(node.shape) - 2} dimensions of images with {graph.axes.count} axes"]
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpolation(Resampling):
+    """Nearest, linear and cubic interpolation, up and down, to a size or by a factor."""
+
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
+        size, scales, kind = node.argument("output_size"), node.argument("scale_factors"), _kind(node)
+        lengths = tuple(int(extent * scale) for extent, scale in zip(extents, scales, strict=True)) if size is None else tuple(size)
+        return tuple(
+            Sampling(
+                kind=kind,
+                extent=extent,
+                length=length,
+                scale=None if scales is None else float(scales[axis]),
+                align_corners=bool(node.argument("align_corners", False)),
+                is_double=node.dtype == "float64",
+                # Where no axis changes its size ATen's backward copies, though the forward may have moved the rows.
+                copies_back=kind == "cubic" and lengths == extents,
+            )
+            for axis, (extent, length) in enumerate(zip(extents, lengths, strict=True))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveAverage(Resampling):
+    """Adaptive average pooling to a size that follows the image's."""
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        rows = node.argument("output_size")[0]
+        if isinstance(rows, int) and rows < _FEWEST_WINDOWS:
+            return [f"{node.label}: a row of its result stands for 1/{rows} of the image's, which would all be carried"]
+        return Resampling.problems(self, node, graph, streamed)
+
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
+        size: Any = node.argument("output_size")
+        return tuple(Sampling(kind="window", extent=extent, length=entry(size, axis)) for axis, extent in enumerate(extents))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdaptiveMax(AdaptiveAverage):
+    """Adaptive max pooling; its windows are those of the average."""
+
+    name: str = "adaptive_max"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (True, False)
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if node.argument("result", 0) != 0:
+            return [f"{node.label}: its indices count the pixels of the whole image"]
+        return AdaptiveAverage.problems(self, node, graph, streamed)
+
+
+#: Along an axis: the most windows of a grid that is summed up as a whole.
+_MOST_WINDOWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid(AdaptiveAverage):
+    """Adaptive average pooling to a few windows, however large the image: their sums grow from strip to strip, and no row is carried."""
+
+    name: str = "grid"
+    role: Role = "reduce"
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, 1, *([None] * axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        size = node.argument("output_size")
+        if any(not isinstance(extent, int) or extent > _MOST_WINDOWS for extent in size):
+            return [f"{node.label}: pools to {size}, which is no small fixed grid"]
+        return Resampling.problems(self, node, graph, streamed)

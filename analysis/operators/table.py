@@ -28,7 +28,7 @@ from sft.analysis.operators.pixelwise import (
     Rowwise,
 )
 from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
-from sft.analysis.operators.resampling import Nearest
+from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Grid, Interpolation, Nearest
 from sft.analysis.operators.shuffles import Folded, Unfolded
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, PlaceInImage, Window, Windowed
@@ -143,6 +143,7 @@ _CHANNEL_REDUCTIONS = (
 )
 
 _CONVOLUTION, _MAX_POOL, _AVG_POOL = Convolution(), MaxPool(), AvgPool()
+_INTERPOLATION = Interpolation()
 _POINTWISE, _ROW, _CHANNELS, _BINARY, _MEAN = Pointwise(), Rowwise(), Rowwise(broadcasts=False), Binary(), Mean()
 #: Conversions to another element type; where they are between floating-point types they have a gradient.
 CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout"})
@@ -162,7 +163,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.max_pool{n}d_with_indices.default": PlaceInImage() for n in (1, 2, 3)},
     **{f"aten.max_unpool{n}d.default": PlaceInImage() for n in (2, 3)},
     **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindow()) for n in (1, 2, 3)},
-    **{f"aten.upsample_nearest{n}d.vec": Nearest() for n in (1, 2, 3)},
+    **{f"aten.{name}{n}d.vec": (Nearest(), _INTERPOLATION) for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
+    **{f"aten.upsample_{name}.vec": _INTERPOLATION for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")},
     **{f"aten.{name}.Tensor": _BINARY for name in ("add", "sub", "mul", "div")},
     **{f"aten.{name}.default": _POINTWISE for name in _UNARY},
     **{f"aten.{name}": _POINTWISE for name in _UNARY_OVERLOADS},
@@ -190,7 +192,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.pad.default": (Pad(), ChannelPad()),
     "sft.expanded": _CHANNELS,
     "aten.flip.default": AlongChannels(argument="dims"),
-    **{f"aten.adaptive_avg_pool{n}d.default": _MEAN for n in (1, 2, 3)},
+    **{f"aten.adaptive_avg_pool{n}d.default": (_MEAN, Grid(), AdaptiveAverage()) for n in (1, 2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": AdaptiveMax() for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
     "aten.sum.dim_IntList": (Sum(), AlongChannels()),
 }

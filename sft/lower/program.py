@@ -181,7 +181,7 @@ class Emitter:
             return writes
         assert shape is not None
         out = self.slot(shape, dtype) if view_of is None else self.slot(shape, dtype or view_of.dtype, view_of.root)
-        self._append(function, arguments, keywords or {}, (out,))
+        self._append(function, arguments, keywords or {}, (out,), (), scratch_bytes)
         return out
 
     def call_many(self, function: Callable[..., Any], arguments: tuple[Any, ...], outputs: tuple[Slot | None, ...]) -> None:

@@ -148,9 +148,16 @@ class Problem:
         return max((self.extent(name, COLUMNS) for name in self.run_sources(names)), default=1)
 
     def stride(self, names: Sequence[str]) -> int:
-        """Rows of the run's tallest source after which the pattern of every value repeats."""
+        """Rows of the run's tallest source after which the pattern of every value repeats, or nearly does.
+
+        An interpolation by an odd ratio repeats after so many rows that no strip is as tall; it is taken for one that is close.
+        """
         known = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
-        return total_stride(row_rates(self.graph, names, known, self.phases.rows)) if known else 1
+        if not known:
+            return 1
+        rates, longest = row_rates(self.graph, names, known, self.phases.rows), self.run_height(names) // 8
+        stride = total_stride(rates)
+        return stride if stride <= max(longest, 64) else total_stride({name: rate.limit_denominator(4) for name, rate in rates.items()})
 
 
 def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> Phases:
@@ -175,6 +182,8 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
             if node.name in phases.streamed and operands and phases.rows[node.name].role == "stream":
                 node, shapes[node.name] = _streamed_at_size(phases, node, symbols, [shapes[name] for name in operands])
             else:
+                if operands and phases.rows[node.name].role == "reduce":
+                    node = phases.rows[node.name].resolved(node, phases.graph.axes.of(shapes[operands[0]]))
                 shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
         nodes.append(replace(node, shape=shapes[node.name]))
     return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes)))

@@ -245,9 +245,8 @@ class TiledSegment:
             elif port.role == "carry":
                 bindings[port] = store.pieces(port.name, _rows_of(step, port.name).carried)
             elif port.role == "origin":
-                parts, is_reduced = (_rows_of(step, port.name), self._columns_of(port.name, walk)), port.name not in self.scope.streamed
-                rows, columns = (part.reads[0].rows if is_reduced else part.new for part in parts)
-                bindings[port] = (walk.chunk.start, rows.start, columns.start)
+                parts = (_rows_of(step, port.name), self._columns_of(port.name, walk))
+                bindings[port] = (walk.chunk.start, *map(_first, parts))
         return bindings
 
     def _columns_of(self, name: str, walk: Walk) -> NodeRows:
@@ -333,6 +332,11 @@ class TiledSegment:
             carried = {port.name: handle for port, handle in results.items()}
             results.clear()
             store.release(schedule.carried_rows(action.strip))
+
+
+def _first(part: NodeRows) -> int:
+    """The first row computed; of a reduction, which has none, the first one read."""
+    return part.new.start if part.new or not part.reads else part.reads[0].rows.start
 
 
 def _rows_of(step: Step, name: str) -> NodeRows:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from sft.analysis.graph import Node
 from sft.analysis.operators import CASTS
 from sft.lower.context import Scope
+from sft.lower.rules.adaptive import AdaptiveMax
 from sft.lower.rules.base import Rule
 from sft.lower.rules.borders import Pad, Slice
 from sft.lower.rules.casts import Cast
@@ -14,7 +15,7 @@ from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.reductions import LogSumExp, Mean, Sum, WholeMean
-from sft.lower.rules.resample import Nearest
+from sft.lower.rules.resample import Grid, Nearest, Resampling
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
 from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
 from sft.lower.rules.windowed import AvgPool, Convolution, MaxPool
@@ -28,6 +29,9 @@ _RULES: dict[str, Rule] = {
     "max_pool": MaxPool(),
     "avg_pool": AvgPool(),
     "nearest": Nearest(),
+    "grid": Grid(),
+    "adaptive_max": AdaptiveMax(),
+    "resampling": Resampling(),
     "pad": Pad(),
     "slice": Slice(),
     "binary": Binary(),
@@ -64,6 +68,8 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
+    if whole and row.name in ("resampling", "adaptive_max"):
+        return _WHOLE
     if whole and row.role == "reduce":
         return _WHOLE_REDUCTIONS.get(row.name, _WHOLE)
     return _RULES[row.name]

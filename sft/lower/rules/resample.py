@@ -1,17 +1,31 @@
-"""Upsampling on a strip."""
+"""Interpolation and adaptive averages on a strip.
+
+Each axis is resampled by itself, rows first: every result row is a weighted sum of a window of input rows, gathered by index. The adjoint
+is the same with the transposed windows, so that gradients too are sums in a fixed order. Which rows and weights these are depends on where
+the strip lies; that is bound when the program runs (the ``origin`` port), so strips of one signature share their program. Of a linear
+interpolation the axes that a panel holds whole are left to ATen, whose interpolation passes as many rows as it gets unchanged.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import refs_in
-from sft.lower.context import NodeContext
+from sft.analysis.operators.resampling import Resampling as ResamplingRow
+from sft.analysis.operators.sampling import Sampling
+from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
-from sft.lower.rules.base import Rule
+from sft.lower.rules.base import Reduction, Rule
 
-__all__ = ["Nearest"]
+__all__ = ["Grid", "Nearest", "Resampling", "Span", "gathered_rows", "spans_of"]
 
 aten = torch.ops.aten
 
@@ -37,4 +51,220 @@ class Nearest(Rule):
 
     @staticmethod
     def _function(ctx: NodeContext, kind: str) -> Any:
-        return getattr(aten, f"upsample_nearest{ctx.scope.axes.count}d{kind}").default
+        return getattr(aten, f"{ctx.node.target.split('.')[1]}{kind}").default
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What a strip or panel has of one axis of a resampling.
+
+    Attributes:
+        sampling: of the axis.
+        axis: which one.
+        length: output rows.
+        extent: input rows.
+        is_adjoint: whether rows of a gradient are gathered instead.
+        is_sum: whether all output rows are there, and what the origin is the first of are the input rows.
+    """
+
+    sampling: Sampling
+    axis: int
+    length: int
+    extent: int
+    is_adjoint: bool = False
+    is_sum: bool = False
+
+    @property
+    def covers(self) -> bool:
+        """Whether it is the whole axis."""
+        return (self.length, self.extent) == (self.sampling.length, self.sampling.extent)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that are made."""
+        return self.extent if self.is_adjoint else self.length
+
+    @property
+    def width(self) -> int:
+        """Terms of the sum behind a row."""
+        return (self.sampling.adjoint if self.is_adjoint else self.sampling.forward).width
+
+    def places(self, origin: tuple[int, int, int]) -> tuple[int, int]:
+        """The first output row and the first input row."""
+        first = origin[1 + self.axis] if self.axis <= COLUMNS else 0
+        if self.is_sum:
+            return 0, first
+        whole = self.extent == self.sampling.extent
+        return first, 0 if whole else min(max(0, self.sampling.access.low(first)), self.sampling.extent)
+
+    def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
+        """Resample along ``dim`` a strip whose first element is the image's ``origin`` (batch, row, column)."""
+        first, start = self.places(origin)
+        band = self.sampling.adjoint if self.is_adjoint else self.sampling.forward
+        where = (start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)
+        columns, weights = band.part(*where)
+        index = torch.from_numpy(columns).to(value.device)
+        out = gathered_rows(value, dim, index[0]).to(dtype)
+        if self.sampling.forward.is_selection and not self.is_adjoint:
+            return out
+        shape = [-1 if place == dim else 1 for place in range(value.dim())]
+        shares = torch.from_numpy(weights).to(value.device, dtype)
+        out.mul_(shares[0].view(shape))
+        for term in range(1, self.width):
+            out.addcmul_(gathered_rows(value, dim, index[term]).to(dtype), shares[term].view(shape))
+        return out
+
+
+def gathered_rows(value: Tensor, dim: int, index: Tensor) -> Tensor:
+    """``index_select`` that keeps channels last."""
+    if value.dim() > 3 and value.shape[1] > 1 and value.stride(1) == 1:
+        return value.movedim(1, -1).index_select(dim - 1, index).movedim(-1, 1)
+    return value.index_select(dim, index)
+
+
+def resampled(ctx: NodeContext, value: Slot, span: Span, dtype: torch.dtype) -> Slot:
+    """Emit the resampling of a value along one axis."""
+    dim = ctx.scope.axes.dim(len(value.shape), span.axis)
+    assert dim is not None
+    shape = (*value.shape[:dim], span.num_rows, *value.shape[dim + 1 :])
+    # Beside the result: a term of the sum, as it is read where that is in a narrower type, and the table of rows and weights.
+    count = math.prod(shape)
+    term = count * dtype.itemsize if span.width > 1 else 0
+    narrow = count * value.dtype.itemsize if value.dtype != dtype else 0
+    table = span.width * span.num_rows * (8 + dtype.itemsize)
+    return ctx.emitter.call(
+        span,
+        value,
+        ctx.emitter.port("origin", ctx.node.name, ()),
+        shape=shape,
+        dtype=dtype,
+        keywords={"dim": dim, "dtype": dtype},
+        scratch_bytes=term + narrow + table,
+    )
+
+
+def spans_of(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[Span]:
+    """What the strip has of each axis."""
+    row = ctx.scope.rows[ctx.node.name]
+    assert isinstance(row, ResamplingRow)
+    spans = []
+    for axis, (length, extent) in enumerate(zip(lengths, extents, strict=True)):
+        sampling = row.sampling(ctx.node, axis)
+        assert sampling is not None
+        spans.append(Span(sampling, axis, length, extent, is_sum=is_sum))
+    return spans
+
+
+class Resampling(Rule):
+    """Interpolation and adaptive averages, in single precision or wider until the last axis is done."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, strip = ctx.emitter, ctx.strip(self._operand(ctx))
+        spans, is_linear = self._parts(ctx, strip)
+        ctx.saved.update(spans=spans, is_linear=is_linear)
+        value, wide = strip, sum_dtype(strip.dtype)
+        for span in spans:
+            value = resampled(ctx, value, span, wide)
+        if is_linear:
+            ctx.saved["inner"] = value.shape
+            value = e.call(self._function(ctx, ""), value, *self._sizes(ctx), *self._geometry(ctx), shape=ctx.out_shape, dtype=value.dtype)
+        return e.call(aten.clone.default, strip, shape=strip.shape) if value is strip else e.cast(value, strip.dtype)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, value, wide = ctx.emitter, grad, sum_dtype(grad.dtype)
+        if ctx.saved["is_linear"]:
+            inner = ctx.saved["inner"]
+            value = e.cast(value, wide if ctx.saved["spans"] else grad.dtype)
+            sizes = (*self._sizes(ctx), list(inner))
+            value = e.call(self._function(ctx, "_backward"), value, *sizes, *self._geometry(ctx), shape=inner, dtype=value.dtype)
+        for span in reversed(ctx.saved["spans"]):
+            value = resampled(ctx, value, replace(span, is_adjoint=True), wide)
+        image = ctx.node.argument("input" if ctx.node.target.endswith(".vec") else "self")
+        ctx.add_grad(image, e.cast(value, grad.dtype), owned=value is not grad or owned)
+
+    @staticmethod
+    def _operand(ctx: NodeContext) -> str:
+        return next(name for name in ctx.node.operands if name in ctx.scope.streamed)
+
+    @staticmethod
+    def _parts(ctx: NodeContext, strip: Slot) -> tuple[list[Span], bool]:
+        """The axes to gather along, rows first, and whether ATen's linear interpolation does the others."""
+        axes = ctx.scope.axes
+        spans = [span for span in spans_of(ctx, axes.of(ctx.out_shape), axes.of(strip.shape)) if not span.sampling.is_identity]
+        rest = [span for span in spans if span.axis != ROWS]
+        if rest and all(span.covers and span.sampling.kind == "linear" for span in rest):
+            return [span for span in spans if span.axis == ROWS], True
+        return spans, False
+
+    @staticmethod
+    def _function(ctx: NodeContext, kind: str) -> Any:
+        return getattr(aten, f"{ctx.node.target.split('.')[1]}{kind}").default
+
+    @staticmethod
+    def _sizes(ctx: NodeContext) -> tuple[list[int]]:
+        return (list(ctx.scope.axes.of(ctx.out_shape)),)
+
+    @staticmethod
+    def _geometry(ctx: NodeContext) -> tuple[Any, ...]:
+        samplings = ctx.node.argument("samplings")
+        return (samplings[0].align_corners, *(sampling.scale for sampling in samplings))
+
+
+@dataclass(frozen=True, slots=True)
+class _GridSums:
+    """Adds to the means of a grid's windows what a strip has of them.
+
+    Attributes:
+        spans: the strip's part of each axis.
+        dtype: in what a strip is summed up.
+    """
+
+    spans: tuple[Span, ...]
+    dtype: torch.dtype
+
+    def __call__(self, running: Tensor, strip: Tensor, origin: tuple[int, int, int]) -> None:
+        value = strip
+        for span in reversed(self.spans):
+            dim = value.dim() - len(self.spans) + span.axis
+            first, windows = span.places(origin)[1], span.sampling.forward
+            sums = value.new_zeros((*value.shape[:dim], span.length, *value.shape[dim + 1 :]), dtype=self.dtype)
+            for window, (start, stop) in enumerate(zip(windows.start.tolist(), windows.stop.tolist(), strict=True)):
+                low, high = max(start - first, 0), min(stop - first, span.extent)
+                if low < high:
+                    total = sums.select(dim, window)
+                    torch.sum(value.narrow(dim, low, high - low), dim, dtype=self.dtype, out=total)
+                    total.div_(stop - start)
+            value = sums
+        running.add_(value)
+
+    def scratch_bytes(self, shape: Sequence[int]) -> int:
+        """Bytes of the sums along an axis and along the one behind it."""
+        sizes, found = list(shape), [0]
+        for span in reversed(self.spans):
+            sizes[len(sizes) - len(self.spans) + span.axis] = span.length
+            found.append(math.prod(sizes) * self.dtype.itemsize)
+        return max(a + b for a, b in pairwise(found))
+
+
+class Grid(Reduction):
+    """Adaptive average pooling to a small grid: each strip adds its share of the windows that it touches."""
+
+    saves_input = False
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, strip, scope = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self")))), ctx.scope
+        shape = ctx.side_shape(ctx.node.name)
+        sums = _GridSums(tuple(spans_of(ctx, scope.axes.of(shape), scope.axes.of(strip.shape), is_sum=True)), sum_dtype(strip.dtype))
+        running = e.port("partial", ctx.node.name, shape, torch.float64)
+        origin = e.port("origin", ctx.node.name, ())
+        return e.call(sums, running, strip, origin, writes=running, scratch_bytes=sums.scratch_bytes(strip.shape))
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        e, image, axes = ctx.emitter, ctx.node.argument("self"), ctx.scope.axes
+        (operand,) = refs_in(image)
+        value, wide = grad, sum_dtype(grad.dtype)
+        for span in spans_of(ctx, axes.of(grad.shape), axes.of(ctx.strip(operand).shape), is_sum=True):
+            value = resampled(ctx, value, replace(span, is_adjoint=True), wide)
+        ctx.add_grad(image, e.cast(value, grad.dtype), owned=True)

@@ -1,0 +1,27 @@
+"""How tests cut an image of one to three axes, and whether a plan streams what is tested."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+
+import sft
+
+__all__ = ["is_tiled", "tiled_options"]
+
+
+@st.composite
+def tiled_options(draw: st.DrawFn, extents: tuple[int, ...]) -> sft.Options:
+    """Strips from one row on, panels or not, carried halos or not, states and batches in parts."""
+    panel = draw(st.none() | st.integers(1, extents[1])) if len(extents) > 1 else None
+    recompute = draw(st.booleans())
+    return sft.Options(
+        tile=(draw(st.integers(1, extents[0] + 3)), panel),
+        halo="recompute" if recompute else "auto",
+        state_every=None if recompute else draw(st.none() | st.integers(1, 4)),
+        batch_tile=draw(st.none() | st.just(1)),
+    )
+
+
+def is_tiled(plan: sft.Plan, *kinds: str) -> bool:
+    """Whether a tiled segment holds an operator of one of these kinds."""
+    return any(segment.mode == "tiled" and any(kind in name for kind in kinds for name in segment.nodes) for segment in plan.segments)

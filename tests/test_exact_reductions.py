@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def _response_norm(y: Tensor) -> Tensor:
     """Global response normalisation of ConvNeXt V2 (Woo et al., 2023), channels last."""
     x = _last(y)
     norm = torch.norm(x, p=2, dim=tuple(range(1, x.dim() - 1)), keepdim=True)
-    return (x * (norm / (norm.mean(-1, keepdim=True) + 1e-6)) + x).movedim(-1, 1)
+    scaled: Tensor = x * (norm / (norm.mean(-1, keepdim=True) + 1e-6)) + x
+    return scaled.movedim(-1, 1)
 
 
 def _var_mean(y: Tensor) -> Tensor:
@@ -99,7 +101,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", _REDUCTIONS)
 def test_any_tiling_is_exact(name: str) -> None:
-    models = {axes: seeded(lambda axes=axes: AroundFunction(_REDUCTIONS[name], axes=axes)) for axes in (1, 2, 3)}
+    models = {axes: seeded(partial(AroundFunction, _REDUCTIONS[name], axes=axes)) for axes in (1, 2, 3)}
 
     assert_streams(models[2], (1, 3, 7, 6))
 
@@ -134,6 +136,7 @@ class _Places(nn.Module):
 
 def test_infinite_elements() -> None:
     model = AroundFunction(lambda y: torch.logsumexp(y, (2, 3), keepdim=True), axes=2)
+    assert model.before.bias is not None
     with torch.no_grad():
         model.before.bias.fill_(-float("inf"))
     x = torch.randn(1, 3, 6, 5)

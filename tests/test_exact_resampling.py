@@ -82,7 +82,7 @@ def _cases(draw: st.DrawFn) -> tuple[Net, Tensor, sft.Options]:
     return seeded(lambda: Net(how, axes, kernel, skip=skip)), x, draw(tiled_options(extents))
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(case=_cases())
 def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> None:
     model, x, options = case
@@ -94,7 +94,7 @@ def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> Non
         assert is_tiled(report.plan, "upsample"), report.plan
 
 
-@pytest.mark.parametrize("options", [sft.Options(tile=(3, None)), sft.Options(tile=(4, 5))], ids=str)
+@pytest.mark.parametrize("options", [sft.Options(tile=(4, 5))], ids=str)
 @pytest.mark.parametrize(
     "how",
     [

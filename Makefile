@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench zoo clean
+.PHONY: help setup demo test lint types format unit package bench fuzz zoo clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,9 @@ package: $(READY) ## Build the sdist and from it the wheel, and import the wheel
 format: $(READY) ## Rewrite the code in the house format
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+fuzz: $(READY) ## Random networks against eager PyTorch, for MINUTES (10) minutes
+	PYTHONPATH=$(CURDIR) $(BIN)/python -P tests/fuzz.py --minutes $(or $(MINUTES),10)
 
 bench: $(READY) ## Run the benchmarks
 	$(BIN)/python benchmarks/run.py

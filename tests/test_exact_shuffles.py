@@ -110,7 +110,7 @@ class _Focus(nn.Module):
         return y
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     factor=st.integers(2, 3),
     by_hand=st.booleans(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -186,6 +187,19 @@ def test_no_product_is_computed_twice(use: str, rows: int) -> None:
     plain, forward = _flops(model, x)
     # The strips' own backward computes each strip again, from kept rows; nothing else is computed a second time.
     assert flops == plan.flops <= plain + forward
+
+
+@pytest.mark.parametrize("use", ["unet", "dcgan"])
+def test_autocast(use: str) -> None:
+    """Products are rounded to half precision one by one, their sums once: about as far from float64 as eager PyTorch is."""
+    model = seeded(lambda: _UNet(2, **_USES[use]).eval()).float()
+    x = image(1, 3, 32, 24).float()
+    net = sft.compile(model, tuple(x.shape), budget="4GiB", options=sft.Options(tile=(8, None)))
+    exact = copy.deepcopy(model).double()(x.double()).detach()
+    with torch.autocast("cpu", torch.bfloat16):
+        errors = [float((m(x).detach().double() - exact).norm()) for m in (net, model)]
+        assert_within_budget(net, x, budget="4GiB")
+    assert errors[0] <= 1.25 * errors[1]
 
 
 @st.composite

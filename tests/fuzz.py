@@ -1,0 +1,50 @@
+"""Compares random networks with eager PyTorch for some minutes; a mismatch is shrunk, printed, and ends it with exit code 1.
+
+``make fuzz``. What it finds becomes a test of its own in ``test_exact_wild.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from tests.helpers.exactness import assert_exact
+from tests.helpers.wild import WildNet, wild_tilings, wilds
+
+_ROUND = 25
+
+
+def main() -> int:
+    """Run rounds of examples, each from a seed of its own, until the time is up."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the first round (default: 0)")
+    parser.add_argument("--wishes", type=int, default=8, help="most layers of a network (default: 8)")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    console = Console()
+    ends, number, tiled, total = time.monotonic() + 60 * args.minutes, args.seed, 0, 0
+
+    def check(data: st.DataObject) -> None:
+        nonlocal tiled, total
+        wild = data.draw(wilds(max_wishes=args.wishes), label="network")
+        options = data.draw(wild_tilings(wild), label="options")
+        report = assert_exact(WildNet(wild), wild.image(), options=options)
+        total += 1
+        tiled += any(segment.mode == "tiled" for segment in report.plan.segments)
+
+    while time.monotonic() < ends:
+        runs = settings(max_examples=_ROUND, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        seed(number)(runs(given(st.data())(check)))()
+        number += 1
+        console.print(f"seed {number - 1}: {total} networks so far, {tiled} of them with segments in strips, no mismatch")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ def _response_norm(y: Tensor) -> Tensor:
     """Global response normalisation of ConvNeXt V2 (Woo et al., 2023), channels last."""
     x = _last(y)
     norm = torch.norm(x, p=2, dim=tuple(range(1, x.dim() - 1)), keepdim=True)
-    return (x * (norm / (norm.mean(-1, keepdim=True) + 1e-6)) + x).movedim(-1, 1)
+    out: Tensor = x * (norm / (norm.mean(-1, keepdim=True) + 1e-6)) + x
+    return out.movedim(-1, 1)
 
 
 def _var_mean(y: Tensor) -> Tensor:
@@ -93,13 +95,14 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp and channels": lambda y: y * torch.logsumexp(y, (1, *_axes(y)), keepdim=True),
     "softmax": lambda y: 50 * y.flatten(2).softmax(-1).view_as(y),
     "softmax of pixels in a list": lambda y: 50 * y.flatten(2).transpose(1, 2).softmax(1).transpose(1, 2).reshape(y.shape),
+    "length of each channel": lambda y: 9 * F.normalize(y.flatten(2), dim=-1).view_as(y),
     "log softmax": lambda y: y.flatten(2).log_softmax(-1).view_as(y),
 }
 
 
 @pytest.mark.parametrize("name", _REDUCTIONS)
 def test_any_tiling_is_exact(name: str) -> None:
-    models = {axes: seeded(lambda axes=axes: AroundFunction(_REDUCTIONS[name], axes=axes)) for axes in (1, 2, 3)}
+    models = {axes: seeded(partial(AroundFunction, _REDUCTIONS[name], axes=axes)) for axes in (1, 2, 3)}
 
     assert_streams(models[2], (1, 3, 7, 6))
 
@@ -135,6 +138,7 @@ class _Places(nn.Module):
 def test_infinite_elements() -> None:
     model = AroundFunction(lambda y: torch.logsumexp(y, (2, 3), keepdim=True), axes=2)
     with torch.no_grad():
+        assert model.before.bias is not None
         model.before.bias.fill_(-float("inf"))
     x = torch.randn(1, 3, 6, 5)
     net = sft.compile(model, tuple(x.shape), options=sft.Options(tile=(2, None)))

@@ -13,7 +13,19 @@ from typing import Any
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
-from sft.analysis.operators.pixelwise import FLOATING, Affine, AlongChannels, Binary, Cast, Cat, Drawn, FrozenNorm, OverPixels, Pointwise, Rowwise
+from sft.analysis.operators.pixelwise import (
+    FLOATING,
+    Affine,
+    AlongChannels,
+    Binary,
+    Cast,
+    Cat,
+    Drawn,
+    FrozenNorm,
+    OverPixels,
+    Pointwise,
+    Rowwise,
+)
 from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
 from sft.analysis.operators.resampling import Nearest
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed

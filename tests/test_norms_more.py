@@ -55,7 +55,7 @@ def _norm_of_groups_and_channels(y: Tensor) -> Tensor:
 #: By name: the image's axes and the layer.
 _NORMS: dict[str, tuple[int, Callable[[], Callable[[Tensor], Tensor]]]] = {
     "instance": (2, lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True, momentum=0.3)),
-    "instance, no momentum": (2, lambda: nn.InstanceNorm2d(4, track_running_stats=True, momentum=None)),
+    "instance, no momentum": (2, lambda: nn.InstanceNorm2d(4, track_running_stats=True, momentum=None)),  # type: ignore[arg-type]
     "instance, frozen": (2, lambda: nn.InstanceNorm2d(4, affine=True, track_running_stats=True).eval()),
     "instance, twice": (2, lambda: _Twice(nn.InstanceNorm2d(4, track_running_stats=True))),
     "instance of signals": (1, lambda: nn.InstanceNorm1d(4, track_running_stats=True)),
@@ -194,4 +194,6 @@ def test_half_precision_is_normalized_wide() -> None:
 
 class _Scaled(nn.Module):
     def forward(self, y: Tensor) -> Tensor:
-        return y / torch.linalg.vector_norm(y, dim=(2, 3), keepdim=True) + F.rms_norm(y, y.shape[1:]) + y.amax((2, 3), keepdim=True) / 300
+        length = torch.linalg.vector_norm(y, dim=(2, 3), keepdim=True)
+        out: Tensor = y / length + F.rms_norm(y, y.shape[1:]) + y.amax((2, 3), keepdim=True) / 300
+        return out

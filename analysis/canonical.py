@@ -272,9 +272,9 @@ class _Rewriting:
             if name in self.images:
                 aligned[name] = self.images[name].node
             elif layout.is_plain and len(layout.groups) == rank:
-                aligned[name] = self.alias.get(name, name)
+                aligned[name] = self._unexpanded(name)
             else:
-                side = self._aligned(name, layout, rank)
+                side = self._aligned(self._unexpanded(name), layout, rank)
                 if side is None:
                     return False
                 aligned[name] = side
@@ -283,6 +283,13 @@ class _Rewriting:
             return False
         arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
         return self._put(replace(node, shape=shape, arguments=arguments), layout, node.name)
+
+    def _unexpanded(self, name: str) -> str:
+        """What a value that was expanded to the size of an image was before: what reads it broadcasts it again."""
+        node = self.nodes[self.alias.get(name, name)]
+        while node.target == "aten.expand.default" and len(self._shape(node.operands[0])) == len(node.shape):
+            node = self.nodes[node.operands[0]]
+        return node.name
 
     def _aligned(self, name: str, layout: Layout, rank: int) -> str | None:
         """What broadcasts to a value of this layout, with its dimensions where the image has them."""

@@ -95,7 +95,7 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
     # The caller may be in inference mode, or under autocast with a cache of casts.
-    with torch.inference_mode(False), _autocast(device, autocast), _momenta_known(model):
+    with torch.inference_mode(False), _autocast(device, autocast), _momenta_known(model), _attributes_kept(model):
         program = _export(model, shapes, dtypes, device)
     return Capture(
         graph=graph_of(program),
@@ -104,6 +104,17 @@ def capture(
         guards=guards_of(program),
         shapes=tuple(shapes),
     )
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Put back tensors that modules hold as plain attributes; hooks that compute a weight leave fake ones there."""
+    held = [(module, {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, tensors in held:
+            vars(module).update(tensors)
 
 
 @contextlib.contextmanager

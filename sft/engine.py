@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
@@ -40,6 +42,8 @@ Shape = tuple[int, ...]
 
 
 #: Captures and plans that are kept; an attribute that changes at every call must not fill the memory.
+#: Hooks that only compute a weight, which the capture follows.
+_NORMS_OF_WEIGHTS = (WeightNorm, SpectralNorm)
 _MAX_CAPTURES, _MAX_PLANS = 16, 128
 
 
@@ -235,7 +239,7 @@ class Engine:
                 ("backward hook", module._backward_hooks),
                 ("backward pre-hook", module._backward_pre_hooks),
             )
-            if hooks
+            if any(not isinstance(hook, _NORMS_OF_WEIGHTS) for hook in hooks.values())
         ]
         if problems:
             raise UnsupportedError(problems)

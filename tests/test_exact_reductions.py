@@ -47,8 +47,8 @@ def _response_norm(y: Tensor) -> Tensor:
     """Global response normalisation of ConvNeXt V2 (Woo et al., 2023), channels last."""
     x = _last(y)
     norm = torch.norm(x, p=2, dim=tuple(range(1, x.dim() - 1)), keepdim=True)
-    scaled: Tensor = x * (norm / (norm.mean(-1, keepdim=True) + 1e-6)) + x
-    return scaled.movedim(-1, 1)
+    out: Tensor = x * (norm / (norm.mean(-1, keepdim=True) + 1e-6)) + x
+    return out.movedim(-1, 1)
 
 
 def _var_mean(y: Tensor) -> Tensor:
@@ -95,6 +95,7 @@ _REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp and channels": lambda y: y * torch.logsumexp(y, (1, *_axes(y)), keepdim=True),
     "softmax": lambda y: 50 * y.flatten(2).softmax(-1).view_as(y),
     "softmax of pixels in a list": lambda y: 50 * y.flatten(2).transpose(1, 2).softmax(1).transpose(1, 2).reshape(y.shape),
+    "length of each channel": lambda y: 9 * F.normalize(y.flatten(2), dim=-1).view_as(y),
     "log softmax": lambda y: y.flatten(2).log_softmax(-1).view_as(y),
 }
 

@@ -198,6 +198,16 @@ def _last(value: Tensor, dims: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
     return value.movedim(tuple(dims), places), places
 
 
+def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
+    """A weight in its own direction and a length of its own (Salimans and Kingma, 2016).
+
+    Torch's fused form wants everything contiguous and sees to that with copies that a trace of contiguous tensors does not show; the
+    gradients that arrive here are laid out otherwise.
+    """
+    dims = [other for other in range(v.dim()) if dim == -1 or other != dim % v.dim()]
+    return v * (g / (v * v).sum(dims, keepdim=dim != -1).sqrt())
+
+
 def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
@@ -231,4 +241,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.unfolded": unfolded,
     "sft.kernel_rows": kernel_rows,
     "sft.overlap_add": overlap_add,
+    "aten._weight_norm.default": weight_norm,
 }

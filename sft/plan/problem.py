@@ -211,7 +211,7 @@ def _streamed_at_size(
 
 
 def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
-    value = sp.sympify(sp.sympify(extent).xreplace(dict(symbols)))
+    value = sp.sympify(sp.sympify(extent).xreplace(dict(symbols)))  # a symbol alone is replaced by a plain number
     if not value.is_number:
         raise UnsupportedError([f"{node.label}: its size {extent} depends on the values of the image; keep it outside the compiled model"])
     return int(value)

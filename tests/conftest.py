@@ -14,8 +14,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-# For `examples`. Appended, not put first: the repository's folders must not hide installed packages of the same name.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+# For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must
+# not hide installed packages of the same name.
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(_ROOT), str(_ROOT / "benchmarks")]
 
 pytest.register_assert_rewrite("tests.helpers.exactness")
 

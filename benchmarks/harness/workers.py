@@ -35,7 +35,7 @@ class Failure:
     """Why a worker has no result."""
 
     kind: str
-    """`does not fit`, `no plan` or `failed`."""
+    """`does not fit`, `no plan`, `timed out` or `failed`."""
     message: str
 
 
@@ -108,12 +108,15 @@ class _Process:
         self.process.start()
         theirs.close()  # so that a worker that dies ends the pipe
 
-    def receive(self) -> Any:
-        """What the worker sends next.
+    def receive(self, timeout_seconds: float | None = None) -> Any:
+        """What the worker sends next; a worker that sends nothing for `timeout_seconds` is killed.
 
         Raises:
             WorkerError: it failed, or was killed.
         """
+        if not self.connection.poll(timeout_seconds):
+            self.process.kill()
+            raise WorkerError("timed out", f"no answer after {timeout_seconds:g} s")
         try:
             answer = self.connection.recv()
         except EOFError:
@@ -134,15 +137,15 @@ class _Process:
             self.process.join()
 
 
-def call_in_process(function: Callable[[Question], Result], case: Question) -> Result:
+def call_in_process(function: Callable[[Question], Result], case: Question, *, timeout_seconds: float | None = None) -> Result:
     """Return `function(case)`, run in a process of its own.
 
     Raises:
-        WorkerError: the function raised, or its process was killed.
+        WorkerError: the function raised, or its process was killed, after `timeout_seconds` by us.
     """
     process = _Process(_answer, case, function)
     try:
-        result: Result = process.receive()
+        result: Result = process.receive(timeout_seconds)
     finally:
         process.close()
     return result

@@ -12,7 +12,7 @@ __all__ = ["MONAI"]
 
 _CLASSES = 2
 #: Every stride divides the extents, and no map shrinks to less than two positions, which an InstanceNorm would refuse.
-_EXTENTS = {2: (96, 64), 3: (32, 32, 48)}
+_EXTENTS = {2: (96, 64), 3: (32, 32, 64)}
 _PYRAMID = {"channels": (4, 8, 16, 32), "strides": (2, 2, 2)}
 _WIDTHS = {"features": (4, 4, 8, 16, 32, 4)}
 _NNUNET = {"kernel_size": (3,) * 4, "strides": (1, 2, 2, 2), "upsample_kernel_size": (2, 2, 2), "filters": (4, 8, 16, 32)}
@@ -45,6 +45,8 @@ _NETS: dict[str, tuple[str, dict[str, Any]]] = {
 #: Classes that call their channels otherwise.
 _IN_CHANNELS = {"resnet10": "n_input_channels"}
 _OUT_CHANNELS = {"resnet10": "num_classes", "SEResNet50": "num_classes", "EfficientNetBN": "num_classes"}
+#: Classes whose gates end on maps of one position.
+_BATCH = {"EfficientNetBN": 2}
 
 
 def _case(name: str, num_dims: int) -> Case:
@@ -59,7 +61,7 @@ def _case(name: str, num_dims: int) -> Case:
         model: nn.Module = getattr(nets, kind)(spatial_dims=num_dims, **channels, **arguments)
         return model
 
-    return Case(package="monai", name=f"{name}_{num_dims}d", make=make, shape=(1, num_channels, *_EXTENTS[num_dims]))
+    return Case(package="monai", name=f"{name}_{num_dims}d", make=make, shape=(_BATCH.get(kind, 1), num_channels, *_EXTENTS[num_dims]))
 
 
 def _hovernet() -> nn.Module:

@@ -26,13 +26,11 @@ _RESIDUAL = (
     "resnet26d",
     "resnet26t",
     "resnet50_gn",
-    "resnetaa50",
     "resnetblur18",
     "resnetrs50",
     "resnetv2_18",
     "resnetv2_50x1_bit",
     "resnext26ts",
-    "bat_resnext26ts",
     "seresnet33ts",
     "seresnext26d_32x4d",
     "legacy_seresnet18",
@@ -61,8 +59,6 @@ _CROSS_STAGE = (
     "cs3darknet_s",
     "cs3darknet_focus_s",
     "cs3sedarknet_l",
-    "dla34",
-    "dla46x_c",
     "densenet121",
     "densenetblur121d",
     "rdnet_tiny",
@@ -116,9 +112,7 @@ _MODERN = (
     "caformer_s18",
     "focalnet_tiny_srf",
     "mambaout_femto",
-    "efficientformerv2_s0",
     "efficientvit_b0",
-    "visformer_tiny",
 )
 
 TIMM: tuple[Case, ...] = (
@@ -126,7 +120,9 @@ TIMM: tuple[Case, ...] = (
     _case("vgg11", mlp_ratio=0.01),
     _case("vgg11_bn", mlp_ratio=0.01),
     *(_case(name) for name in (*_RESIDUAL, *_CROSS_STAGE, *_MOBILE, *_MODERN)),
-    _case("hrnet_w18_small", shape=MULTIPLE_OF_32),
+    *(_case(name, shape=MULTIPLE_OF_32) for name in ("resnetaa50", "dla34", "dla46x_c", "hrnet_w18_small")),
+    # Attention in blocks of 8 x 8 on the smallest map.
+    _case("bat_resnext26ts", shape=(2, 3, 256, 256)),
     _case("convmixer_768_32"),
     _case("inception_v3"),
     _case("inception_v4", shape=MULTIPLE_OF_32),
@@ -136,5 +132,5 @@ TIMM: tuple[Case, ...] = (
     _case("nasnetalarge"),
     _case("pnasnet5large"),
     # Position encodings of one size.
-    _case("coat_tiny", img_size=96, shape=MULTIPLE_OF_32),
+    *(_case(name, shape=MULTIPLE_OF_32, img_size=96) for name in ("coat_tiny", "efficientformerv2_s0", "visformer_tiny")),
 )

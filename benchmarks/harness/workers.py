@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import BaseContext
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -101,10 +102,10 @@ def _serve_steps(connection: Connection, case: Case) -> None:
 class _Process:
     """A spawned worker and the pipe to it."""
 
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, target: Callable[..., None], *arguments: Any, context: BaseContext | None = None) -> None:
+        context = context or multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process: Any = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()  # so that a worker that dies ends the pipe
 
@@ -137,13 +138,25 @@ class _Process:
             self.process.join()
 
 
-def call_in_process(function: Callable[[Question], Result], case: Question, *, timeout_seconds: float | None = None) -> Result:
+def call_in_process(
+    function: Callable[[Question], Result],
+    case: Question,
+    *,
+    timeout_seconds: float | None = None,
+    context: BaseContext | None = None,
+) -> Result:
     """Return `function(case)`, run in a process of its own.
 
+    Args:
+        function: importable by the process.
+        case: pickled.
+        timeout_seconds: when the process is killed; never by default.
+        context: how the process starts; spawned by default.
+
     Raises:
-        WorkerError: the function raised, or its process was killed, after `timeout_seconds` by us.
+        WorkerError: the function raised, or its process was killed.
     """
-    process = _Process(_answer, case, function)
+    process = _Process(_answer, case, function, context=context)
     try:
         result: Result = process.receive(timeout_seconds)
     finally:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .case import MULTIPLE_OF_32, Case
+from .case import IMAGE, MULTIPLE_OF_32, Case
 
 __all__ = ["TORCHVISION"]
 
@@ -26,8 +26,8 @@ def _model(name: str, **arguments: Any) -> nn.Module:
     return model
 
 
-def _case(name: str, **arguments: Any) -> Case:
-    return Case(package="torchvision", name=name, make=lambda: _model(name, **arguments))
+def _case(name: str, *, shape: tuple[int, ...] = IMAGE, **arguments: Any) -> Case:
+    return Case(package="torchvision", name=name, make=lambda: _model(name, **arguments), shape=shape)
 
 
 def _with_narrow_classifier(name: str, num_features: int, **arguments: Any) -> Case:
@@ -86,7 +86,7 @@ TORCHVISION: tuple[Case, ...] = (
     _case("wide_resnet50_2"),
     _case("densenet121"),
     _case("googlenet", aux_logits=True, init_weights=False),
-    _case("inception_v3", aux_logits=False, init_weights=False),
+    _case("inception_v3", shape=MULTIPLE_OF_32, aux_logits=False, init_weights=False),
     _case("squeezenet1_0"),
     _case("squeezenet1_1"),
     _case("mobilenet_v2"),

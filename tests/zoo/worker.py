@@ -28,9 +28,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import sft
+from tests.helpers.exactness import ExactReport, assert_exact
+from tests.helpers.models import image
 
-from ..helpers.exactness import ExactReport, assert_exact
-from ..helpers.models import image
 from .case import Case
 from .models import case_named
 from .outcome import KINDS, Outcome, TilingOutcome
@@ -54,6 +54,8 @@ class Question:
     """Of the case."""
     memory_bytes: int
     """What the process may allocate: a model that is too large fails alone, and nothing else on the machine with it."""
+    processor_seconds: int
+    """What the process may compute, by its own clock: a busy machine makes no model fail."""
     threads: int
     """Threads that torch may use."""
 
@@ -62,6 +64,8 @@ def check(question: Question) -> Outcome:
     """Run the case; everything that can go wrong is an outcome. Meant for a process that ends with it."""
     _fall_silent()
     resource.setrlimit(resource.RLIMIT_DATA, (question.memory_bytes, question.memory_bytes))
+    used = int(time.process_time()) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (used + question.processor_seconds, used + question.processor_seconds))
     torch.set_num_threads(question.threads)
     started = time.perf_counter()
     case = case_named(question.label)
@@ -83,7 +87,6 @@ def _outcome(case: Case, kind: Any, message: str, num_parameters: int, tilings: 
 
 
 def _check(case: Case) -> tuple[str, str, int, tuple[TilingOutcome, ...]]:
-    _stand_in_for_compiled_operators()
     try:
         torch.manual_seed(0)
         model = _awake(case.make()).train()
@@ -221,14 +224,6 @@ def _describe(error: Exception) -> str:
     last = f" at {'/'.join(Path(frames[-1].filename).parts[-3:])}:{frames[-1].lineno}" if frames else ""
     message = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {message}{last}"
-
-
-def _stand_in_for_compiled_operators() -> None:
-    """torchvision's compiled part is built for one build of torch and does not load with others; then importing the rest fails over the
-    names of two operators that no convolutional network calls (pytorch/vision#9085). Declared, they need no code."""
-    for name in ("nms", "qnms"):
-        with contextlib.suppress(RuntimeError):  # a torchvision that fits has them
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
 def _fall_silent() -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -102,7 +102,7 @@ def _serve_steps(connection: Connection, case: Case) -> None:
 class _Process:
     """A spawned worker and the pipe to it."""
 
-    def __init__(self, target: Callable[..., None], *arguments: Any, context: BaseContext | None = None) -> None:
+    def __init__(self, target: Callable[..., None], *arguments: Any, context: ForkServerContext | SpawnContext | None = None) -> None:
         context = context or multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process: Any = context.Process(target=target, args=(theirs, *arguments), daemon=True)
@@ -143,7 +143,7 @@ def call_in_process(
     case: Question,
     *,
     timeout_seconds: float | None = None,
-    context: BaseContext | None = None,
+    context: ForkServerContext | SpawnContext | None = None,
 ) -> Result:
     """Return `function(case)`, run in a process of its own.
 

@@ -34,6 +34,8 @@ def blocker_of(problem: str) -> str:
     'conv_transpose2d'
     >>> blocker_of("avgpool: adaptive_avg_pool2d: pools to (7, 7); only (1, 1) streams, use AdaptiveAvgPool2d(1)")
     'adaptive_avg_pool2d: pools to ..'
+    >>> blocker_of("ghost: add: operand slice_4 of shape (2, 8, 44, s77) varies along the image; make its height and width 1")
+    'slice, whole, meets a strip'
     """
     exporter = re.search(r"torch\.export cannot follow the model \((\w+)", problem)
     if exporter:
@@ -42,6 +44,10 @@ def blocker_of(problem: str) -> str:
     if extents:
         return f"an input of {extents[0]}"
     rest = problem.partition(": ")[2] or problem
+    # Here the operator named is fine; what makes its operand whole is not. Values are called after the operators that made them.
+    whole = re.search(r"operand ([a-z]\w*?)(?:_\d+)? (?:of shape|is not an image)", rest)
+    if whole:
+        return f"{whole[1]}, whole, meets a strip"
     without_rule = re.match(r"(\w+) has no exact rule", rest)
     if without_rule:
         return without_rule[1]

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from fnmatch import fnmatch
 from multiprocessing import forkserver
-from multiprocessing.context import BaseContext
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -68,7 +68,7 @@ def _selected(patterns: Sequence[str] | None) -> list[Case]:
     return [case for case in CASES if patterns is None or any(fnmatch(case.label, pattern) for pattern in patterns)]
 
 
-def _fork_server() -> BaseContext:
+def _fork_server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.zoo.forked"])
     root = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def _fork_server() -> BaseContext:
     return context
 
 
-def _run(case: Case, context: BaseContext, args: argparse.Namespace) -> Outcome:
+def _run(case: Case, context: ForkServerContext, args: argparse.Namespace) -> Outcome:
     question = Question(label=case.label, memory_bytes=args.memory_gib * 2**30, processor_seconds=args.timeout, threads=args.threads)
     try:
         return call_in_process(check, question, timeout_seconds=_PATIENCE * args.timeout, context=context)

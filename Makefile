@@ -13,10 +13,14 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+<<<<<<< HEAD
 .PHONY: help setup demo test lint types format unit package bench fuzz zoo clean
+=======
+.PHONY: help setup demo test lint types format unit package bench test-zoo clean
+>>>>>>> zoo
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Create .venv with everything the other targets need
 
@@ -59,8 +63,8 @@ $(ZOO_READY): $(INPUTS)
 	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo]'
 	touch $@
 
-zoo: $(ZOO_READY) ## The tests against torchvision, timm and MONAI models, in an environment of their own
-	$(ZOO_BIN)/pytest -m zoo
+test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (an hour)
+	$(ZOO_BIN)/python -P tests/zoo/__main__.py
 
 clean: ## Remove everything that make made
 	rm -rf .venv .venv-zoo build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -26,12 +26,16 @@ forms is fine), sizes that depend on values, operators that write into their ope
 """
 
 
+#: Rows that are there for the reason they give.
+_WHOLE = ("OverPixels", "PlaceInImage")
+
+
 def page() -> str:
     """The page."""
     families: dict[str, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
     for target, rows in sorted(rows_of_table().items()):
-        for row in rows:
+        for row in (row for row in rows if type(row).__name__ not in _WHOLE):
             name = type(row).__name__ if type(row).__name__ not in ("Drawn",) else row.name
             families[name].append(f"`{target.removeprefix('aten.')}`")
             texts[name] = " ".join((inspect.getdoc(type(row)) or "").split("\n\n")[0].split())

@@ -92,7 +92,8 @@ def _command() -> str:
     bare = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     bare.add_argument("--out")
     _, arguments = bare.parse_known_args()
-    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments])
+    script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[2])
+    return shlex.join(["python", str(script), *arguments])
 
 
 def environment(threads: int) -> dict[str, str | int]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -35,7 +36,7 @@ class Failure:
     """Why a worker has no result."""
 
     kind: str
-    """`does not fit`, `no plan` or `failed`."""
+    """`does not fit`, `no plan`, `timed out` or `failed`."""
     message: str
 
 
@@ -101,19 +102,22 @@ def _serve_steps(connection: Connection, case: Case) -> None:
 class _Process:
     """A spawned worker and the pipe to it."""
 
-    def __init__(self, target: Callable[..., None], *arguments: Any) -> None:
-        context = multiprocessing.get_context("spawn")
+    def __init__(self, target: Callable[..., None], *arguments: Any, context: ForkServerContext | SpawnContext | None = None) -> None:
+        context = context or multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+        self.process: Any = context.Process(target=target, args=(theirs, *arguments), daemon=True)
         self.process.start()
         theirs.close()  # so that a worker that dies ends the pipe
 
-    def receive(self) -> Any:
-        """What the worker sends next.
+    def receive(self, timeout_seconds: float | None = None) -> Any:
+        """What the worker sends next; a worker that sends nothing for `timeout_seconds` is killed.
 
         Raises:
             WorkerError: it failed, or was killed.
         """
+        if not self.connection.poll(timeout_seconds):
+            self.process.kill()
+            raise WorkerError("timed out", f"no answer after {timeout_seconds:g} s")
         try:
             answer = self.connection.recv()
         except EOFError:
@@ -134,15 +138,27 @@ class _Process:
             self.process.join()
 
 
-def call_in_process(function: Callable[[Question], Result], case: Question) -> Result:
+def call_in_process(
+    function: Callable[[Question], Result],
+    case: Question,
+    *,
+    timeout_seconds: float | None = None,
+    context: ForkServerContext | SpawnContext | None = None,
+) -> Result:
     """Return `function(case)`, run in a process of its own.
+
+    Args:
+        function: importable by the process.
+        case: pickled.
+        timeout_seconds: when the process is killed; never by default.
+        context: how the process starts; spawned by default.
 
     Raises:
         WorkerError: the function raised, or its process was killed.
     """
-    process = _Process(_answer, case, function)
+    process = _Process(_answer, case, function, context=context)
     try:
-        result: Result = process.receive()
+        result: Result = process.receive(timeout_seconds)
     finally:
         process.close()
     return result

@@ -62,6 +62,10 @@ _REPLACEMENTS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
+#: At a rate of 0 these return their input; the others call torch's dropout, which counts as a site.
+_IDLE_AT_ZERO = frozenset({"DropPath", "StochasticDepth"})
+
+
 def with_positional_dropout(model: nn.Module) -> nn.Module:
     """Replace, in place, every dropout of a model whose modules are registered in the order in which they run."""
     site = 0
@@ -73,7 +77,7 @@ def with_positional_dropout(model: nn.Module) -> nn.Module:
         if not name:
             return new
         model.set_submodule(name, new)
-        site += module.training
+        site += module.training and not (type(module).__name__ in _IDLE_AT_ZERO and new.p == 0)
     return model
 
 

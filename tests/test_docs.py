@@ -1,0 +1,13 @@
+"""Pages that are written from the code are up to date."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def test_the_page_of_operators_is_what_the_table_says() -> None:
+    page = runpy.run_path(str(_DOCS / "operators.py"))["page"]
+    assert (_DOCS / "operators.md").read_text() == page(), "run python docs/operators.py"

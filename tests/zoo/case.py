@@ -1,0 +1,41 @@
+"""One model of another package: how to build it, and the input that it is checked on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+__all__ = ["IMAGE", "MULTIPLE_OF_32", "Case", "Package"]
+
+Package = Literal["torchvision", "timm", "monai"]
+
+#: Small, and no multiple of the usual strides: strips of 32 rows make three of them and panels of 40 columns two. A batch of two, so that
+#: norms in training mode have something to normalise where the map has shrunk to one position.
+IMAGE = (2, 3, 88, 72)
+#: For models whose paths meet again only at sizes that every stride divides.
+MULTIPLE_OF_32 = (2, 3, 96, 96)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model to check.
+
+    Attributes:
+        package: where it comes from.
+        name: unique in the package.
+        make: builds it, with few classes and without pretrained weights; imports the package only when called.
+        shape: of the input.
+    """
+
+    package: Package
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...] = IMAGE
+
+    @property
+    def label(self) -> str:
+        """Unique among all cases: ``"timm/resnet18"``."""
+        return f"{self.package}/{self.name}"

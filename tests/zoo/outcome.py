@@ -1,0 +1,65 @@
+"""What can come of a case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["FAILURES", "KINDS", "Kind", "Outcome", "TilingOutcome"]
+
+Kind = Literal["exact", "exact, whole", "refused", "wrong", "crash", "eager cannot"]
+
+#: From best to worst.
+KINDS: tuple[Kind, ...] = ("exact", "exact, whole", "refused", "eager cannot", "wrong", "crash")
+
+#: What must not be. A refusal is an answer; these are none.
+FAILURES: frozenset[Kind] = frozenset({"wrong", "crash"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilingOutcome:
+    """A model under one tiling."""
+
+    tiling: str
+    """Which of the tilings."""
+    kind: Kind
+    message: str = ""
+    """What was refused, wrong or raised."""
+    problems: tuple[str, ...] = ()
+    """Of a refusal, one line for each reason."""
+    seconds: float = 0.0
+    """Of everything: capture, planning, all steps of both sides."""
+    compile_seconds: float = 0.0
+    """Of ``sft.compile``."""
+    num_segments: int = 0
+    num_tiled_segments: int = 0
+    """Segments that run in more than one strip or panel."""
+    operators_share: float = 0.0
+    """Of all operators, those in such segments."""
+    flops_share: float = 0.0
+    """Of all planned FLOPs (what strips compute again included), those in such segments."""
+    error: float = 0.0
+    """The largest relative error of outputs, gradients, buffers and updated parameters."""
+    left_strips: Mapping[str, int] = field(default_factory=dict)
+    """Operators that run whole although a value that they read could come in strips, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A model under all tilings; the worst of them is what came of it."""
+
+    package: str
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+    message: str = ""
+    num_parameters: int = 0
+    seconds: float = 0.0
+    """Of the case's process, building the model included."""
+    tilings: tuple[TilingOutcome, ...] = ()
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """The reasons of a refusal."""
+        return next((tiling.problems for tiling in self.tilings if tiling.problems), ())

@@ -13,11 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-<<<<<<< HEAD
-.PHONY: help setup demo test lint types format unit package bench fuzz zoo clean
-=======
-.PHONY: help setup demo test lint types format unit package bench test-zoo clean
->>>>>>> zoo
+.PHONY: help setup demo test lint types format unit package bench fuzz test-zoo clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

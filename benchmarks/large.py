@@ -1,0 +1,214 @@
+"""Two networks whose plain form no small machine holds, each run once.
+
+*unet*: a training step of a U-Net of five levels and 16 channels at full resolution, within a share of what plain PyTorch needs. The usual
+practice, overlapping tiles with a halo as wide as the receptive field, computes much of the image twice; carried strips compute
+each row once forwards and once more backwards.
+
+*activation*: inference through a convolution whose result has more than 2^31 elements, which 32-bit indices cannot count, from a uint8 file
+that is read strip by strip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness.cases import PlanNumbers, describe_plan, load_models
+from harness.memory import peak_rss_bytes
+from harness.report import Table, add_common_arguments, environment, mib, positive_int, result_stem, write_results
+from harness.workers import WorkerError, call_in_process
+from rich.console import Console
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sft
+from sft.sources import ArraySource
+from sft.units import format_bytes, parse_bytes
+
+_WRITE_ROWS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What to run."""
+
+    name: str
+    size: int
+    share: float
+    """Of plain's bytes: the budget of the U-Net."""
+    budget_bytes: int
+    """Of the large activation."""
+    path: Path
+    threads: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """One case, measured."""
+
+    name: str
+    size: int
+    largest_elements: int
+    """Of a single activation."""
+    plain_bytes: int
+    budget_bytes: int
+    plan: PlanNumbers
+    measured_bytes: int
+    """Metered peak of the step."""
+    process_bytes: int
+    counted_flops: int
+    seconds: float
+
+    def cells(self) -> list[str]:
+        """The row of the table."""
+        cells = [self.name, f"{self.size}²", f"{self.largest_elements / 2**31:.2f}", mib(self.plain_bytes), mib(self.budget_bytes)]
+        cells += [mib(self.plan.projected_peak_bytes), mib(self.measured_bytes), mib(self.process_bytes), self.plan.strips]
+        return [*cells, f"{self.counted_flops / self.plan.plain_flops:.3f}", f"{self.seconds:.0f}"]
+
+
+HEADERS = (
+    "case",
+    "size",
+    "largest activation, 2^31 elements",
+    "plain, MiB",
+    "budget, MiB",
+    "projected, MiB",
+    "measured, MiB",
+    "process, MiB",
+    "plan",
+    "FLOPs / plain",
+    "s",
+)
+
+
+def wide_network() -> nn.Sequential:
+    """A convolution to 64 channels at full resolution, and a small classifier behind it."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(inplace=True), nn.MaxPool2d(4), nn.Conv2d(64, 8, 3, padding=1), nn.ReLU(inplace=True),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2),
+    )  # fmt: skip
+
+
+def run_unet(case: Case) -> Numbers:
+    """A training step of the U-Net, statistics frozen; call it in a fresh process."""
+    torch.set_num_threads(case.threads)
+    torch.manual_seed(0)
+    models = load_models()
+    model = models.unet(2, levels=5, width=16)
+    models.freeze_norm(model)
+    shape = (1, 3, case.size, case.size)
+    plain_bytes = sft.plan(model, shape, budget=2**50, options=sft.Options(strategy="none")).total_bytes
+    budget_bytes = int(case.share * plain_bytes)
+    net = sft.compile(model, shape, budget=budget_bytes)
+    x = torch.rand(shape)
+    started = time.perf_counter()
+    with FlopCounterMode(display=False) as counter, sft.measure_peak("cpu") as peak:
+        loss = net(x).square().mean()
+        torch.autograd.backward(loss)
+    seconds = time.perf_counter() - started
+    return _numbers(case, net.plan, 16 * case.size**2, plain_bytes, budget_bytes, peak.num_bytes, counter.get_total_flops(), seconds)
+
+
+def run_activation(case: Case) -> Numbers:
+    """Inference of the wide network on a file; call it in a fresh process."""
+    torch.set_num_threads(case.threads)
+    model = wide_network()
+    source = ArraySource(np.load(case.path, mmap_mode="r"))
+    with torch.no_grad():
+        plain_bytes = sft.plan(model, tuple(source.shape), budget=2**50, options=sft.Options(strategy="none")).total_bytes
+        net = sft.compile(model, source, budget=case.budget_bytes)
+        started = time.perf_counter()
+        with FlopCounterMode(display=False) as counter, sft.measure_peak("cpu") as peak:
+            net(source)
+    seconds = time.perf_counter() - started
+    return _numbers(case, net.plan, 64 * case.size**2, plain_bytes, case.budget_bytes, peak.num_bytes, counter.get_total_flops(), seconds)
+
+
+def _numbers(
+    case: Case, plan: sft.Plan, elements: int, plain_bytes: int, budget_bytes: int, measured_bytes: int, flops: int, seconds: float
+) -> Numbers:
+    if flops != plan.flops:
+        raise AssertionError(f"{case.name}: counted {flops} FLOPs, planned {plan.flops}")
+    return Numbers(
+        name=case.name,
+        size=case.size,
+        largest_elements=elements,
+        plain_bytes=plain_bytes,
+        budget_bytes=budget_bytes,
+        plan=describe_plan(plan),
+        measured_bytes=measured_bytes,
+        process_bytes=peak_rss_bytes(),
+        counted_flops=flops,
+        seconds=seconds,
+    )
+
+
+def write_image(path: Path, size: int) -> None:
+    """A file of random pixels, written a few rows at a time."""
+    generator = np.random.default_rng(0)
+    image = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(size, size, 3))
+    for top in range(0, size, _WRITE_ROWS):
+        rows = image[top : top + _WRITE_ROWS]
+        rows[:] = generator.integers(0, 256, rows.shape, dtype=np.uint8)
+    image.flush()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", choices=("unet", "activation"), default=["unet", "activation"])
+    parser.add_argument("--unet-size", type=positive_int, default=4096, help="rows and columns, pixels")
+    parser.add_argument("--activation-size", type=positive_int, default=6144, help="rows and columns, pixels")
+    parser.add_argument("--share", type=float, default=0.2, help="of plain's bytes: the U-Net's budget (default: 0.2)")
+    parser.add_argument("--limit", default="2GiB", help="what the process with the large activation may hold")
+    add_common_arguments(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the benchmark; 1 when a case has no result, or the large activation's process held more than the limit."""
+    args = parse_arguments()
+    console = Console()
+    stem = result_stem(args.out, "large")
+    limit_bytes = parse_bytes(args.limit)
+    results: list[Numbers] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "image.npy"
+        try:
+            for name in args.cases:
+                size = args.unet_size if name == "unet" else args.activation_size
+                if name == "activation":
+                    write_image(path, size)
+                case = Case(name=name, size=size, share=args.share, budget_bytes=limit_bytes // 2, path=path, threads=args.threads)
+                results.append(call_in_process(run_unet if name == "unet" else run_activation, case))
+                console.print(" | ".join(results[-1].cells()), markup=False)
+        except WorkerError as error:
+            console.print(f"{error.kind}: {error}", markup=False)
+            return 1
+    table = Table(title="Beyond the machine, float32, batch 1", headers=HEADERS, rows=[result.cells() for result in results])
+    raw: dict[str, Any] = {
+        "environment": environment(args.threads),
+        "settings": {name: value for name, value in vars(args).items() if name != "out"},
+        "results": [asdict(result) for result in results],
+    }
+    notes = (
+        "`unet`: a training step of a U-Net of five levels and 16 channels, norm statistics frozen. `activation`: inference from a uint8 "
+        "file. Plain: resident bytes and peak, projected. Measured: metered live tensors during the step. Process: high-water mark of a "
+        "fresh process with everything in it. One run each; FLOPs counted."
+    )
+    console.print(write_results(stem, raw, [table], notes, None))
+    over = [result for result in results if result.name == "activation" and result.process_bytes > limit_bytes]
+    for result in over:
+        console.print(f"{format_bytes(result.process_bytes)} held, limit {args.limit}", markup=False)
+    return int(bool(over))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from harness.cases import PlanNumbers, describe_plan
 from harness.gradcheck import CHECK_SIZE, TOLERANCE, Check, collect, worst_difference
+from harness.images import write_image
 from harness.memory import peak_rss_bytes, rss_bytes
 from harness.report import Table, add_common_arguments, environment, mib, positive_int, result_stem, write_results
 from harness.workers import WorkerError, call_in_process
@@ -33,7 +34,6 @@ STAGES = ((8,), (16,), (32, 32), (64, 64), (64, 64))
 NUM_CLASSES = 2
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 CHECK_STRIP_ROWS = 16
-WRITE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,16 +199,6 @@ def measure(case: Case) -> StepNumbers:
         forward=passes["forward"],
         backward=passes["backward"],
     )
-
-
-def write_image(path: Path, height: int, width: int) -> None:
-    """A file of random pixels, written a few rows at a time."""
-    generator = np.random.default_rng(0)
-    image = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(height, width, 3))
-    for top in range(0, height, WRITE_ROWS):
-        rows = image[top : top + WRITE_ROWS]
-        rows[:] = generator.integers(0, 256, rows.shape, dtype=np.uint8)
-    image.flush()
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness.cases import PlanNumbers, describe_plan, load_models
+from harness.images import write_image
 from harness.memory import peak_rss_bytes
 from harness.report import Table, add_common_arguments, environment, mib, positive_int, result_stem, write_results
 from harness.workers import WorkerError, call_in_process
@@ -30,8 +31,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import sft
 from sft.sources import ArraySource
 from sft.units import format_bytes, parse_bytes
-
-_WRITE_ROWS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,16 +149,6 @@ def _numbers(
     )
 
 
-def write_image(path: Path, size: int) -> None:
-    """A file of random pixels, written a few rows at a time."""
-    generator = np.random.default_rng(0)
-    image = np.lib.format.open_memmap(path, mode="w+", dtype=np.uint8, shape=(size, size, 3))
-    for top in range(0, size, _WRITE_ROWS):
-        rows = image[top : top + _WRITE_ROWS]
-        rows[:] = generator.integers(0, 256, rows.shape, dtype=np.uint8)
-    image.flush()
-
-
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -185,7 +174,7 @@ def main() -> int:
             for name in args.cases:
                 size = args.unet_size if name == "unet" else args.activation_size
                 if name == "activation":
-                    write_image(path, size)
+                    write_image(path, size, size)
                 case = Case(name=name, size=size, share=args.share, budget_bytes=limit_bytes // 2, path=path, threads=args.threads)
                 results.append(call_in_process(run_unet if name == "unet" else run_activation, case))
                 console.print(" | ".join(results[-1].cells()), markup=False)

@@ -20,6 +20,7 @@ from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 from sft.lower.rules.resample import Span, gathered_rows, spans_of
+from sft.lower.rules.windowed import spread, squeezed
 
 __all__ = ["AdaptiveMax"]
 
@@ -63,14 +64,14 @@ class AdaptiveMax(Rule):
     """``adaptive_max_pool1d``, ``adaptive_max_pool2d``, ``adaptive_max_pool3d``; in the backward pass the maxima are found again."""
 
     def forward(self, ctx: NodeContext) -> Slot:
-        return self._squeezed(ctx, self._pool(ctx)[1])
+        return squeezed(ctx, self._pool(ctx)[1])
 
     def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot, Slot]:
         """The windows written out, their maxima, and where in the windows these are."""
         e, value = ctx.emitter, self._strip(ctx)
         for span in self._spans(ctx):
             value = self._along(ctx, _Unfold(span), value, span.axis, span.length * span.sampling.forward.width)
-        value = self._spread(ctx, value)
+        value = spread(ctx, value)
         shape = ctx.out_shape if ctx.scope.axes.count > 1 else (*ctx.out_shape, 1)
         out, indices = e.slot(shape), e.slot(shape, torch.int64)
         e.call_many(self._function(ctx, ""), (value, *self._geometry(ctx)), (out, indices))
@@ -78,8 +79,8 @@ class AdaptiveMax(Rule):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         windows, _, indices = self._pool(ctx)
-        arguments = (self._spread(ctx, grad), windows, *self._geometry(ctx), indices)
-        value = self._squeezed(ctx, ctx.emitter.call(self._function(ctx, "_backward"), *arguments, shape=windows.shape))
+        arguments = (spread(ctx, grad), windows, *self._geometry(ctx), indices)
+        value = squeezed(ctx, ctx.emitter.call(self._function(ctx, "_backward"), *arguments, shape=windows.shape))
         for span in reversed(self._spans(ctx)):
             value = self._along(ctx, _Fold(span), value, span.axis, span.extent)
         ctx.add_grad(ctx.node.argument("self"), value, owned=True)
@@ -112,16 +113,3 @@ class AdaptiveMax(Rule):
     @staticmethod
     def _function(ctx: NodeContext, kind: str) -> Any:
         return getattr(aten, f"max_pool{max(2, ctx.scope.axes.count)}d_with_indices{kind}").default
-
-    @staticmethod
-    def _spread(ctx: NodeContext, slot: Slot) -> Slot:
-        """A signal as an image of one column."""
-        if ctx.scope.axes.count > 1:
-            return slot
-        return ctx.emitter.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
-
-    @staticmethod
-    def _squeezed(ctx: NodeContext, slot: Slot) -> Slot:
-        if ctx.scope.axes.count > 1:
-            return slot
-        return ctx.emitter.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)

@@ -20,7 +20,7 @@ from sft.lower.context import NodeContext, Scope, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["AvgPool", "Convolution", "MaxPool", "column_padding"]
+__all__ = ["AvgPool", "Convolution", "MaxPool", "column_padding", "spread", "squeezed"]
 
 aten = torch.ops.aten
 
@@ -153,21 +153,22 @@ class Convolution(_Windowed):
             ctx.add_grad(bias, out[2], owned=True)
 
 
+def spread(ctx: NodeContext, slot: Slot) -> Slot:
+    """A value as ATen's poolings take it: with two axes at least, a signal as an image of one column."""
+    if ctx.scope.axes.count > 1:
+        return slot
+    return ctx.emitter.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
+
+
+def squeezed(ctx: NodeContext, slot: Slot) -> Slot:
+    """Such a value with its own axes again."""
+    if ctx.scope.axes.count > 1:
+        return slot
+    return ctx.emitter.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
+
+
 class _Pool(_Windowed):
     """Poolings of one axis run as poolings of two, the second one pixel wide."""
-
-    @staticmethod
-    def _spread(ctx: NodeContext, slot: Slot) -> Slot:
-        """A value as its pooling takes it: with two axes at least."""
-        if ctx.scope.axes.count > 1:
-            return slot
-        return ctx.emitter.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
-
-    @staticmethod
-    def _squeezed(ctx: NodeContext, slot: Slot) -> Slot:
-        if ctx.scope.axes.count > 1:
-            return slot
-        return ctx.emitter.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
     @staticmethod
     def _lists(ctx: NodeContext, *entries: tuple[Sequence[int], int]) -> list[list[int]]:
@@ -195,7 +196,7 @@ class MaxPool(_Pool):
             ctx.saved.update(padded=padded, offset=[0] * len(windows))
         else:
             padded, padding = self._padded(ctx, operand, windows)
-        ctx.saved["spread"] = self._spread(ctx, padded)
+        ctx.saved["spread"] = spread(ctx, padded)
         kernel, stride, own, dilation = self._lists(
             ctx,
             ([w.kernel for w in windows], 1),
@@ -205,7 +206,7 @@ class MaxPool(_Pool):
         )
         ctx.saved["geometry"] = (kernel, stride, own, dilation, windows[ROWS].ceil)
         out, ctx.saved["indices"] = self._pool(ctx)
-        return self._squeezed(ctx, out)
+        return squeezed(ctx, out)
 
     def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot]:
         shape = ctx.out_shape if ctx.scope.axes.count > 1 else (*ctx.out_shape, 1)
@@ -215,16 +216,16 @@ class MaxPool(_Pool):
         return out, indices
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        image, spread = ctx.node.argument("self"), ctx.saved["spread"]
+        image, value = ctx.node.argument("self"), ctx.saved["spread"]
         operand = next(refs_in(image))
         if ctx.reads_nothing(operand):
             return
         indices = ctx.saved["indices"] if ctx.is_whole else self._pool(ctx)[1]
         is_volume = ctx.scope.axes.count == 3
         function = aten.max_pool3d_with_indices_backward if is_volume else aten.max_pool2d_with_indices_backward
-        grad = self._spread(ctx, grad)
-        out = ctx.emitter.call(function.default, grad, spread, *ctx.saved["geometry"], indices, shape=spread.shape)
-        ctx.add_grad(image, self._unpadded(ctx, operand, self._squeezed(ctx, out)), owned=True)
+        grad = spread(ctx, grad)
+        out = ctx.emitter.call(function.default, grad, value, *ctx.saved["geometry"], indices, shape=value.shape)
+        ctx.add_grad(image, self._unpadded(ctx, operand, squeezed(ctx, out)), owned=True)
 
 
 def _counts_as_inside(read: Read, window: Window, counted: bool) -> bool:
@@ -260,7 +261,7 @@ class AvgPool(_Pool):
         """The operator itself, on a strip padded where it cannot do it."""
         padded = _pad(ctx, ctx.strip(operand), paddings, 0.0)
         ctx.saved.update(padded=padded, counts=None, offset=[low for low, _ in paddings], geometry=geometry)
-        return self._squeezed(ctx, self._average(ctx, self._spread(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count]))
+        return squeezed(ctx, self._average(ctx, spread(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count]))
 
     def _average(self, ctx: NodeContext, value: Slot, geometry: tuple[Any, ...], lead: tuple[int, ...]) -> Slot:
         function = aten.avg_pool3d if ctx.scope.axes.count == 3 else aten.avg_pool2d
@@ -284,10 +285,10 @@ class AvgPool(_Pool):
             inner = ctx.narrow(inner, axis, low - before, before + extent + behind)
         e.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
         geometry = self._arguments(ctx, [0] * len(windows), False, True, 1)
-        counts = self._average(ctx, self._spread(ctx, mask), geometry, (1, 1))
+        counts = self._average(ctx, spread(ctx, mask), geometry, (1, 1))
         ctx.saved.update(padded=padded, counts=counts, offset=[low for low, _ in paddings], geometry=geometry)
-        total = self._average(ctx, self._spread(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count])
-        return self._squeezed(ctx, e.call(aten.div_.Tensor, total, counts, writes=total))
+        total = self._average(ctx, spread(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count])
+        return squeezed(ctx, e.call(aten.div_.Tensor, total, counts, writes=total))
 
     def _arguments(self, ctx: NodeContext, padding: Sequence[int], ceil: bool, counted: bool, override: int | None) -> tuple[Any, ...]:
         windows = _windows(ctx)
@@ -299,9 +300,9 @@ class AvgPool(_Pool):
         operand = next(refs_in(image))
         if ctx.reads_nothing(operand):
             return
-        padded, grad = self._spread(ctx, ctx.saved["padded"]), self._spread(ctx, grad)
+        padded, grad = spread(ctx, ctx.saved["padded"]), spread(ctx, grad)
         if ctx.saved["counts"] is not None:
             grad = e.call(aten.div.Tensor, grad, ctx.saved["counts"], shape=grad.shape)
         function = aten.avg_pool3d_backward if ctx.scope.axes.count == 3 else aten.avg_pool2d_backward
         out = e.call(function.default, grad, padded, *ctx.saved["geometry"], shape=padded.shape)
-        ctx.add_grad(image, self._unpadded(ctx, operand, self._squeezed(ctx, out)), owned=True)
+        ctx.add_grad(image, self._unpadded(ctx, operand, squeezed(ctx, out)), owned=True)

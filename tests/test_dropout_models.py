@@ -48,7 +48,7 @@ def _drop(kind: str, p: float) -> nn.Module:
 _KINDS = ["element", "inplace", "channel", "row", "batch", "alpha", "feature_alpha"]
 
 
-@settings(max_examples=24)
+@settings(max_examples=12)
 @given(
     kinds=st.lists(st.sampled_from(_KINDS), min_size=1, max_size=3),
     p=st.sampled_from([0.1, 0.5, 0.83]),

@@ -20,6 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import Ref, map_refs, refs_in
 from sft.errors import InternalError
 from sft.lower.context import NodeContext
@@ -322,6 +323,8 @@ class TracedWhole(_Traced):
     def forward(self, ctx: NodeContext) -> Slot:
         names = tuple(dict.fromkeys(ctx.node.operands))
         slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.whole(name) for name in names]
+        if self._is_foreign(ctx):
+            slots = [self._contiguous(ctx, slot) if self._is_made(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
         trace = _trace_whole(
             ctx.node.target,
             ctx.node.arguments,
@@ -337,9 +340,26 @@ class TracedWhole(_Traced):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         trace, values = ctx.saved["trace"], ctx.saved["values"]
-        values[trace.num_inputs] = grad
+        values[trace.num_inputs] = self._contiguous(ctx, grad) if self._is_foreign(ctx) else grad
         self._replay(ctx, trace.backward, values, None)
         for name, gradient in zip(ctx.saved["names"], trace.gradients, strict=True):
             if gradient is not None and name in ctx.scope.requires_grad:
                 slot = values[gradient]
                 ctx.add_grad(Ref(name), slot, owned=slot.root == slot.number and slot is not grad)
+
+    @staticmethod
+    def _is_foreign(ctx: NodeContext) -> bool:
+        """Whether it is an operator that nobody has looked at: some kernels want the layout that they were traced with."""
+        return ctx.scope.rows[ctx.node.name].role == "whole" and not ctx.node.target.startswith("sft.")
+
+    @staticmethod
+    def _is_made(ctx: NodeContext, name: str) -> bool:
+        """Whether a value is the model's own, and not a parameter, which is laid out as the caller has it."""
+        return ctx.scope.graph[name].kind in ("operator", "input")
+
+    @staticmethod
+    def _contiguous(ctx: NodeContext, slot: Slot) -> Slot:
+        if len(slot.shape) not in CHANNELS_LAST:
+            return slot
+        keywords = {"memory_format": torch.contiguous_format}
+        return ctx.emitter.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)

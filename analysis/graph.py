@@ -70,7 +70,7 @@ class Node:
     @property
     def label(self) -> str:
         """Module path and operator, for messages."""
-        operator = self.target.removeprefix("aten.").split(".")[0]
+        operator = self.target.removeprefix("aten.").removeprefix("sft.").split(".")[0]
         return f"{self.module_path or '(the model itself)'}: {operator}"
 
 

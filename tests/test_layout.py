@@ -122,3 +122,41 @@ def test_what_cannot_be_compiled_is_reported_and_not_raised() -> None:
     found = sft.check(nn.Sequential(nn.Conv2d(3, 4, 3), Noisy()), (1, 3, 32, 32))
     assert not found.ok and "1: randn_like" in found.problems[0]
     assert not sft.check(nn.Conv2d(3, 4, 3), (1, 5, 32, 32)).ok
+
+
+class _PerSample(nn.Module):
+    """A parameter with an entry for each sample of the batch, beside a kernel with as many outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3)
+        self.scale = nn.Parameter(torch.tensor([0.5, 2.0]).view(2, 1, 1, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scaled: Tensor = self.conv(x) * self.scale
+        return scaled
+
+
+@pytest.mark.parametrize("batch_tile", [None, 1])
+def test_a_parameter_for_each_sample(batch_tile: int | None) -> None:
+    torch.manual_seed(0)
+    options = sft.Options(tile=(4, None), batch_tile=batch_tile)
+    report = assert_exact(_PerSample().double(), torch.randn(2, 3, 14, 9, dtype=torch.float64), options=options)
+    assert "each sample" in report.plan.notes[0]
+
+
+def test_a_result_in_another_order() -> None:
+    torch.manual_seed(0)
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.conv(x)
+            return y.permute(0, 2, 3, 1)
+
+    report = assert_exact(Last().double(), torch.randn(2, 3, 14, 9, dtype=torch.float64), options=sft.Options(tile=(4, None)))
+    assert "returns an image in another order" in report.plan.notes[0]
+    assert report.plan.segments[0].mode == "tiled"

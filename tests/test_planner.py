@@ -165,3 +165,24 @@ def test_the_papers_tiles_compute_more_than_strips() -> None:
 def test_wishes_that_contradict_each_other() -> None:
     with pytest.raises(sft.InputError, match="drop one"):
         sft.Options(strategy="sft", halo="carry")
+
+
+def test_a_full_resolution_unet_in_a_fifth() -> None:
+    """Each row is computed once forwards and once more backwards: overlapping tiles compute such a net more than twice."""
+    with torch.device("meta"):
+        model = unet(2, levels=5, width=16)
+    freeze_norm(model)
+    shape = (1, 3, 4096, 4096)
+    plain = sft.plan(model, shape, budget=2**50, options=sft.Options(strategy="none"))
+    found = sft.plan(model, shape, budget=plain.total_bytes // 5)
+    assert found.total_bytes <= plain.total_bytes // 5
+    assert found.redundancy < 1.34
+
+
+def test_an_activation_beyond_32_bits_plans() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(4), nn.AdaptiveAvgPool2d(1))
+    assert 64 * 6144**2 > 2**31
+    with torch.no_grad():
+        found = sft.plan(model, (1, 3, 6144, 6144), budget="1GiB")
+    assert found.total_bytes <= 2**30 and found.redundancy == 1.0

@@ -165,4 +165,7 @@ def _varying(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if name not in streamed and any(extent != 1 for extent in axes.of(shape)):
             wanted = " and ".join(axes.names)
             return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its {wanted} 1"]
+        is_many = name not in streamed and len(shape) == len(node.shape) and shape[0] != 1
+        if is_many and name not in graph.descendants(graph.inputs):
+            return [f"{node.label}: operand {name} of shape {shape} has an entry for each sample, but follows from no input"]
     return []

@@ -224,15 +224,22 @@ def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Op
     if not any(name in streamed for name in node.operands):
         return WHOLE, []
     rows = _rows(node.target)
-    # What is restored to the model's own order is so for the sake of who reads it.
-    reader = graph[next(iter(graph.users[node.name]), node.name)] if node.target == "sft.restored" else node
-    problems: list[str] = [] if rows else [f"{reader.label}: {_NO_RULE.get(reader.target.split('.')[1], _NO_STRIPS)}"]
+    problems: list[str] = [] if rows else [_no_rule(node, graph)]
     for row in rows:
         why = row.problems(node, graph, streamed)
         if not why:
             return row, []
         problems += why
     return WHOLE, problems
+
+
+def _no_rule(node: Node, graph: Graph) -> str:
+    """Why an operator without a row runs whole, and what to do."""
+    if node.target == "sft.restored":  # for the sake of who reads the model's own order of dimensions
+        if not graph.users[node.name]:
+            return f"{node.label}: the model returns an image in another order of dimensions than [N, channels, ...]; permute it outside"
+        node = graph[graph.users[node.name][0]]
+    return f"{node.label}: {_NO_RULE.get(node.target.split('.')[1], _NO_STRIPS)}"
 
 
 def rows_of_table() -> dict[str, tuple[Operator, ...]]:

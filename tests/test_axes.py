@@ -13,7 +13,11 @@ import sft
 from .helpers.exactness import assert_exact
 
 _SHAPES = {1: (2, 2, 61), 2: (2, 2, 25, 22), 3: (2, 2, 13, 12, 10)}
-_TILES = {"strips": {"tile": (4, None)}, "panels": {"tile": (3, 7)}, "tiles": {"tile": (6, 7), "halo": "recompute"}}
+_TILES: dict[str, dict[str, Any]] = {
+    "strips": {"tile": (4, None)},
+    "panels": {"tile": (3, 7)},
+    "tiles": {"tile": (6, 7), "halo": "recompute"},
+}
 
 
 class _Net(nn.Module):
@@ -47,8 +51,7 @@ class _Net(nn.Module):
 @pytest.mark.parametrize(("num_axes", "how"), [*((n, how) for n in _SHAPES for how in ("strips", "panels")), (2, "tiles")])
 def test_any_number_of_axes_is_exact(num_axes: int, how: str) -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = dict(_TILES[how])
-    report = assert_exact(_Net(num_axes).double(), torch.randn(_SHAPES[num_axes], dtype=torch.float64), options=sft.Options(**options))
+    report = assert_exact(_Net(num_axes).double(), torch.randn(_SHAPES[num_axes], dtype=torch.float64), options=sft.Options(**_TILES[how]))
     assert sum(segment.mode == "tiled" for segment in report.plan.segments) > 1
     assert not report.plan.notes, "nothing runs whole that reads an image"
 

@@ -58,10 +58,13 @@ def test_any_tiling_is_exact(name: str) -> None:
     check()
 
 
+#: The smallest budget of a network with many barriers takes many projections to find; others are as long at any.
+_LONG = {("resnet50", 0.0), ("darknet19", 0.0), ("unet", 0.3)}
+
+
 @pytest.mark.parametrize(
-    # The smallest budget of a network with many barriers takes many projections to find.
     ("name", "share"),
-    [(name, share) for name in _MODELS for share in (0.0, 0.3) if (name, share) != ("resnet50", 0.0)],
+    [(name, share) for name in _MODELS for share in (0.0, 0.3) if (name, share) not in _LONG],
 )
 def test_any_budget_is_exact_and_kept(name: str, share: float) -> None:
     """From the smallest budget that works to what plain needs: the plan fits, and is exact."""

@@ -19,6 +19,9 @@ from hypothesis import HealthCheck, Phase, settings
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(_ROOT), str(_ROOT / "benchmarks")]
 
+#: The zoo imports models of other packages, which are not in this environment.
+collect_ignore = ["zoo"]
+
 pytest.register_assert_rewrite("tests.helpers.exactness")
 
 # Tensors here are tiny: handing them to a second thread costs more than it saves, much more on a busy machine.

@@ -189,7 +189,7 @@ def main() -> int:
     }
     notes = (
         "`unet`: a training step of a U-Net of five levels and 16 channels, norm statistics frozen. `activation`: inference from a uint8 "
-        "file. Plain: resident bytes and peak, projected. Measured: metered live tensors during the step. Process: high-water mark of a "
+        "file. Plain: resident bytes and peak, projected. Measured: metered live tensors during the step, the loss's own among them. Process: high-water mark of a "
         "fresh process with everything in it. One run each; FLOPs counted."
     )
     console.print(write_results(stem, raw, [table], notes, None))

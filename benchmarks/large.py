@@ -189,8 +189,8 @@ def main() -> int:
     }
     notes = (
         "`unet`: a training step of a U-Net of five levels and 16 channels, norm statistics frozen. `activation`: inference from a uint8 "
-        "file. Plain: resident bytes and peak, projected. Measured: metered live tensors during the step, the loss's own among them. Process: high-water mark of a "
-        "fresh process with everything in it. One run each; FLOPs counted."
+        "file. Plain: resident bytes and peak, projected. Measured: metered live tensors during the step, the loss's own among them. "
+        "Process: high-water mark of a fresh process with everything in it. One run each; FLOPs counted."
     )
     console.print(write_results(stem, raw, [table], notes, None))
     over = [result for result in results if result.name == "activation" and result.process_bytes > limit_bytes]

@@ -59,7 +59,7 @@ $(ZOO_READY): $(INPUTS)
 	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo]'
 	touch $@
 
-test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (an hour)
+test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (hours)
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py
 
 clean: ## Remove everything that make made

@@ -73,7 +73,6 @@ class _Rewriting:
         self.graph, self.axes = graph, graph.axes
         self.nodes: dict[str, Node] = {}
         self.images: dict[str, _Image] = {}  # by the model's value
-        self.alias: dict[str, str] = {}  # of the model's other values
 
     def finish(self) -> Graph:
         graph = self.graph
@@ -88,11 +87,8 @@ class _Rewriting:
             if node.kind == "input" and len(node.shape) == self.axes.rank:
                 self.images[node.name] = _Image(node.name, Layout.plain(len(node.shape)))
             return
-        images = [name for name in node.operands if name in self.images]
-        if not images:
-            self._keep(node)
-            return
-        if not any(rewrite(node) for rewrite in self._rewrites_of(node)):
+        holds_image = any(name in self.images for name in node.operands)
+        if not (holds_image and any(rewrite(node) for rewrite in self._rewrites_of(node))):
             self._keep(node)
 
     def _rewrites_of(self, node: Node) -> list[Callable[[Node], bool]]:
@@ -116,10 +112,10 @@ class _Rewriting:
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def _put(self, node: Node, layout: Layout, name: str) -> bool:
-        """Add a node that makes an image, and say that the model's value ``name`` lies in it."""
+    def _put(self, node: Node, layout: Layout) -> bool:
+        """Add a node that makes an image, in which the model's value of that name lies."""
         self.nodes[node.name] = node
-        self.images[name] = _Image(node.name, layout)
+        self.images[node.name] = _Image(node.name, layout)
         return True
 
     def _shape(self, name: str) -> tuple[Any, ...]:
@@ -209,7 +205,7 @@ class _Rewriting:
         """The node that holds a value in the model's order."""
         image = self.images.get(name)
         if image is None:
-            return self.alias.get(name, name)
+            return name
         rank = len(self._shape(image.node))
         if image.layout == Layout.plain(rank):
             return image.node
@@ -240,8 +236,6 @@ class _Rewriting:
         return self._follow(node, _Image(image.node, image.layout.permuted(order)))
 
     def _reshape(self, node: Node) -> bool:
-        if len({name for name in node.operands if name in self.images}) > 1 and node.operands[0] not in self.images:
-            return False
         image = self.images.get(node.operands[0])
         if image is None:
             return False
@@ -282,21 +276,20 @@ class _Rewriting:
         if layout.shape(shape) != tuple(node.shape) and not _same(layout.shape(shape), node.shape):
             return False
         arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
-        return self._put(replace(node, shape=shape, arguments=arguments), layout, node.name)
+        return self._put(replace(node, shape=shape, arguments=arguments), layout)
 
     def _unexpanded(self, name: str) -> str:
         """What a value that was expanded to the size of an image was before: what reads it broadcasts it again."""
-        node = self.nodes[self.alias.get(name, name)]
+        node = self.nodes[name]
         while node.target == "aten.expand.default" and len(self._shape(node.operands[0])) == len(node.shape):
             node = self.nodes[node.operands[0]]
         return node.name
 
     def _aligned(self, name: str, layout: Layout, rank: int) -> str | None:
         """What broadcasts to a value of this layout, with its dimensions where the image has them."""
-        held = self.alias.get(name, name)
-        shape = self._shape(held)
+        shape = self._shape(name)
         if all(extent == 1 for extent in shape):
-            return held if len(shape) <= 1 else None
+            return name if len(shape) <= 1 else None
         if len(shape) > len(layout.groups):
             return None
         full = (*[1] * (len(layout.groups) - len(shape)), *shape)
@@ -310,10 +303,10 @@ class _Rewriting:
                 image[group[0]] = extent
         if places != sorted(places):
             return None
-        aligned = f"{held}__aligned_{'_'.join(map(str, places))}_of_{rank}"
+        aligned = f"{name}__aligned_{'_'.join(map(str, places))}_of_{rank}"
         if aligned not in self.nodes:
-            node = self.nodes[held]
-            arguments = (("self", Ref(held)), ("shape", tuple(image)))
+            node = self.nodes[name]
+            arguments = (("self", Ref(name)), ("shape", tuple(image)))
             self.nodes[aligned] = replace(
                 node, name=aligned, kind="operator", target="sft.aligned", shape=tuple(image), arguments=arguments, effect=""
             )
@@ -362,7 +355,7 @@ class _Rewriting:
             return False
         found = softmax(node, held, self.axes.count)
         for made in found or ():
-            self._put(made, image.layout, made.name)
+            self._put(made, image.layout)
         return found is not None
 
     def _along(self, node: Node) -> bool:
@@ -421,27 +414,25 @@ class _Rewriting:
             return False
         channels = tuple(shape[1 : len(held) - self.axes.count])
         arguments = (("self", Ref(image.node)), ("channels", channels))
-        return self._put(replace(node, target="sft.expanded", shape=tuple(shape), arguments=arguments), image.layout, node.name)
+        return self._put(replace(node, target="sft.expanded", shape=tuple(shape), arguments=arguments), image.layout)
 
-    def _channel(self, node: Node, image: _Image) -> int | None:
-        """The image's dimension of channels, where it has just one and the value's last dimension is that."""
-        shape = self._shape(image.node)
-        return 1 if len(shape) == self.axes.rank and image.layout.place(-1) == 1 else None
+    def _ends_with_channels(self, image: _Image) -> bool:
+        """Whether the image has just one dimension of channels, and the value's last dimension is that."""
+        return len(self._shape(image.node)) == self.axes.rank and image.layout.place(-1) == 1
 
     def _linear(self, node: Node) -> bool:
         image = self.images.get(node.argument("input").name)
         weight = node.argument("weight")
         sides = [name for value in (weight, node.argument("bias")) for name in refs_in(value)]
-        if image is None or any(name in self.images for name in sides) or self._channel(node, image) is None:
+        if image is None or any(name in self.images for name in sides) or not self._ends_with_channels(image):
             return False
-        held = self.alias.get(weight.name, weight.name)
         kernel, ones = f"{node.name}__kernel", (1,) * self.axes.count
-        matrix = self.nodes[held]
+        matrix = self.nodes[weight.name]
         shape = (*matrix.shape, *ones)
+        given = (("self", Ref(weight.name)), ("shape", shape))
         self.nodes[kernel] = replace(
-            matrix, name=kernel, kind="operator", target="sft.aligned", shape=shape, arguments=(("self", Ref(held)), ("shape", shape)),
-            module_path=node.module_path,
-        )  # fmt: skip
+            matrix, name=kernel, kind="operator", target="sft.aligned", shape=shape, arguments=given, module_path=node.module_path
+        )
         old = self._shape(image.node)
         arguments = (
             ("input", Ref(image.node)),
@@ -454,7 +445,7 @@ class _Rewriting:
         )
         target = f"aten.conv{self.axes.count}d.default"
         convolution = replace(node, target=target, shape=(old[0], matrix.shape[0], *self.axes.of(old)), arguments=arguments)
-        return self._put(convolution, image.layout, node.name)
+        return self._put(convolution, image.layout)
 
     def _layer_norm(self, node: Node) -> bool:
         image = self.images.get(node.argument("input").name)
@@ -462,7 +453,7 @@ class _Rewriting:
             return False
         last = image.layout.groups[len(image.layout.groups) - len(node.argument("normalized_shape")) :]
         made = layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
-        return made is not None and all([self._put(part, image.layout, part.name) for part in made])
+        return made is not None and all([self._put(part, image.layout) for part in made])
 
 
 def _split_factor(extent: Any, shape: Sequence[Any]) -> int:

@@ -17,8 +17,9 @@ INTRODUCTION = """# Operators
 Written by `python docs/operators.py` from the operator table; a test compares. `sft.check(model, input_shape)` says the same of one model.
 
 **In strips**: any use of these operators that their row of the table knows runs strip by strip, with one to three axes. The others, and
-uses that a row refuses (a softmax over pixels, a circular padding, `cat` along the image, ...), run on whole tensors, as in plain PyTorch,
-where these fit the budget; `plan.explain()` lists them with the reason. What follows them is streamed again where it is still an image.
+uses that a row refuses (attention over all pixels, a circular padding, `cat` along the image, ...), run on whole tensors, as in plain
+PyTorch, where these fit the budget; `plan.explain()` lists them with the reason. What follows them is streamed again where it is still
+an image.
 
 **Refused** (`sft.UnsupportedError`): random numbers that do not follow positions (`torch.rand` in the model; dropout in all
 forms is fine), sizes that depend on values, operators that write into their operands where the exporter leaves such,

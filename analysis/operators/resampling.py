@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -77,7 +78,7 @@ def _kind(node: Node) -> Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resampling(Operator):
+class Resampling(Operator, ABC):
     """What is resampled along each axis by itself (:mod:`sft.analysis.operators.sampling`), once the extents are numbers."""
 
     name: str = "resampling"
@@ -87,9 +88,9 @@ class Resampling(Operator):
         samplings: tuple[Sampling, ...] = node.argument("samplings")
         return samplings[axis] if axis < len(samplings) else None
 
+    @abstractmethod
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
         """How all axes of an image are resampled."""
-        raise NotImplementedError
 
     def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
         return replace(node, arguments=(*node.arguments, ("samplings", self.samplings(node, extents))))

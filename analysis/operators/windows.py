@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -45,16 +46,16 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windowed(Operator):
+class Windowed(Operator, ABC):
     """What convolution and pooling have in common."""
 
     def num_axes(self, node: Node) -> int:
         """How many axes its windows slide along."""
         return len(node.shape) - 2
 
+    @abstractmethod
     def window(self, node: Node, axis: int) -> Window:
         """The window along an axis of its own."""
-        raise NotImplementedError
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return self.window(node, axis).access if axis < self.num_axes(node) else AxisMap()

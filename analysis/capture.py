@@ -28,7 +28,7 @@ from sft.analysis.graph import Graph
 from sft.analysis.norms import CUMULATIVE
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "outputs_channels_last"]
+__all__ = ["CHANNELS_LAST", "Capture", "capture", "dropping_channels", "is_channels_last", "outputs_channels_last"]
 
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -104,6 +104,23 @@ def capture(
         guards=guards_of(program),
         shapes=tuple(shapes),
     )
+
+
+@contextlib.contextmanager
+def dropping_channels(model: nn.Module, lacking: Sequence[bool]) -> Iterator[None]:
+    """Let the model take, for inputs that lack channels, images of one channel: it is taken away before the model sees them.
+
+    So labels ``[N, H, W]`` are images ``[N, 1, H, W]`` to everything else.
+    """
+    if not any(lacking):
+        yield
+        return
+
+    def drop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(value.squeeze(1) if lacks else value for value, lacks in zip(inputs, lacking, strict=True))
+
+    with model.register_forward_pre_hook(drop, prepend=True):
+        yield
 
 
 @contextlib.contextmanager

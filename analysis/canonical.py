@@ -204,7 +204,7 @@ class _Rewriting(Following):
             return False
         given, first_axis = node.argument(name), len(held) - self.axes.count
         if spec.adds:
-            return layout.is_plain and 1 <= given % len(node.shape) <= first_axis and self._put_along(node, Layout.plain(len(node.shape)))
+            return layout.is_plain and self._stack(node, given % len(node.shape), first_axis)
         rank = len(layout.groups)
         dims = [dim % rank for dim in ([given] if isinstance(given, int) else given or range(rank))]
         places = [layout.place(dim) for dim in dims]
@@ -221,6 +221,16 @@ class _Rewriting(Following):
         if goes and sorted(found) == list(range(first_axis, len(held))) and after.is_plain and len(after.groups) == first_axis:
             return self._put_along(node, None, (name, argument))
         return False
+
+    def _stack(self, node: Node, dim: int, first_axis: int) -> bool:
+        """Images side by side in a new dimension of channels; one that the value has in front of the batch is the first of these."""
+        if 1 <= dim <= first_axis:
+            return self._put_along(node, Layout.plain(len(node.shape)))
+        if dim:
+            return False
+        count, batch, *rest = node.shape
+        layout = Layout(((1,), (0,), *((place,) for place in range(2, len(node.shape)))))
+        return self._put_along(node, layout, ("dim", 1), (batch, count, *rest))
 
     def _put_along(
         self, node: Node, layout: Layout | None, argument: tuple[str, Any] | None = None, shape: tuple[Any, ...] | None = None

@@ -12,14 +12,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy as sp
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
@@ -28,7 +28,7 @@ from sft.analysis.graph import Graph
 from sft.analysis.norms import CUMULATIVE
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["CHANNELS_LAST", "Capture", "capture", "dropping_channels", "is_channels_last", "outputs_channels_last"]
+__all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "dropping_channels", "is_channels_last", "outputs_channels_last"]
 
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -44,6 +44,7 @@ class Capture:
         bounds: for each symbol the smallest and largest value that the capture holds for.
         guards: relations between the symbols under which the model took the path that was captured.
         shapes: the inputs' shapes at capture, for which it holds by definition.
+        constants: tensors that ``forward`` makes of numbers, by the target of their node; the model's own attributes are not among them.
     """
 
     graph: Graph
@@ -51,6 +52,7 @@ class Capture:
     bounds: tuple[tuple[sp.Symbol, int, int | None], ...]
     guards: tuple[sp.Basic, ...]
     shapes: tuple[tuple[int, ...], ...]
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """The symbols' values for these input shapes; ``None`` when the capture does not hold for them."""
@@ -103,7 +105,29 @@ def capture(
         bounds=bounds_of(program),
         guards=guards_of(program),
         shapes=tuple(shapes),
+        constants=_constants(program, model, device),
     )
+
+
+def _constants(program: ExportedProgram, model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+    found = {}
+    for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
+        value = program.constants[name]
+        if attribute_of(model, name) is None and isinstance(value, torch.Tensor):
+            # Made under fake tensors, it still knows its numbers.
+            numbers = value.constant if isinstance(value, FakeTensor) else value
+            if numbers is None:
+                raise UnsupportedError([f"{type(model).__name__}: `forward` makes a tensor whose numbers are not known; make it a buffer"])
+            found[name] = numbers.detach().to(device)
+    return found
+
+
+def attribute_of(model: nn.Module, path: str) -> torch.Tensor | None:
+    """A tensor that a module holds, by its qualified name; ``None`` if there is none."""
+    value: Any = model
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    return value if isinstance(value, torch.Tensor) else None
 
 
 @contextlib.contextmanager

@@ -161,6 +161,23 @@ class Following:
         rank = len(self.shape(image.node))
         if image.layout == Layout.plain(rank):
             return image.node
+        named = [dim for group in image.layout.groups for dim in group]
+        channels = range(1, rank - self.axes.count)
+        kept = [dim for dim in channels if dim in named]
+        if (
+            named == sorted(named)
+            and kept
+            and all(len(group) == 1 for group in image.layout.groups)
+            and len(named) == rank - len(channels) + len(kept)
+        ):
+            plain = f"{name}__plain"  # but for channels of extent 1
+            if plain not in self.nodes:
+                extents = [int(self.shape(image.node)[dim]) for dim in channels]
+                change = Rearrangement(
+                    split=tuple(extents), order=tuple(range(len(extents))), shape=tuple(extents[dim - 1] for dim in kept)
+                )
+                self.rearranged(self.graph[name], change, image.node, plain)
+            return plain
         restored = f"{name}__restored"
         if restored not in self.nodes:
             model, order = self.graph[name], [dim for group in image.layout.groups for dim in group]

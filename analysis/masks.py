@@ -6,7 +6,8 @@ ranks see parts of one mask:
 
 * ``sft.dropout``: an element-wise dropout, what ``nn.Dropout`` calls;
 * ``sft.mask``: ones where kept, zeros where dropped. ``nn.Dropout2d``, alpha dropout and stochastic depth draw one (``bernoulli``) of
-  the value's shape, or of a small one, and compute with it in plain operators, which stay as they are.
+  the value's shape, or of a small one, and compute with it in plain operators, which stay as they are. ``floor(keep + rand(shape))``,
+  as EfficientNets and ConvNeXts write it, is one, too.
 
 The seed is a leaf of the graph, one integer.
 """
@@ -75,6 +76,8 @@ def _mask(node: Node, graph: Graph, site: int) -> Node | None:
     elif node.target == "aten.bernoulli.default" and graph[node.argument("self").name].target == "aten.full.default":
         blank = graph[node.argument("self").name]
         keep = blank.argument("fill_value")
+    elif node.target == "aten.floor.default" and (found := _floored(node, graph)) is not None:
+        blank, keep = found
     else:
         return None
     like = blank.argument("self") if blank.target in _OF_ANOTHER else None if _is_blank(blank) else Ref(blank.name)
@@ -85,8 +88,19 @@ def _mask(node: Node, graph: Graph, site: int) -> Node | None:
     return _drawn(node, "sft.mask", like, 1 - keep, site)
 
 
+def _floored(node: Node, graph: Graph) -> tuple[Node, float] | None:
+    """The draw behind ``floor(keep + rand(shape))``, and the probability ``keep``."""
+    total = graph[node.operands[0]]
+    given = [value for _, value in total.arguments[:2]]
+    if total.target not in ("aten.add.Tensor", "aten.add.Scalar") or total.argument("alpha", 1) != 1 or len(total.operands) != 1:
+        return None
+    drawn, keep = graph[total.operands[0]], next(value for value in given if not isinstance(value, Ref))
+    is_only = graph.users[drawn.name] == (total.name,) and graph.users[total.name] == (node.name,)
+    return (drawn, float(keep)) if is_only and drawn.target == "aten.rand.default" and 0 <= keep <= 1 else None
+
+
 def _is_blank(node: Node) -> bool:
-    return node.target in _BLANKS or node.target == "aten.full.default"
+    return node.target in _BLANKS or node.target in ("aten.full.default", "aten.rand.default")
 
 
 def _drawn(node: Node, target: str, operand: Ref | None, p: float, site: int) -> Node:

@@ -1,8 +1,11 @@
-"""Two networks whose plain form no small machine holds, each run once.
+"""Networks whose plain form no small machine holds, each run once.
 
 *unet*: a training step of a U-Net of five levels and 16 channels at full resolution, within a share of what plain PyTorch needs. The usual
 practice, overlapping tiles with a halo as wide as the receptive field, computes much of the image twice; carried strips compute
 each row once forwards and once more backwards.
+
+*segmentation*: a training step of that U-Net with 32 classes and its loss, cross-entropy of labels for each pixel, within less than the
+output alone would take: the loss is compiled with the model, so neither the output nor its gradient is ever whole.
 
 *activation*: inference through a convolution whose result has more than 2^31 elements, which 32-bit indices cannot count, from a uint8 file
 that is read strip by strip.
@@ -13,6 +16,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +46,7 @@ class Case:
     share: float
     """Of plain's bytes: the budget of the U-Net."""
     budget_bytes: int
-    """Of the large activation."""
+    """Of the others."""
     path: Path
     threads: int
 
@@ -115,6 +119,27 @@ def run_unet(case: Case) -> Numbers:
     return _numbers(case, net.plan, 16 * case.size**2, plain_bytes, budget_bytes, peak.num_bytes, counter.get_total_flops(), seconds)
 
 
+def run_segmentation(case: Case) -> Numbers:
+    """A training step of the U-Net and a loss per pixel, statistics frozen; call it in a fresh process."""
+    torch.set_num_threads(case.threads)
+    torch.manual_seed(0)
+    models = load_models()
+    num_classes = 32
+    model = models.unet(num_classes, levels=5, width=16)
+    models.freeze_norm(model)
+    training = sft.nn.WithLoss(model, nn.CrossEntropyLoss())
+    x, labels = torch.rand(1, 3, case.size, case.size), torch.randint(num_classes, (1, case.size, case.size))
+    plain_bytes = sft.plan(training, [x, labels], budget=2**50, options=sft.Options(strategy="none")).total_bytes
+    net = sft.compile(training, [x, labels], budget=case.budget_bytes)
+    started = time.perf_counter()
+    with FlopCounterMode(display=False) as counter, sft.measure_peak("cpu") as peak:
+        net(x, labels).backward()
+    seconds = time.perf_counter() - started
+    measured_bytes = peak.num_bytes + x.nbytes + labels.nbytes  # made before, planned for
+    elements = num_classes * case.size**2
+    return _numbers(case, net.plan, elements, plain_bytes, case.budget_bytes, measured_bytes, counter.get_total_flops(), seconds)
+
+
 def run_activation(case: Case) -> Numbers:
     """Inference of the wide network on a file; call it in a fresh process."""
     torch.set_num_threads(case.threads)
@@ -149,11 +174,16 @@ def _numbers(
     )
 
 
+RUNS: dict[str, Callable[[Case], Numbers]] = {"unet": run_unet, "segmentation": run_segmentation, "activation": run_activation}
+
+
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=("unet", "activation"), default=["unet", "activation"])
+    parser.add_argument("--cases", nargs="+", choices=tuple(RUNS), default=list(RUNS))
     parser.add_argument("--unet-size", type=positive_int, default=4096, help="rows and columns, pixels")
+    parser.add_argument("--segmentation-size", type=positive_int, default=4096, help="rows and columns, pixels")
+    parser.add_argument("--segmentation-budget", default="1GiB", help="half of what the output alone takes (default: 1GiB)")
     parser.add_argument("--activation-size", type=positive_int, default=6144, help="rows and columns, pixels")
     parser.add_argument("--share", type=float, default=0.2, help="of plain's bytes: the U-Net's budget (default: 0.2)")
     parser.add_argument("--limit", default="2GiB", help="what the process with the large activation may hold")
@@ -172,11 +202,12 @@ def main() -> int:
         path = Path(folder) / "image.npy"
         try:
             for name in args.cases:
-                size = args.unet_size if name == "unet" else args.activation_size
+                size = {"unet": args.unet_size, "segmentation": args.segmentation_size}.get(name, args.activation_size)
+                budget_bytes = parse_bytes(args.segmentation_budget) if name == "segmentation" else limit_bytes // 2
                 if name == "activation":
                     write_image(path, size, size)
-                case = Case(name=name, size=size, share=args.share, budget_bytes=limit_bytes // 2, path=path, threads=args.threads)
-                results.append(call_in_process(run_unet if name == "unet" else run_activation, case))
+                case = Case(name=name, size=size, share=args.share, budget_bytes=budget_bytes, path=path, threads=args.threads)
+                results.append(call_in_process(RUNS[name], case))
                 console.print(" | ".join(results[-1].cells()), markup=False)
         except WorkerError as error:
             console.print(f"{error.kind}: {error}", markup=False)
@@ -188,8 +219,9 @@ def main() -> int:
         "results": [asdict(result) for result in results],
     }
     notes = (
-        "`unet`: a training step of a U-Net of five levels and 16 channels, norm statistics frozen. `activation`: inference from a uint8 "
-        "file. Plain: resident bytes and peak, projected. Measured: metered live tensors during the step, the loss's own among them. "
+        "`unet`: a training step of a U-Net of five levels and 16 channels, norm statistics frozen. `segmentation`: the same with 32 "
+        "classes and cross-entropy compiled with it; measured includes image and labels. `activation`: inference from a uint8 file. "
+        "Plain: resident bytes and peak, projected. Measured: metered live tensors during the step, a loss outside among them. "
         "Process: high-water mark of a fresh process with everything in it. One run each; FLOPs counted."
     )
     console.print(write_results(stem, raw, [table], notes, None))

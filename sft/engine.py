@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
 from sft.analysis.canonical import canonical
-from sft.analysis.capture import Capture, capture, dropping_channels, is_channels_last, outputs_channels_last
+from sft.analysis.capture import Capture, attribute_of, capture, dropping_channels, is_channels_last, outputs_channels_last
 from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
@@ -161,7 +161,10 @@ class Engine:
             elif node.kind == "seed":
                 tensors[node.name] = _signed(draw_seed())
             elif node.kind != "operator":
-                tensors[node.name] = _attribute(self.model, node.target)
+                constant = ready.captured.capture.constants.get(node.target)
+                tensor = attribute_of(self.model, node.target) if constant is None else constant
+                assert tensor is not None
+                tensors[node.name] = tensor
         paths = {path for _, path in ready.captured.capture.graph.updates}
         return Leaves(
             names=tuple(tensors),
@@ -403,11 +406,3 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 def _signed(seed: int) -> torch.Tensor:
     """A seed of 64 bits as a tensor, its two's complement."""
     return torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
-
-
-def _attribute(model: nn.Module, path: str) -> torch.Tensor:
-    value: Any = model
-    for part in path.split("."):
-        value = getattr(value, part)
-    assert isinstance(value, torch.Tensor)
-    return value

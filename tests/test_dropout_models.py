@@ -39,13 +39,14 @@ def _drop(kind: str, p: float) -> nn.Module:
         "channel": nn.Dropout2d(p),
         "row": DropPath(p),
         "batch": DropPath(p, mode="batch"),
+        "floored": DropPath(p, floors=True),
         "alpha": nn.AlphaDropout(p),
         "feature_alpha": nn.FeatureAlphaDropout(p),
     }
     return made[kind]
 
 
-_KINDS = ["element", "inplace", "channel", "row", "batch", "alpha", "feature_alpha"]
+_KINDS = ["element", "inplace", "channel", "row", "batch", "floored", "alpha", "feature_alpha"]
 
 
 @settings(max_examples=12)
@@ -91,6 +92,38 @@ def test_whole_and_tiled_see_one_mask(options: sft.Options) -> None:
     torch.manual_seed(0)
     model = _Net([nn.Dropout(0.4), nn.Dropout2d(0.3), DropPath(0.5)], nn.Dropout(0.5)).double().train()
     assert_exact(model, torch.randn(2, 3, 33, 18), options=options)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_all_of_it_is_in_strips(kind: str) -> None:
+    report = sft.check(nn.Sequential(nn.Conv2d(3, 4, 3), _drop(kind, 0.5), nn.Conv2d(4, 2, 3)).train(), (2, 3, 24, 16))
+    assert report.ok, report
+    assert not report.whole_reasons, report
+
+
+class _Late(nn.Module):
+    """Dropouts that are registered in another order than they run in, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second, self.first = nn.Dropout2d(0.5), nn.Dropout(0.5)
+        self.also = self.second
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.also(self.second(self.first(self.conv(x))))
+        return y
+
+
+def test_sites_are_numbered_as_they_run() -> None:
+    assert_exact(_Late().train(), torch.randn(2, 3, 16, 12), options=sft.Options(tile=(5, None)))
+
+
+def test_a_dropout_of_three_axes_on_images_drops_samples() -> None:
+    """What has no batch by its rank is one sample to it."""
+    assert_exact(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout3d(0.5)).train(), torch.randn(4, 3, 16, 12), options=sft.Options(tile=(5, None))
+    )
 
 
 def _compiled(model: nn.Module, rows: int = 5) -> nn.Module:

@@ -160,3 +160,42 @@ def test_a_result_in_another_order() -> None:
     report = assert_exact(Last().double(), torch.randn(2, 3, 14, 9, dtype=torch.float64), options=sft.Options(tile=(4, None)))
     assert "returns an image in another order" in report.plan.notes[0]
     assert report.plan.segments[0].mode == "tiled"
+
+
+class _Merge(nn.Module):
+    """Images stacked in front and summed up, and constants made on the way (as feature pyramids and normalisations do)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(3, 4, 1)
+        self.plain = torch.tensor([1.0, 2.0, 3.0, 4.0]).view(1, 4, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.stack([self.a(x), self.b(x), self.a(x).tanh()], dim=0).sum(dim=0)
+        y = y * self.plain.to(y.dtype) + torch.tensor([0.5, -1.0, 2.0, 1.0], dtype=y.dtype).view(4, 1, 1)
+        z: Tensor = y * torch.tensor(0.25, dtype=y.dtype)
+        return z
+
+
+def test_stacked_in_front_of_the_batch_and_constants() -> None:
+    report = assert_exact(_Merge(), torch.randn(2, 3, 12, 10), options=sft.Options(tile=(5, 7)))
+    assert not report.plan.notes, report.plan.notes
+
+
+class _Assigns(nn.Module):
+    """Parts of an image overwritten in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        y[:, 0] = y[:, 1] * 2
+        y[:, 2:] = 1.5
+        y[:, :, 0] += 1
+        return y
+
+
+def test_parts_overwritten_in_place() -> None:
+    assert_exact(_Assigns(), torch.randn(2, 3, 12, 10), options=sft.Options(tile=(5, None)))

@@ -177,6 +177,6 @@ def _varying(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
             wanted = " and ".join(axes.names)
             return [f"{node.label}: operand {name} of shape {shape} varies along the image; make its {wanted} 1"]
         is_many = name not in streamed and len(shape) == len(node.shape) and shape[0] != 1
-        if is_many and name not in graph.descendants(graph.inputs):
+        if is_many and name not in graph.descendants([node.name for node in graph.nodes if node.kind in ("input", "seed")]):
             return [f"{node.label}: operand {name} of shape {shape} has an entry for each sample, but follows from no input"]
     return []

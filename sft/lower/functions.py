@@ -241,6 +241,11 @@ def label_weight(self: Tensor, weight: Tensor | None, ignore_index: int, dtype: 
     return torch.where(counts, weight.to(kind)[torch.where(counts, self, torch.zeros_like(self))], torch.zeros((), dtype=kind))
 
 
+def copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """``src`` in the shape and element type of ``self``: what an assignment in place comes to."""
+    return src.to(self.dtype).expand_as(self).clone()
+
+
 def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
@@ -280,4 +285,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.nll": nll,
     "sft.label_weight": label_weight,
     "aten._weight_norm.default": weight_norm,
+    "aten.copy.default": copy,
 }

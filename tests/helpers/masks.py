@@ -23,14 +23,17 @@ _SATURATION = -1.7580993408473766
 class DropPath(nn.Module):
     """Stochastic depth, written as timm writes it."""
 
-    def __init__(self, drop_prob: float, *, mode: Kind = "row") -> None:
+    def __init__(self, drop_prob: float, *, mode: Kind = "row", floors: bool = False) -> None:
         super().__init__()
-        self.drop_prob, self.mode = drop_prob, mode
+        self.drop_prob, self.mode, self.floors = drop_prob, mode, floors
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or not self.drop_prob:
             return x
         keep = 1 - self.drop_prob
+        if self.floors:  # as ConvNeXt and EfficientNet do
+            kept = keep + torch.rand((x.shape[0], *(1,) * (x.dim() - 1)), dtype=x.dtype, device=x.device)
+            return x.div(keep) * kept.floor_()
         mask = x.new_empty((x.shape[0] if self.mode == "row" else 1, *(1,) * (x.dim() - 1))).bernoulli_(keep)
         y: Tensor = x * mask.div_(keep)
         return y
@@ -52,13 +55,42 @@ class _PositionalAlphaDropout(nn.Module):
         return y
 
 
+class _Sites:
+    """The number of the random operator that runs next."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def restart(self, *_: object) -> None:
+        """Before each call of the model."""
+        self.next = 0
+
+
+class _InOrder(nn.Module):
+    """A positional dropout that takes its site when it runs: a model may register, and reuse, its modules as it likes."""
+
+    def __init__(self, dropout: nn.Module, sites: _Sites, *, draws: bool, axes: int | None) -> None:
+        super().__init__()
+        self.dropout, self.sites, self.draws, self.axes = dropout, sites, draws, axes
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and self.draws:
+            self.dropout.site = self.sites.next  # type: ignore[assignment]
+            self.sites.next += 1
+        if self.axes is not None and x.dim() == self.axes + 1:  # to a dropout of more axes this is one sample
+            one: Tensor = self.dropout(x.unsqueeze(0)).squeeze(0)
+            return one
+        y: Tensor = self.dropout(x)
+        return y
+
+
 _REPLACEMENTS: dict[str, Callable[..., nn.Module]] = {
-    "Dropout": lambda m, site: PositionalDropout(m.p, site=site),
-    "Dropout2d": lambda m, site: PositionalDropout(m.p, site=site, kind="channel"),
-    "AlphaDropout": lambda m, site: _PositionalAlphaDropout(m.p, site=site, kind="element"),
-    "FeatureAlphaDropout": lambda m, site: _PositionalAlphaDropout(m.p, site=site, kind="channel"),
-    "DropPath": lambda m, site: PositionalDropout(m.drop_prob, site=site, kind=getattr(m, "mode", "row")),
-    "StochasticDepth": lambda m, site: PositionalDropout(m.p, site=site, kind=m.mode),
+    "Dropout": lambda m: PositionalDropout(m.p, site=0),
+    **{f"Dropout{n}d": lambda m: PositionalDropout(m.p, site=0, kind="channel") for n in (1, 2, 3)},
+    "AlphaDropout": lambda m: _PositionalAlphaDropout(m.p, site=0, kind="element"),
+    "FeatureAlphaDropout": lambda m: _PositionalAlphaDropout(m.p, site=0, kind="channel"),
+    "DropPath": lambda m: PositionalDropout(m.drop_prob, site=0, kind=getattr(m, "mode", "row")),
+    "StochasticDepth": lambda m: PositionalDropout(m.p, site=0, kind=m.mode),
 }
 
 
@@ -67,17 +99,24 @@ _IDLE_AT_ZERO = frozenset({"DropPath", "StochasticDepth"})
 
 
 def with_positional_dropout(model: nn.Module) -> nn.Module:
-    """Replace, in place, every dropout of a model whose modules are registered in the order in which they run."""
-    site = 0
-    for name, module in list(model.named_modules()):
+    """The model with every dropout replaced, in place where it is not one itself."""
+    sites = _Sites()
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         make = _REPLACEMENTS.get(type(module).__name__)
         if make is None:
             continue
-        new = make(module, site).train(module.training)
-        if not name:
-            return new
-        model.set_submodule(name, new)
-        site += module.training and not (type(module).__name__ in _IDLE_AT_ZERO and new.p == 0)
+        if module not in made:
+            dropout = make(module)
+            draws = not (type(module).__name__ in _IDLE_AT_ZERO and dropout.p == 0)
+            axes = next((n for n in (1, 2, 3) if type(module).__name__ == f"Dropout{n}d"), None)
+            made[module] = _InOrder(dropout, sites, draws=draws, axes=axes).train(module.training)
+        new = made[module]
+        if name:
+            model.set_submodule(name, new)
+        else:
+            model = new
+    model.register_forward_pre_hook(sites.restart)
     return model
 
 

@@ -60,7 +60,7 @@ def compile(
             leave it strip by strip, losses on them run on the host, and their gradients enter strip by strip. Or the path of a
             ``.npy`` file (a list, one for each output, where there are several): the tensor is then the mapped file, which appears
             when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
-        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape.
+        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape that, like the outputs, are where it says.
         mesh: not supported yet.
         options: wishes about the plan.
 

@@ -136,6 +136,10 @@ class HostOutputs:
         found = cls()
         if not destination.on_host:
             return found
+        if device.type == "meta" and any(destination.paths):
+            raise InputError(
+                "output names a file, but a model on the meta device computes no values to write; give output='host' for a dry run"
+            )
         try:
             for position, name in enumerate(names):
                 path = destination.path_of(position)
@@ -165,10 +169,10 @@ class HostOutputs:
         ]
 
     def publish(self) -> None:
-        """Put all files where the caller wants them.
+        """Put all files where the caller wants them, in order.
 
         Raises:
-            SourceError: a file cannot be put there.
+            SourceError: a file cannot be put there; those before it are.
         """
         for host in (*self.by_name.values(), *self.again.values()):
             host.publish()

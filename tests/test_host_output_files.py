@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,19 @@ import sft
 from sft.analysis.interval import Interval
 from sft.sources.npy import NpyFile
 
+from .helpers.captured import remembered_captures
 from .helpers.exactness import gradient_errors, relative_error
 from .helpers.models import chain, image, seeded
 from .helpers.sources import Watched
 
 SHAPE = (2, 3, 20, 14)
 TILED = sft.Options(tile=(4, 6), batch_tile=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def captured_once() -> Iterator[None]:
+    with remembered_captures():
+        yield
 
 
 class TwoHeads(nn.Module):
@@ -84,6 +92,45 @@ def test_a_file_for_each_output(tmp_path: Path) -> None:
     assert x.grad is not None and x_eager.grad is not None and relative_error(x.grad, x_eager.grad) <= 1e-12
     mixed = sft.compile(model, SHAPE, output=["host", tmp_path / "scores.npy", "host", "host"], options=TILED)(x)
     assert mixed[2] is x and mixed[0] is mixed[3] and np.array_equal(np.load(tmp_path / "scores.npy"), mixed[1].detach().numpy())
+
+
+class ClassMap(nn.Module):
+    """The most likely class of each pixel, a byte each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Conv2d(3, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.body(x)
+        return logits.argmax(1).to(torch.uint8)
+
+
+def test_a_map_of_classes(tmp_path: Path) -> None:
+    model = seeded(ClassMap)
+    with torch.no_grad():
+        net = sft.compile(model, SHAPE, output=tmp_path / "classes.npy", options=TILED)
+        net(image(*SHAPE))
+        classes = np.load(tmp_path / "classes.npy")
+        assert classes.dtype == np.uint8 and np.array_equal(classes, model(image(*SHAPE)).numpy())
+    assert [segment.placement for segment in net.plan.segments] == ["host"], "never whole on the device, without channels, too"
+
+
+def test_a_loss_that_works_on_rows(tmp_path: Path) -> None:
+    """The gradient is written by hand and handed in from a file, as the page on outputs shows."""
+    model, target = _body(), torch.from_numpy(np.random.default_rng(0).integers(0, 5, (2, 20, 14)))
+    net = sft.compile(copy.deepcopy(model), SHAPE, output=tmp_path / "out.npy", options=TILED)
+    y = net(image(*SHAPE))
+    gradient = np.lib.format.open_memmap(tmp_path / "gradient.npy", "w+", np.float64, tuple(y.shape))
+    for top in range(0, y.shape[2], 8):
+        rows = y.detach()[:, :, top : top + 8].requires_grad_()
+        nn.functional.cross_entropy(rows, target[:, top : top + 8], reduction="sum").backward()
+        assert rows.grad is not None
+        gradient[:, :, top : top + 8] = rows.grad
+    y.backward(torch.from_numpy(gradient))
+    nn.functional.cross_entropy(model(image(*SHAPE)), target, reduction="sum").backward()
+    errors = gradient_errors({n: p.grad for n, p in net.named_parameters()}, {n: p.grad for n, p in model.named_parameters()})
+    assert max(errors.values()) <= 1e-10
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
@@ -216,6 +263,13 @@ def test_a_folder_that_may_not_be_written_to(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "access", lambda *_: False)  # the superuser may write anywhere
     with pytest.raises(sft.InputError, match="no permission to write into"):
         sft.compile(_body(), SHAPE, output=tmp_path / "out.npy")
+
+
+def test_a_dry_run_writes_no_file(tmp_path: Path) -> None:
+    net = sft.compile(_body().to("meta"), SHAPE, output=tmp_path / "out.npy")
+    with pytest.raises(sft.InputError, match="the meta device computes no values to write"):
+        net(torch.empty(SHAPE, dtype=torch.float64, device="meta"))
+    assert _nothing_but(tmp_path)
 
 
 def test_types_that_files_cannot_hold(tmp_path: Path) -> None:

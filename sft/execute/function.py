@@ -173,6 +173,9 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
     for sink in sinks.values():
         sink.finish()
+    if region.host_outputs and leaves.device.type == "cuda":
+        # Gradients came from the host, so autograd knows no stream that it could wait for before it uses ours.
+        torch.cuda.current_stream(leaves.device).synchronize()
     named = [found.get(name) if name in reached else None for name in leaves.names]
     return [*named, *[None] * (ctx.num_tensors - len(named))]
 

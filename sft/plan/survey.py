@@ -254,14 +254,17 @@ class Survey:
         )
 
     def _held_whole(self, names: Sequence[str]) -> int:
-        """Bytes of the inputs that are read as a whole for operators that are kept whole, and of their outputs that go to the host.
+        """Bytes of what operators that are kept whole read of sources and exchange with the host.
 
-        Of such an output first the value is on the device, later its gradient.
+        Of an output that they make first the value is on the device, later its gradient; of one that they read the gradient is loaded
+        before their backward pass adds to it.
         """
         problem = self.problem
-        read = problem.from_source.intersection(operand for name in names for operand in problem.graph[name].operands)
-        left = problem.host_outputs.intersection(names)
-        return sum(map(problem.value_bytes, read)) + sum(max(problem.value_bytes(name), problem.grad_bytes(name)) for name in left)
+        operands = {operand for name in names for operand in problem.graph[name].operands}
+        read, made = problem.from_source & operands, problem.host_outputs.intersection(names)
+        loaded = (problem.host_outputs & operands & problem.requires_grad) - made
+        held = [max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made]
+        return sum(map(problem.value_bytes, read)) + sum(held) + sum(map(problem.grad_bytes, loaded))
 
     def _overhead(self, instruction: Instruction) -> float:
         """What an instruction costs besides its FLOPs, in FLOPs."""

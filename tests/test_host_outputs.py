@@ -120,7 +120,7 @@ def check(model: nn.Module, x: Tensor, **keywords: Any) -> Any:
         expected, found = pytree.tree_leaves(tree), pytree.tree_leaves(ours)
         assert all(y.device.type == "cpu" for y in found)
         assert [y.requires_grad for y in found] == [y.requires_grad for y in expected]
-        assert [y.stride() for y in found] == [y.stride() for y in expected]
+        assert all(a.is_contiguous() for a, b in zip(found, expected, strict=True) if b.is_contiguous())
         assert max(relative_error(a, b) for a, b in zip(found, expected, strict=True)) <= TOLERANCE
         gradients = directions(expected, step)
         backward(expected, gradients)

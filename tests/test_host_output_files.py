@@ -34,16 +34,16 @@ def captured_once() -> Iterator[None]:
 
 
 class TwoHeads(nn.Module):
-    """A map for each pixel and a score, besides the input itself."""
+    """A map for each pixel, scores and a single number, besides the input itself."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 5, 1)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y = torch.tanh(self.body(x))
         logits = self.head(y)
-        return logits, y.mean((2, 3)), x, logits
+        return logits, y.mean((2, 3)), x, logits, logits.mean()
 
 
 def _body() -> nn.Module:
@@ -81,7 +81,7 @@ def test_the_tensor_is_the_file(shape: tuple[int, ...], tmp_path: Path) -> None:
 
 def test_a_file_for_each_output(tmp_path: Path) -> None:
     model = seeded(TwoHeads)
-    names = ("logits.npy", "scores.npy", "input.npy", "again.npy")
+    names = ("logits.npy", "scores.npy", "input.npy", "again.npy", "number.npy")
     net = sft.compile(copy.deepcopy(model), SHAPE, output=[str(tmp_path / name) for name in names], options=TILED)
     x, x_eager = (image(*SHAPE).requires_grad_() for _ in range(2))
     found, expected = net(x), model(x_eager)
@@ -90,7 +90,7 @@ def test_a_file_for_each_output(tmp_path: Path) -> None:
     for outputs in (found, expected):
         sum(weight * y.square().sum() for weight, y in enumerate(outputs, start=1)).backward()
     assert x.grad is not None and x_eager.grad is not None and relative_error(x.grad, x_eager.grad) <= 1e-12
-    mixed = sft.compile(model, SHAPE, output=["host", tmp_path / "scores.npy", "host", "host"], options=TILED)(x)
+    mixed = sft.compile(model, SHAPE, output=["host", tmp_path / "scores.npy", "host", "host", "host"], options=TILED)(x)
     assert mixed[2] is x and mixed[0] is mixed[3] and np.array_equal(np.load(tmp_path / "scores.npy"), mixed[1].detach().numpy())
 
 
@@ -243,7 +243,7 @@ def test_what_is_no_destination(output: Any, message: str, tmp_path: Path, monke
 
 def test_a_count_that_is_known_at_the_call(tmp_path: Path) -> None:
     net = sft.compile(seeded(TwoHeads), (1, 3, None, None), output=tmp_path / "out.npy")
-    with pytest.raises(sft.InputError, match=r"output has 1 path\(s\) for the model's 4 output\(s\); give output=\[path, ...\]"):
+    with pytest.raises(sft.InputError, match=r"output has 1 path\(s\) for the model's 5 output\(s\); give output=\[path, ...\]"):
         net(image(1, 3, 8, 8))
     assert _nothing_but(tmp_path)
 

@@ -21,6 +21,7 @@ from sft.errors import InputError, UnsupportedError
 from sft.execute.reading import Reading
 from sft.inputs import is_readable
 from sft.options import Options
+from sft.outputs import Destination, Output, resolve_output
 from sft.plan.types import Plan
 from sft.units import parse_bytes
 
@@ -39,7 +40,7 @@ def compile(
     budget: int | str = DEFAULT_BUDGET,
     device: torch.device | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    output: str = "device",
+    output: Output = "device",
     plan: Plan | None = None,
     mesh: Any = None,
     options: Options | None = None,
@@ -57,8 +58,11 @@ def compile(
             when ``optimizer`` is given, inputs, outputs, and all that the step makes.
         device: where to run; the model is moved there. The model's own device by default.
         optimizer: counts its state into the budget.
-        output: where outputs go; ``"device"``.
-        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape.
+        output: where outputs go, those of every call. ``"device"``; ``"host"`` for CPU tensors, which may be larger than the device: they
+            leave it strip by strip, losses on them run on the host, and their gradients enter strip by strip. Or the path of a
+            ``.npy`` file (a list, one for each output, where there are several): the tensor is then the mapped file, which appears
+            when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
+        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape that, like the outputs, are where it says.
         mesh: not supported yet.
         options: wishes about the plan.
 
@@ -67,12 +71,11 @@ def compile(
         BudgetError: no plan fits.
         InputError: an argument is wrong.
     """
+    destination = resolve_output(output)
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, _Compiled):
         raise InputError("the model is compiled already; compile the original")
-    if output != "device":
-        raise InputError(f"output {output!r}: only 'device' is supported yet")
     if mesh is not None:
         raise InputError("mesh: several devices are not supported yet; leave it out")
     if plan is not None and not isinstance(plan, Plan):
@@ -82,7 +85,7 @@ def compile(
     budget_bytes = parse_bytes(budget)
     if device is not None:
         model.to(device)
-    engine = Engine(model, budget_bytes=budget_bytes, options=options or Options(), optimizer=optimizer, plan=plan)
+    engine = Engine(model, budget_bytes=budget_bytes, options=options or Options(), optimizer=optimizer, plan=plan, destination=destination)
     net = _wrap(model, engine)
     if examples:
         engine.last_plan = engine.plan_for_inputs(examples)
@@ -222,7 +225,7 @@ class _Compiled:
 
         Raises:
             InputError: an argument is wrong; nothing was changed.
-            SourceError: rows cannot be read; nothing was changed.
+            SourceError: rows cannot be read, or an output cannot be written; nothing was changed.
             BudgetError: no plan fits.
         """
         if keywords:
@@ -261,12 +264,12 @@ class _Compiled:
         return _rebuild, (engine.model, *_settings(engine))
 
 
-def _settings(engine: Engine) -> tuple[int, Options, Plan | None]:
-    return engine.budget_bytes, engine.options, engine.given_plan
+def _settings(engine: Engine) -> tuple[int, Options, Plan | None, Destination]:
+    return engine.budget_bytes, engine.options, engine.given_plan, engine.destination
 
 
-def _rebuild(model: nn.Module, budget_bytes: int, options: Options, plan: Plan | None) -> Any:
-    return _wrap(model, Engine(model, budget_bytes=budget_bytes, options=options, optimizer=None, plan=plan))
+def _rebuild(model: nn.Module, budget_bytes: int, options: Options, plan: Plan | None, destination: Destination) -> Any:
+    return _wrap(model, Engine(model, budget_bytes=budget_bytes, options=options, optimizer=None, plan=plan, destination=destination))
 
 
 def _wrap(model: nn.Module, engine: Engine) -> Any:

@@ -29,6 +29,7 @@ from sft.fingerprint import Fingerprint, fingerprint
 from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
 from sft.kernels.philox import draw_seed
 from sft.options import Options
+from sft.outputs import Destination, HostOutputs
 from sft.plan.describe import describe
 from sft.plan.planner import Planned, carry_out, plan_segments
 from sft.plan.problem import Problem, at_size
@@ -100,7 +101,9 @@ class Engine:
         options: Options,
         optimizer: torch.optim.Optimizer | None,
         plan: Plan | None,
+        destination: Destination | None = None,
     ) -> None:
+        self.destination = destination or Destination()
         self.model, self.budget_bytes, self.options = model, budget_bytes, options
         self.optimizer, self.given_plan = optimizer, plan
         self.last_plan: Plan | None = None
@@ -134,16 +137,21 @@ class Engine:
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)
         self.last_reading = leaves.reading if leaves.sources else None
+        graph = ready.captured.capture.graph
+        hosts = HostOutputs()
         try:
-            outputs = run_region(ready.region, leaves)
+            hosts = HostOutputs.open(self.destination, graph.outputs, ready.region, leaves.device)
+            outputs = run_region(ready.region, leaves, hosts.by_name)
+            results = hosts.arranged(graph.outputs, outputs)
+            hosts.publish()
         except BaseException:
+            hosts.discard()
             torch.set_rng_state(generator_state)
             raise
-        graph = ready.captured.capture.graph
         with torch.no_grad():  # nothing can fail any more
             for name, path in graph.updates:
                 self.model.get_buffer(path).copy_(outputs[name])
-        return pytree.tree_unflatten([outputs[name] for name in graph.outputs], ready.captured.capture.out_spec)
+        return pytree.tree_unflatten(results, ready.captured.capture.out_spec)
 
     def _bind(self, ready: _Ready, inputs: Sequence[Given]) -> Leaves:
         graph = ready.captured.phases.graph
@@ -264,13 +272,15 @@ class Engine:
         problem = Problem(
             phases=phases,
             requires_grad=self._requires_grad(kind, phases),
-            channels_last=self._channels_last(kind, graph),
+            channels_last=self._channels_last(kind, graph) - self._in_files(graph),
             resident_bytes=self._resident_bytes(),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
+            outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
             on_host=kind.traced.device.type in ("cpu", "meta"),
         )
         self._check_sources(problem)
+        self.destination.check([problem.dtypes[name] for name in graph.outputs])
         planned = self._given(problem, kind) or plan_segments(problem, self.budget_bytes, self.options, kind.traced.device.type)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes)
         return _Ready(plan, planned.region, captured)
@@ -300,13 +310,18 @@ class Engine:
         outputs = graph.outputs if found is None and given else [n for n, last in zip(graph.outputs, found or (), strict=False) if last]
         return frozenset((*given, *outputs))
 
+    def _in_files(self, graph: Graph) -> frozenset[str]:
+        """Outputs that go to files, which are in C order."""
+        paths = self.destination.paths
+        return frozenset(n for n, path in zip(graph.outputs, paths, strict=False) if path is not None and graph[n].kind == "operator")
+
     def _given(self, problem: Problem, kind: _CallKind) -> Planned | None:
         """The plan that the user handed in, where it is for this input."""
         plan = self.given_plan
         shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
         if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
             return None
-        if plan.input_placements != problem.input_placements:
+        if plan.input_placements != problem.input_placements or plan.output_placements != problem.output_placements:
             return None
         known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
         if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):

@@ -42,7 +42,7 @@ class InputError(SftError, ValueError):
 
 
 class SourceError(SftError, OSError):
-    """An image source (slide, file) cannot be read."""
+    """A file behind an image, a gradient or an output cannot be read or written."""
 
 
 class InternalError(SftError):

@@ -38,14 +38,19 @@ _CARRIED = [(cols, rows, every, slots) for cols in (None, 4) for rows in (1, 3, 
 _RECOMPUTED = [(6, rows, 1, None) for rows in (3, 8, 64)]
 
 
-@pytest.mark.parametrize(
-    ("halo", "cols", "rows", "every", "slots"), [*(("carry", *c) for c in _CARRIED), *(("recompute", *c) for c in _RECOMPUTED)]
-)
-@pytest.mark.parametrize("grad", [True, False])
-def test_profile_equals_the_phantom_walk(
-    halo: str, cols: int | None, rows: int, every: int | None, slots: int | None, grad: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
+class _Dense(_Skip):
+    """An image at full resolution, one that is read again, and a global value."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        stem = torch.relu(self.stem(x))
+        joined = torch.cat([self.up(self.down(stem)), stem], 1)
+        return joined, stem, joined.mean((2, 3))
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[Projection]:
+    """The projections that planning makes, each compared with the walk."""
+    seen: list[Projection] = []
 
     def both(problem: Problem, region: Region, **keywords: Any) -> Projection:
         summed, walked = project(problem, region), project(problem, region, exactly=True)
@@ -55,7 +60,35 @@ def test_profile_equals_the_phantom_walk(
 
     # `sft.plan` is the function; the package of that name is reached by import alone.
     monkeypatch.setattr(import_module("sft.plan.planner"), "project", both)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("halo", "cols", "rows", "every", "slots"), [*(("carry", *c) for c in _CARRIED), *(("recompute", *c) for c in _RECOMPUTED)]
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_profile_equals_the_phantom_walk(
+    halo: str, cols: int | None, rows: int, every: int | None, slots: int | None, grad: bool, compared: list[Projection]
+) -> None:
     options = sft.Options(tile=(rows, cols), batch_tile=2, halo=halo, state_every=every, state_slots=slots)
     with torch.set_grad_enabled(grad):
         sft.compile(_Skip(), (3, 3, 44, 10), options=options)
-    assert seen
+    assert compared
+
+
+_OF_OUTPUTS = [
+    ("carry", None, 3, 2, None, True),
+    ("carry", 4, 8, None, 2, True),
+    ("carry", 4, 3, 1, None, False),
+    ("recompute", 6, 8, 1, None, True),
+]
+
+
+@pytest.mark.parametrize(("halo", "cols", "rows", "every", "slots", "grad"), _OF_OUTPUTS)
+def test_profile_of_outputs_on_the_host(
+    halo: str, cols: int | None, rows: int, every: int | None, slots: int | None, grad: bool, compared: list[Projection]
+) -> None:
+    options = sft.Options(tile=(rows, cols), batch_tile=2, halo=halo, state_every=every, state_slots=slots)
+    with torch.set_grad_enabled(grad):
+        net = sft.compile(_Dense(), (3, 3, 44, 10), options=options, output="host")
+    assert compared and net.plan.segments[0].placement == "device and host"

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
 from sft.sources.sink import RowSink
@@ -62,45 +63,60 @@ class Leaves:
     reading: Reading = field(default_factory=Reading)
 
 
-def run_region(region: Region, leaves: Leaves) -> dict[str, torch.Tensor]:
-    """Run a region on tensors and sources; returns the outputs by value name."""
-    tensors = leaves.tensors
+def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
+    """Run a region on tensors and sources; returns the outputs by value name.
+
+    Args:
+        region: what to run.
+        leaves: what it runs on.
+        hosts: what takes the outputs that are on the host. Their gradients arrive on the host, too.
+    """
+    tensors, hosts = leaves.tensors, hosts or {}
     keep = torch.is_grad_enabled() and (bool(leaves.sinks) or any(tensor.requires_grad for tensor in tensors))
     given = dict(zip(leaves.names, tensors, strict=True))
     made = [name for name in region.outputs if name not in given]
     if not keep:
         with torch.no_grad(), autocast_off(leaves.device):
             machine = TorchMachine(leaves.device, account=leaves.reading.forward)
-            outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False)
-        return outputs
+            outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
+        return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
     extra = (torch.empty(0, requires_grad=True),) if leaves.sinks else ()
     bare = replace(leaves, tensors=(), witnesses=())  # autograd's context must not keep what autograd is to watch
-    results = _RegionFunction.apply(region, bare, *tensors, *leaves.witnesses, *extra)  # type: ignore[no-untyped-call]
+    results = _RegionFunction.apply(region, bare, hosts, *tensors, *leaves.witnesses, *extra)  # type: ignore[no-untyped-call]
     return {**{name: given[name] for name in region.outputs if name in given}, **dict(zip(made, results, strict=True))}
+
+
+def _tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
+    return output.tensor if isinstance(output, HostOutput) else output
 
 
 class _RegionFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, region: Region, leaves: Leaves, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
         machine = TorchMachine(leaves.device, account=leaves.reading.forward)
         with autocast_off(leaves.device):
-            outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True)
+            outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
         made = [name for name in region.outputs if name not in given]
         # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks. Outputs on the tape
         # are aliases: the result itself would hold its own graph alive. An alias shares the version, so a change in place is noticed.
+        # Of an output on the host the tape holds a copy of its own, which nobody can change.
         values = {name: value for name, value in tape.values.by_name.items() if name not in given and name not in leaves.sources}
-        values.update({name: outputs[name].detach() for name in made if name in values})
+        watched = [name for name in made if name in values and name not in hosts]
+        values.update({name: outputs[name].detach() for name in watched})
         tape.values.by_name = values
-        ctx.versions = {name: values[name]._version for name in made if name in values}
+        ctx.versions = {name: values[name]._version for name in watched}
         is_updated = [name in leaves.updated for name in leaves.names]
         ctx.save_for_backward(*(None if up else tensor for up, tensor in zip_longest(is_updated, tensors, fillvalue=False)))
         ctx.set_materialize_grads(False)
         ctx.region, ctx.leaves, ctx.tape = region, leaves, tape
         ctx.made, ctx.num_tensors = made, len(tensors)
-        results = tuple(outputs[name] for name in made)
-        ctx.mark_non_differentiable(*(outputs[name] for name in made if name not in region.requires_grad))
+        results = tuple(_tensor(outputs[name]) for name in made)
+        fixed = [result for name, result in zip(made, results, strict=True) if name not in region.requires_grad]
+        ctx.mark_non_differentiable(*fixed)
         return results
 
     @staticmethod
@@ -110,11 +126,11 @@ class _RegionFunction(torch.autograd.Function):
         with torch.no_grad():
             found = _differentiate(ctx, arriving)
         if not torch.is_grad_enabled():
-            return (None, None, *found)
+            return (None, None, None, *found)
         # create_graph=True. Torch's own once_differentiable lets gradients through as constants where the incoming gradient is one.
         delayed: Any = torch._C._functions.DelayedError(_TWICE, len(found))
         given = delayed(*(None if grad is None else grad.detach().requires_grad_() for grad in found))
-        return (None, None, *(given if isinstance(given, tuple) else (given,)))
+        return (None, None, None, *(given if isinstance(given, tuple) else (given,)))
 
 
 _TWICE = (
@@ -145,7 +161,10 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     tape.values.by_name.update(leaves.sources)
     by_output = {name: grad for name, grad in zip(ctx.made, grads, strict=True) if name in region.requires_grad}
     reached = _reached(region, [name for name, grad in by_output.items() if grad is not None])
-    wanted = {name: _materialized(grad, region, name, leaves.device) for name, grad in by_output.items()}
+    wanted = {
+        name: _materialized(grad, region, name, torch.device("cpu") if name in region.host_outputs else leaves.device)
+        for name, grad in by_output.items()
+    }
     grads.clear()
     by_output.clear()
     sinks = {name: make() for name, make in leaves.sinks.items()}
@@ -154,6 +173,9 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
     for sink in sinks.values():
         sink.finish()
+    if region.host_outputs and leaves.device.type == "cuda":
+        # Gradients came from the host, so autograd knows no stream that it could wait for before it uses ours.
+        torch.cuda.current_stream(leaves.device).synchronize()
     named = [found.get(name) if name in reached else None for name in leaves.names]
     return [*named, *[None] * (ctx.num_tensors - len(named))]
 

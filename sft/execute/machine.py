@@ -12,6 +12,7 @@ from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
 from sft.execute.heap import Heap
+from sft.execute.host import copy_in_order
 from sft.execute.reading import PassReading, SourceStrips, load_whole
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
 from sft.sources.source import select_samples
@@ -74,6 +75,31 @@ class TorchMachine:
 
     def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
         select_samples(sink, batch).add(rows, gradient)
+
+    def put(
+        self,
+        host: Handle,
+        part: Handle,
+        batch: Interval | None = None,
+        rows: Interval | None = None,
+        columns: Interval | None = None,
+        *,
+        axes: Axes = _AXES,
+    ) -> None:
+        host.write(self.view(host.tensor, batch, rows, columns, axes=axes), part, axes, batch, rows)
+
+    def fetch(
+        self,
+        host: Handle,
+        part: Handle,
+        batch: Interval | None = None,
+        rows: Interval | None = None,
+        columns: Interval | None = None,
+        *,
+        axes: Axes = _AXES,
+    ) -> None:
+        if self.device.type != "meta":
+            copy_in_order(part, self.view(host, batch, rows, columns, axes=axes), part)
 
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         out: torch.Tensor = handle.to(dtype)

@@ -15,7 +15,8 @@ from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.region import Region
-from sft.walk.segments import TiledSegment, WholeSegment
+from sft.walk.segments import TiledSegment
+from sft.walk.whole import WholeSegment
 
 __all__ = ["borders", "build_region", "whole_step"]
 
@@ -34,9 +35,10 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
     """A region for these decisions; no program is lowered before it is needed."""
     graph = problem.graph
     ends = borders(graph, choices)
+    leaving = problem.host_outputs.intersection(problem.phases.streamed).difference(*(reads for reads, _ in ends))
     return Region(
         graph=graph,
-        segments=[_segment(problem, choice, makes, reads) for choice, (reads, makes) in zip(choices, ends, strict=True)],
+        segments=[_segment(problem, choice, makes, reads, leaving) for choice, (reads, makes) in zip(choices, ends, strict=True)],
         reads=[(*reads, *_read_again(problem, choice, makes)) for choice, (reads, makes) in zip(choices, ends, strict=True)],
         makes=[makes for _, makes in ends],
         shapes=problem.shapes,
@@ -46,6 +48,7 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
         outputs=graph.results,
         contiguous=frozenset(graph.results) - problem.channels_last,
         from_source=problem.from_source,
+        host_outputs=problem.host_outputs,
     )
 
 
@@ -56,7 +59,10 @@ def _read_again(problem: Problem, choice: SegmentChoice, makes: Sequence[str]) -
     return tuple(name for name in makes if name not in problem.phases.streamed and problem.phases.rows[name].keeps(problem.graph[name])[1])
 
 
-def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...]) -> TiledSegment | WholeSegment:
+def _segment(
+    problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
+) -> TiledSegment | WholeSegment:
+    """A segment; ``leaving`` are the outputs that may go to the host strip by strip, as nothing reads them again."""
     phases = problem.phases
     sources = tuple(name for name in outside if name in phases.streamed)
     sides = tuple(name for name in outside if name not in phases.streamed)
@@ -96,6 +102,8 @@ def _segment(problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], 
         num_batch=problem.num_batch,
         sides=sides,
         from_source=from_source,
+        to_host=leaving.intersection(outputs),
+        contiguous=leaving - problem.channels_last,
     )
 
 

@@ -11,7 +11,8 @@ from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.types import Plan, SegmentChoice, SegmentPlan
 from sft.walk.profile import WalkProfiles
-from sft.walk.segments import TiledSegment, WholeSegment
+from sft.walk.segments import TiledSegment
+from sft.walk.whole import WholeSegment
 
 __all__ = ["describe"]
 
@@ -22,6 +23,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int) -> Plan:
     return Plan(
         input_shapes=tuple(problem.shapes[name] for name in graph.inputs),
         input_placements=problem.input_placements,
+        output_placements=problem.output_placements,
         dtype=graph[graph.inputs[0]].dtype,
         training=problem.training,
         budget_bytes=budget_bytes,
@@ -69,7 +71,7 @@ def _segment(
         nodes=choice.nodes,
         layers=(graph[choice.nodes[0]].label, graph[choice.nodes[-1]].label),
         mode=choice.mode,
-        placement="device",
+        placement=_placement(segment, makes),
         strip_rows=segment.schedule.strip_rows if isinstance(segment, TiledSegment) else 0,
         panel_cols=panel_cols,
         num_panels=num_panels,
@@ -85,6 +87,13 @@ def _segment(
         flops=flops,
         formulas=formulas,
     )
+
+
+def _placement(segment: TiledSegment | WholeSegment, makes: tuple[str, ...]) -> str:
+    """Where a segment's outputs are when it is done."""
+    if not segment.to_host:
+        return "device"
+    return "host" if segment.to_host.issuperset(makes) else "device and host"
 
 
 def _state_bytes(problem: Problem, segment: TiledSegment) -> int:

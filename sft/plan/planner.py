@@ -105,6 +105,7 @@ def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Plann
 def _least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
     """Bytes that any plan with these segments needs: the values between them, which the backward pass reads again."""
     handed_on = {name for choice in choices if choice.mode == "tiled" for name in problem.graph.handed_on(choice.nodes)}
+    handed_on -= problem.host_outputs
     return sum(problem.value_bytes(name) for name in handed_on) if problem.training else 0
 
 
@@ -161,6 +162,16 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
         f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
         f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
-        f"Raise the budget to {needed} bytes, give a smaller image, or leave out options that force tile, state_every or state_slots.",
+        f"Raise the budget to {needed} bytes, give a smaller image, {_without_outputs(problem, smallest)}"
+        "or leave out options that force tile, state_every or state_slots.",
         needed_bytes=needed,
     )
+
+
+def _without_outputs(problem: Problem, smallest: Planned) -> str:
+    """A remedy where most of what a step needs are its outputs and their gradients."""
+    outputs = [name for name in problem.graph.results if name not in problem.host_outputs and problem.graph[name].kind == "operator"]
+    held = sum(map(problem.value_bytes, outputs)) + sum(problem.value_bytes(name) for name in outputs if name in problem.requires_grad)
+    if 2 * held < smallest.projection.peak_bytes:
+        return ""
+    return f"keep the outputs on the host ({format_bytes(held)} with their gradients) with output='host', "

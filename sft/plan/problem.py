@@ -31,6 +31,7 @@ class Problem:
         channels_last: model inputs and outputs that are laid out channels last.
         resident_bytes: parameters, their gradients, buffers and optimizer state.
         from_source: model inputs that are read strip by strip, and never resident.
+        outputs_on_host: whether the model's outputs go to the host.
         splits_batch: whether the batch may be taken in parts.
         on_host: whether the device's memory is the host's.
     """
@@ -40,6 +41,7 @@ class Problem:
     channels_last: frozenset[str]
     resident_bytes: int
     from_source: frozenset[str] = frozenset()
+    outputs_on_host: bool = False
     splits_batch: bool = True
     on_host: bool = True
 
@@ -106,8 +108,8 @@ class Problem:
 
     @cached_property
     def border_bytes(self) -> int:
-        """Bytes of the resident inputs, the outputs and, in training, the outputs' gradients."""
-        outputs = self.graph.results
+        """Bytes of the resident inputs, of the outputs on the device and, in training, of these outputs' gradients."""
+        outputs = [name for name in self.graph.results if name not in self.host_outputs]
         grads = [name for name in outputs if name in self.requires_grad]
         whole = dict.fromkeys((*self.resident_inputs, *outputs))
         return sum(map(self.value_bytes, whole)) + sum(map(self.value_bytes, grads))
@@ -121,6 +123,18 @@ class Problem:
     def input_placements(self) -> tuple[str, ...]:
         """Where each input is; see `sft.Plan`."""
         return tuple("source" if name in self.from_source else "device" for name in self.graph.inputs)
+
+    @cached_property
+    def host_outputs(self) -> frozenset[str]:
+        """Outputs that are computed and then on the host; an input or a parameter that the model returns stays where it is."""
+        if not self.outputs_on_host:
+            return frozenset()
+        return frozenset(name for name in self.graph.outputs if self.graph[name].kind == "operator")
+
+    @property
+    def output_placements(self) -> tuple[str, ...]:
+        """Where each output is; see `sft.Plan`."""
+        return ("host" if self.outputs_on_host else "device",) * len(self.graph.outputs)
 
     @property
     def resident_inputs(self) -> tuple[str, ...]:

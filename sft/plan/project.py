@@ -17,7 +17,9 @@ from sft.plan.types import SegmentChoice
 from sft.walk.machine import Machine, Phantom, PhantomMachine
 from sft.walk.profile import WalkProfiles
 from sft.walk.region import Region
-from sft.walk.segments import Gradients, TiledSegment, Values, WholeSegment
+from sft.walk.segments import TiledSegment
+from sft.walk.values import Gradients, Values
+from sft.walk.whole import WholeSegment
 
 __all__ = ["Projection", "plain_programs", "project"]
 
@@ -38,7 +40,7 @@ class Projection:
 def project(problem: Problem, region: Region, *, exactly: bool = False) -> Projection:
     """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out.
 
-    Inputs that are not resident are read while it runs.
+    Inputs that are not resident are read while it runs; outputs on the host have no bytes here, only their strips have.
     """
     if not exactly:
         segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
@@ -51,10 +53,13 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
         for node in problem.graph.nodes
         if node.kind != "operator"
     }
-    outputs, tape = region.forward(machine, given, keep=problem.training)
+    outputs, tape = region.forward(machine, given, keep=problem.training, hosts=dict.fromkeys(problem.host_outputs))
     if problem.training:
         wanted = [name for name in region.outputs if name in problem.requires_grad]
-        grads = {name: machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) for name in wanted}
+        grads = {
+            name: machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) if name not in problem.host_outputs else None
+            for name in wanted
+        }
         sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
         region.backward(machine, tape, grads, sinks=sinks)
     del outputs, given
@@ -92,6 +97,10 @@ class _Projected:
     @property
     def sides(self) -> tuple[str, ...]:
         return self.segment.sides
+
+    @property
+    def to_host(self) -> frozenset[str]:
+        return self.segment.to_host
 
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
         assert isinstance(machine, PhantomMachine)

@@ -212,7 +212,8 @@ class Survey:
             parts = [(run, c) for run, c in parts if run.cuts[c]]
             makes = self._cut_bytes(self.positions[p]) if parts else []
             states: Any = sum((run.states[c] for run, c in parts), np.zeros(shape[1:]))
-            peak = problem.border_bytes + sum(makes) + states + whole.peak[p] + grad_bytes[cut_at[p]] + self._read_whole(order[cut_at[p] :])
+            behind = whole.peak[p] + grad_bytes[cut_at[p]] + self._held_whole(order[cut_at[p] :])
+            peak = problem.border_bytes + sum(makes) + states + behind
             cost = np.full(shape[1:], self.plain_flops + whole.overhead[p])
             for j, (run, c) in enumerate(parts):
                 alive = problem.border_bytes + sum(makes[: j + 1]) + states
@@ -252,10 +253,18 @@ class Survey:
             flops=flops[1],
         )
 
-    def _read_whole(self, names: Sequence[str]) -> int:
-        """Bytes of the inputs that are read as a whole for operators that are kept whole."""
-        read = self.problem.from_source.intersection(operand for name in names for operand in self.problem.graph[name].operands)
-        return sum(map(self.problem.value_bytes, read))
+    def _held_whole(self, names: Sequence[str]) -> int:
+        """Bytes of what operators that are kept whole read of sources and exchange with the host.
+
+        Of an output that they make first the value is on the device, later its gradient; of one that they read the gradient is loaded
+        before their backward pass adds to it.
+        """
+        problem = self.problem
+        operands = {operand for name in names for operand in problem.graph[name].operands}
+        read, made = problem.from_source & operands, problem.host_outputs.intersection(names)
+        loaded = (problem.host_outputs & operands & problem.requires_grad) - made
+        held = [max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made]
+        return sum(map(problem.value_bytes, read)) + sum(held) + sum(map(problem.grad_bytes, loaded))
 
     def _overhead(self, instruction: Instruction) -> float:
         """What an instruction costs besides its FLOPs, in FLOPs."""
@@ -277,13 +286,15 @@ class Survey:
         return behind[::-1]
 
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:
-        """Bytes of what each tiled segment hands on, model outputs aside."""
+        """Bytes of what each tiled segment hands on; outputs aside, which are at the border or leave, unless they are read again too."""
         problem = self.problem
         choices = self._choices(position, 1, _ALL_KEPT)
-        outputs = set(problem.graph.results)
+        ends = borders(problem.graph, choices)
+        read = problem.host_outputs.intersection(name for reads, _ in ends for name in reads)
+        outputs = set(problem.graph.results) - read
         return [
             sum(problem.value_bytes(name) for name in makes if name not in outputs)
-            for choice, (_, makes) in zip(choices, borders(problem.graph, choices), strict=True)
+            for choice, (_, makes) in zip(choices, ends, strict=True)
             if choice.mode == "tiled"
         ]
 
@@ -354,6 +365,9 @@ class Survey:
         gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
         places = np.array([place[name] for name in own], dtype=np.int64)
         incoming = np.array([gradients[places < cut].sum() for cut in cuts]) + self._read_strips(segment, walk, names, cuts)
+        for port, slot in program.ports.items():
+            if port.name in segment.to_host and port.role in ("out", "grad_out"):
+                incoming += np.where(np.array(cuts) > place[port.name], slot.num_bytes, 0)
         owners = np.array([place[i.owner] for i in program.instructions])
         overhead = np.array([self._overhead(i) for i in program.instructions])
         passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both

@@ -10,7 +10,7 @@ from sft.errors import InputError
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 3
+_FORMAT = 4
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -52,7 +52,8 @@ class SegmentPlan:
         nodes: its operators in order.
         layers: first and last operator for people.
         mode: ``"tiled"`` or ``"whole"``.
-        placement: where its outputs live.
+        placement: where its outputs live: ``"device"``; ``"host"`` where all of them leave strip by strip, ``"device and host"`` where
+            some do.
         strip_rows: rows of the tallest source to a strip (0 when whole).
         panel_cols: columns of the widest source to a panel.
         num_panels: panels side by side.
@@ -111,12 +112,13 @@ class Plan:
     Attributes:
         input_shapes: shapes of the model's inputs.
         input_placements: where each of them is: ``"device"``, whole, or ``"source"``, read strip by strip.
-        dtype: their element type.
+        output_placements: where each output is: ``"device"`` or ``"host"``.
+        dtype: the inputs' element type.
         training: whether a backward pass is planned.
         budget_bytes: the budget.
         resident_bytes: parameters, their gradients, buffers, optimizer state.
-        projected_peak_bytes: most bytes above the resident ones: inputs (of those that are read, the buffers), outputs, their
-            gradients, cuts, states, strips, new parameter gradients.
+        projected_peak_bytes: most bytes above the resident ones: inputs (of those that are read, the buffers), outputs and their
+            gradients (where they are on the device), cuts, states, strips, new parameter gradients.
         flops: what a step computes (convolutions and matrix products, as ``torch.utils.flop_counter`` counts them).
         plain_flops: what plain PyTorch computes for the same step.
         projected_seconds: ``None`` without a cost model.
@@ -126,6 +128,7 @@ class Plan:
 
     input_shapes: tuple[tuple[int, ...], ...]
     input_placements: tuple[str, ...]
+    output_placements: tuple[str, ...]
     dtype: str
     training: bool
     budget_bytes: int

@@ -72,6 +72,30 @@ class Machine(Protocol):
     def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
         """Add the gradient of an input's rows to its sink."""
 
+    def put(
+        self,
+        host: Handle,
+        part: Handle,
+        batch: Interval | None = None,
+        rows: Interval | None = None,
+        columns: Interval | None = None,
+        *,
+        axes: Axes = _AXES,
+    ) -> None:
+        """Copy a buffer into an output on the host: all of it, or what :meth:`view` would show of it."""
+
+    def fetch(
+        self,
+        host: Handle,
+        part: Handle,
+        batch: Interval | None = None,
+        rows: Interval | None = None,
+        columns: Interval | None = None,
+        *,
+        axes: Axes = _AXES,
+    ) -> None:
+        """Fill a buffer with the gradient of an output on the host: all of it, or what :meth:`view` would show of it."""
+
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
         """The buffer in another element type."""
 
@@ -164,6 +188,30 @@ class PhantomMachine:
         return self.allocate(shape, dtype, zero=False)
 
     def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
+        pass
+
+    def put(
+        self,
+        host: Handle,
+        part: Handle,
+        batch: Interval | None = None,
+        rows: Interval | None = None,
+        columns: Interval | None = None,
+        *,
+        axes: Axes = _AXES,
+    ) -> None:
+        pass
+
+    def fetch(
+        self,
+        host: Handle,
+        part: Handle,
+        batch: Interval | None = None,
+        rows: Interval | None = None,
+        columns: Interval | None = None,
+        *,
+        axes: Axes = _AXES,
+    ) -> None:
         pass
 
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:

@@ -5,7 +5,8 @@ only grow, so of the states after it the next kept one, ``j(s) >= s + 1``, needs
 ``F[s+1] > K[j(s)]``. Before that it lives as long as the walk's own state needs it, i.e. while ``F[s+1] > K[t+1]`` after step ``t``. In the
 backward pass the held states are a stack, and each has the blocks between the one below it and itself that it needs.
 
-Reading an input that is not resident adds its buffers all along, or a copy of the strip on a device of its own memory.
+Reading an input that is not resident adds its buffers all along, or a copy of the strip on a device of its own memory. A strip of an
+output on the host, or of its gradient, is there while the strip's program runs.
 
 So the bytes at every event are sums over prefixes, and a walk of thousands of strips is projected without walking it. That this equals
 the walk on the phantom machine, byte for byte, is tested.
@@ -64,7 +65,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     all_steps = np.arange(num_steps)
     first, kinds = schedule.kinds
     forward = [segment.program("forward", int(step), walk) for step in first]
-    forward_peaks = np.array([program.peak_bytes for program in forward])[kinds]
+    forward_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in forward])[kinds]
     names = [name for name in schedule.names if name not in schedule.sources and name in segment.scope.streamed]
     frontier, kept = (_stacked([array[name] for name in names], num_steps + 1) for array in (schedule.frontier, schedule.kept))
     row_bytes = np.array([segment.row_bytes(name, walk) for name in names], dtype=np.int64)
@@ -88,7 +89,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     joint = [segment.program("joint", int(step), walk) for step in first]
     wanted = np.array([name in segment.scope.requires_grad for name in names], dtype=bool)
     gradients = (row_bytes[wanted, None] * (frontier - kept)[wanted]).sum(0)
-    joint_peaks = np.array([program.peak_bytes for program in joint])[kinds]
+    joint_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in joint])[kinds]
     buffers = reading_bytes(segment, "backward", walk) if on_host else 0
     strips = strip_bytes(segment, "joint", "grad_source", all_steps, walk)
     if not on_host:

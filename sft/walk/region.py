@@ -3,6 +3,10 @@
 Cuts (the values between segments) are whole buffers. A cut lives from the segment that makes it to the backward pass of the first
 segment that reads it, since that one recomputes from it; its gradient lives from the backward pass of its last reader to that of its
 maker. Nothing outside is touched before the end: outputs, gradients of inputs and of parameters are buffers of the region's own.
+
+An output on the host that leaves its segment strip by strip (``to_host``) has no buffer here. Any other output on the host (small, made on
+whole tensors, or read by later segments) is a cut that is copied when its segment is done; its gradient is loaded before the backward
+pass of the last segment that has to do with it.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any, Protocol
 from sft.analysis.graph import Graph
 from sft.lower.context import Scope
 from sft.walk.machine import Handle, Machine
-from sft.walk.segments import Gradients, Values
+from sft.walk.values import Gradients, Values
 
 __all__ = ["Region", "Tape"]
 
@@ -29,6 +33,8 @@ class Segment(Protocol):
     def scope(self) -> Scope: ...
     @property
     def sides(self) -> tuple[str, ...]: ...
+    @property
+    def to_host(self) -> frozenset[str]: ...
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
     def backward(self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
 
@@ -57,6 +63,7 @@ class Region:
         outputs: the model's outputs, each once.
         contiguous: outputs that are laid out channels first.
         from_source: inputs that are read while walks run; their handles are sources, their gradients go to sinks.
+        host_outputs: outputs that are on the host, with their gradients.
     """
 
     graph: Graph
@@ -70,25 +77,36 @@ class Region:
     outputs: tuple[str, ...]
     contiguous: frozenset[str]
     from_source: frozenset[str] = frozenset()
+    host_outputs: frozenset[str] = frozenset()
 
-    def forward(self, machine: Machine, given: Mapping[str, Handle], *, keep: bool) -> tuple[dict[str, Handle], Tape]:
+    def forward(
+        self, machine: Machine, given: Mapping[str, Handle], *, keep: bool, hosts: Mapping[str, Handle] | None = None
+    ) -> tuple[dict[str, Handle], Tape]:
         """Compute the outputs from inputs, parameters and buffers.
 
         Args:
             machine: what runs the programs.
             given: handles of inputs, parameters and buffers by value name.
             keep: whether a backward pass follows.
+            hosts: what takes the outputs that are on the host; it is returned in their place.
         """
-        tape = Tape(Values(dict(given)))
+        tape, hosts = Tape(Values(dict(given))), hosts or {}
         outputs: dict[str, Handle] = {name: given[name] for name in self.outputs if name in given}
+        outputs.update({name: hosts[name] for name in self.host_outputs})
         for index, segment in enumerate(self.segments):
             for name in self.makes[index]:
+                if name in segment.to_host:
+                    tape.values.by_name[name] = hosts[name]
+                    continue
                 handle = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=name in self.contiguous)
                 tape.values.by_name[name] = handle
-                if name in self.outputs:
+                if name in self.outputs and name not in self.host_outputs:
                     outputs[name] = handle
                 del handle
             tape.kept.append(segment.forward(machine, tape.values, keep=keep and self._differentiated[index]))
+            for name in self.makes[index]:
+                if name in self.host_outputs - segment.to_host:
+                    machine.put(hosts[name], tape.values.by_name[name])
             if not keep:
                 tape.kept.clear()
             self._drop_values(tape.values, partial(self._read_after, index=index, keep=keep))
@@ -135,21 +153,27 @@ class Region:
         sinks: Mapping[str, Handle] | None = None,
         consume: bool = True,
     ) -> dict[str, Handle]:
-        """Gradients of the inputs and parameters that need one, given those of the outputs that need one.
+        """Gradients of the inputs and parameters that need one, given those of the outputs that need one (on the host where they are).
 
         Those of inputs that are not resident go to their ``sinks`` instead, strip by strip.
         """
         values = tape.values if consume else Values(dict(tape.values.by_name))
         kept = tape.kept if consume else list(tape.kept)
-        grads, borrowed = Gradients(dict(output_grads), dict(sinks or {})), set(output_grads)
+        grads, borrowed = Gradients(dict(output_grads), dict(sinks or {})), set(output_grads) - self.host_outputs
+        waiting = {name for name in self.host_outputs if name in output_grads}
         leaves = {node.name for node in self.graph.nodes if node.kind != "operator"}
         for index in range(len(self.segments) - 1, -1, -1):
             segment, saved = self.segments[index], kept.pop()
             makes = [name for name in self.makes[index] if name in self.requires_grad]
             if self._differentiated[index]:
                 for name in makes:
-                    if name not in grads.by_name:
+                    if name in waiting - segment.to_host:
+                        self._load_gradient(machine, name, values, grads, waiting)
+                    elif name not in grads.by_name:
                         grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
+                for name in self.reads[index]:
+                    if name in waiting and name not in self.makes[index]:
+                        self._load_gradient(machine, name, values, grads, waiting)
                 self._make_accumulators(machine, index, values, grads, borrowed)
                 segment.backward(machine, values, saved, grads, consume=consume)
             del saved
@@ -164,6 +188,13 @@ class Region:
             found[name] = handle
             del handle
         return found
+
+    def _load_gradient(self, machine: Machine, name: str, values: Values, grads: Gradients, waiting: set[str]) -> None:
+        """Bring the gradient of an output from the host: all of it, to be added to."""
+        own = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
+        machine.fetch(grads.by_name[name], own)
+        grads.by_name[name] = own
+        waiting.discard(name)
 
     def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients, borrowed: set[str]) -> None:
         """Zeros to add to: for side tensors always, for sources where strips add to them.

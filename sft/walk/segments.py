@@ -1,7 +1,10 @@
-"""Running one segment, forwards and backwards: strip by strip, or whole.
+"""Running one segment, forwards and backwards, strip by strip (``whole`` is the other kind).
 
 Both kinds offer the same two calls. ``forward`` fills the segment's outputs and returns what the backward pass needs besides the
 sources; ``backward`` takes the outputs' gradients and adds to (or makes) the gradients of sources and side tensors.
+
+An output that nobody reads again may be on the host (``to_host``). A strip of it is then a buffer of its own on the device, which
+leaves when the strip's program has run, and a strip of its gradient is fetched from the host before the strip's program runs.
 """
 
 from __future__ import annotations
@@ -20,34 +23,14 @@ from sft.analysis.schedule import NodeRows, Schedule, Step
 from sft.analysis.tile import TileSchedule, kinds_of
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
-from sft.lower.step import StripKind, lower_finish, lower_strip, lower_whole, partial_shape, partial_start
+from sft.lower.step import StripKind, lower_finish, lower_strip, partial_shape, partial_start
 from sft.walk.checkpoints import Checkpoints
-from sft.walk.machine import Handle, Machine, Saved, Strips
+from sft.walk.machine import Handle, Machine
 from sft.walk.reading import opened
 from sft.walk.rowstore import RowStore
+from sft.walk.values import Gradients, Values
 
-__all__ = ["Gradients", "TiledSegment", "Values", "Walk", "WholeSegment"]
-
-_NO_OFFSET = (0, 0, 0)
-
-
-@dataclass(slots=True)
-class Values:
-    """Whole tensors by value name: cuts, parameters, buffers, global values; of inputs that are not resident, the sources.
-
-    ``readers`` are those of the running walk, by input.
-    """
-
-    by_name: dict[str, Handle] = field(default_factory=dict)
-    readers: dict[str, Strips] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Gradients:
-    """Gradients of whole tensors by value name; ``sinks`` take those of inputs that are not resident."""
-
-    by_name: dict[str, Handle] = field(default_factory=dict)
-    sinks: dict[str, Handle] = field(default_factory=dict)
+__all__ = ["TiledSegment", "Walk"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +54,8 @@ class TiledSegment:
         num_batch: batch elements of the whole input; walks take ``scope.batch`` at a time.
         sides: whole tensors that the segment reads.
         from_source: inputs that are read strip by strip and never resident.
+        to_host: outputs that leave strip by strip and are never whole on the device, with their gradients.
+        contiguous: those of them that are laid out channels first.
     """
 
     #: gradients of sources are added to buffers that must exist
@@ -84,6 +69,8 @@ class TiledSegment:
     num_batch: int
     sides: tuple[str, ...]
     from_source: frozenset[str] = frozenset()
+    to_host: frozenset[str] = frozenset()
+    contiguous: frozenset[str] = frozenset()
     _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
@@ -174,6 +161,13 @@ class TiledSegment:
             self._programs[key] = lower_strip(self.scope_of(walk), self._step(index), kind)
         return self._programs[key]
 
+    def host_strip_bytes(self, program: Program) -> int:
+        """Bytes on the device of the strips of outputs, or of their gradients, that a program of the segment exchanges with the host."""
+        return sum(slot.num_bytes for port, slot in program.ports.items() if self._is_exchanged(port))
+
+    def _is_exchanged(self, port: Port) -> bool:
+        return port.name in self.to_host and port.role in ("out", "grad_out")
+
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[RowStore | None]:
         """Walk all strips; with ``keep`` the states for the backward walks stay in the returned stores (``None``: not kept)."""
         stores: list[RowStore | None] = []
@@ -222,8 +216,12 @@ class TiledSegment:
     ) -> None:
         step, program = self._step(index), self.program("forward" if partial is not None else "restore", index, walk)
         bindings = self._bind(machine, program, step, walk, values, store)
-        for port in program.ports:
-            if port.role == "out":
+        leaving: dict[str, Handle] = {}
+        for port, slot in program.ports.items():
+            if self._is_exchanged(port):
+                leaving[port.name] = machine.allocate(slot.shape, slot.dtype, zero=False, contiguous=port.name in self.contiguous)
+                bindings[port] = leaving[port.name]
+            elif port.role == "out":
                 bindings[port] = self._own_part(machine, values, port.name, step, walk)
             elif port.role == "partial":
                 assert partial is not None
@@ -233,6 +231,10 @@ class TiledSegment:
             block = results.pop(Port("append", node.name), None)
             if block is not None:
                 store.append(node.name, node.appended, block)
+        bindings.clear()
+        for name in list(leaving):
+            rows, columns = self._part(name, step, walk)
+            machine.put(values.by_name[name], leaving.pop(name), walk.chunk, rows, columns, axes=self.scope.axes)
 
     def _bind(self, machine: Machine, program: Program, step: Step, walk: Walk, values: Values, store: RowStore) -> dict[Port, Handle]:
         """The ports that forward and backward have in common."""
@@ -267,8 +269,12 @@ class TiledSegment:
 
     def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """The part of a streamed output, or of its gradient, that a strip is for."""
-        rows, columns = _rows_of(step, name).wanted, self._columns_of(name, walk).wanted
+        rows, columns = self._part(name, step, walk)
         return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
+
+    def _part(self, name: str, step: Step, walk: Walk) -> tuple[Interval, Interval]:
+        """Rows and columns of a streamed output that a strip is for."""
+        return _rows_of(step, name).wanted, self._columns_of(name, walk).wanted
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
         handle = tensors.by_name[name]
@@ -281,7 +287,8 @@ class TiledSegment:
             machine: what runs the programs.
             values: sources and side tensors.
             stores: what ``forward`` returned.
-            grads: holds the outputs' gradients, zeros to add to for sources and side tensors that need a gradient, and sinks.
+            grads: holds the outputs' gradients (on the host, those of ``to_host``), zeros to add to for sources and side tensors that
+                need a gradient, and sinks.
             consume: whether the stores are no longer needed afterwards.
         """
         if not consume:
@@ -309,8 +316,12 @@ class TiledSegment:
             step, program = self._step(action.strip), self.program("joint", action.strip, walk)
             bindings = self._bind(machine, program, step, walk, values, store)
             parts: dict[str, Handle] = {}
-            for port in program.ports:
-                if port.role == "grad_out":
+            for port, slot in program.ports.items():
+                if self._is_exchanged(port):
+                    bindings[port] = machine.allocate(slot.shape, slot.dtype, zero=False)
+                    rows, columns = self._part(port.name, step, walk)
+                    machine.fetch(grads.by_name[port.name], bindings[port], walk.chunk, rows, columns, axes=self.scope.axes)
+                elif port.role == "grad_out":
                     if port.name in self.scope.streamed:
                         bindings[port] = self._own_part(machine, grads, port.name, step, walk)
                     else:
@@ -341,72 +352,3 @@ def _first(part: NodeRows) -> int:
 
 def _rows_of(step: Step, name: str) -> NodeRows:
     return next(node for node in step.nodes if node.name == name)
-
-
-@dataclass(kw_only=True)
-class WholeSegment:
-    """A segment that runs like plain PyTorch: everything that its backward needs is kept.
-
-    Inputs that are not resident are read whole for its forward pass, and again for its backward pass.
-    """
-
-    #: gradients of sources come out as buffers of their own
-    accumulates: ClassVar[bool] = False
-
-    scope: Scope
-    step: Step
-    sides: tuple[str, ...]
-    from_source: frozenset[str] = frozenset()
-    _programs: dict[bool, tuple[Program, Program | None]] = field(default_factory=dict, repr=False)
-
-    def programs(self, training: bool) -> tuple[Program, Program | None]:
-        """The forward and, when training, the backward program."""
-        if training not in self._programs:
-            self._programs[training] = lower_whole(self.scope, self.step, training=training)
-        return self._programs[training]
-
-    def forward(self, machine: Machine, values: Values, *, keep: bool) -> Saved:
-        """Run it; with ``keep`` what the backward needs is returned."""
-        program, _ = self.programs(keep)
-        bindings = {port: self._given(machine, port.name, values) for port in program.ports if port.role in ("source", "side", "out")}
-        bindings |= {port: _NO_OFFSET for port in program.ports if port.role == "origin"}
-        _, saved = machine.run(program, bindings)
-        roots = {out.number: out.root for i in program.instructions for out in i.outputs if out is not None}
-        viewed = {roots[number] for number in program.saved}
-        for port, slot in program.ports.items():
-            if port.name in self.from_source and port.role == "source" and slot.root in viewed:
-                saved.loaded[port.name] = bindings[port]
-        return saved
-
-    def _given(self, machine: Machine, name: str, values: Values) -> Handle:
-        """A value from outside; an input that is not resident is read as a whole."""
-        handle = values.by_name[name]
-        return machine.load(handle, self.scope.shapes[name], self.scope.dtype_of(name)) if name in self.from_source else handle
-
-    def backward(self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True) -> None:
-        """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""
-        _, program = self.programs(True)
-        assert program is not None
-        bindings: dict[Port, Handle] = {}
-        for port in program.ports:
-            if port.role == "source" and port.name in saved.loaded:
-                bindings[port] = saved.loaded[port.name]
-            elif port.role in ("source", "side") and port.name in values.by_name:
-                bindings[port] = self._given(machine, port.name, values)
-            elif port.role in ("grad_out", "grad_side"):
-                bindings[port] = grads.by_name[port.name]
-            elif port.role == "origin":
-                bindings[port] = _NO_OFFSET
-        held = saved if consume else Saved(saved.values if not isinstance(saved.values, dict) else dict(saved.values))
-        results, _ = machine.run(program, bindings, held)
-        del held
-        for port in list(results):
-            handle = results.pop(port)
-            if port.name in grads.sinks:
-                batch = Interval(0, self.scope.shapes[port.name][0])
-                machine.give(grads.sinks[port.name], batch, Interval(0, self.scope.extent(port.name, ROWS)), handle)
-            elif port.name in grads.by_name:
-                machine.add(grads.by_name[port.name], handle)
-            else:
-                grads.by_name[port.name] = handle
-            del handle

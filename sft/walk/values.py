@@ -1,0 +1,32 @@
+"""What segments run on and leave behind: whole tensors by value name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sft.walk.machine import Handle, Strips
+
+__all__ = ["Gradients", "Values"]
+
+
+@dataclass(slots=True)
+class Values:
+    """Whole tensors by value name: cuts, parameters, buffers, global values; of inputs that are not resident, the sources; of outputs
+    that leave strip by strip, what takes them on the host.
+
+    ``readers`` are those of the running walk, by input.
+    """
+
+    by_name: dict[str, Handle] = field(default_factory=dict)
+    readers: dict[str, Strips] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Gradients:
+    """Gradients of whole tensors by value name, on the host for outputs that leave strip by strip.
+
+    ``sinks`` take those of inputs that are not resident.
+    """
+
+    by_name: dict[str, Handle] = field(default_factory=dict)
+    sinks: dict[str, Handle] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from sft.analysis.norms import with_norms_apart
 from sft.analysis.operators import is_differentiable
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.transposed import with_overlaps_apart
+from sft.analysis.wrapped import with_wraps_apart
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
@@ -310,7 +311,7 @@ class Engine:
         if self._captured:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
-        found = replace(found, graph=with_positional_masks(with_overlaps_apart(with_norms_apart(annotated(canonical(found.graph))))))
+        found = replace(found, graph=_apart(found.graph))
         captured = _Captured(found, find_phases(found.graph), traced)
         self._refuse_unbatched(found.graph, kind.shapes)
         symbols = found.bind(kind.shapes)
@@ -360,6 +361,12 @@ class Engine:
         size += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         size += sum(b.numel() * b.element_size() for b in self.model.buffers())
         return size + _optimizer_bytes(self.optimizer)
+
+
+def _apart(graph: Graph) -> Graph:
+    """The graph in the terms of the operator table."""
+    graph = with_norms_apart(annotated(canonical(graph)))
+    return with_positional_masks(with_wraps_apart(with_overlaps_apart(graph)))
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

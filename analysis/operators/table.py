@@ -13,7 +13,7 @@ from typing import Any
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.masks import MASK_TARGETS
 from sft.analysis.operators.base import Operator
-from sft.analysis.operators.borders import ChannelPad, Pad, Slice
+from sft.analysis.operators.borders import BorderRows, ChannelPad, Pad, Slice, Wrapped
 from sft.analysis.operators.pixelwise import (
     FLOATING,
     Affine,
@@ -28,7 +28,7 @@ from sft.analysis.operators.pixelwise import (
     Rowwise,
 )
 from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
-from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Grid, Interpolation, Nearest
+from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Antialiased, Grid, Interpolation, Nearest
 from sft.analysis.operators.shuffles import Folded, Unfolded
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, PlaceInImage, Window, Windowed
@@ -165,6 +165,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindow()) for n in (1, 2, 3)},
     **{f"aten.{name}{n}d.vec": (Nearest(), _INTERPOLATION) for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
     **{f"aten.upsample_{name}.vec": _INTERPOLATION for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")},
+    **{f"aten._upsample_{name}2d_aa.vec": Antialiased() for name in ("bilinear", "bicubic")},
     **{f"aten.{name}.Tensor": _BINARY for name in ("add", "sub", "mul", "div")},
     **{f"aten.{name}.default": _POINTWISE for name in _UNARY},
     **{f"aten.{name}": _POINTWISE for name in _UNARY_OVERLOADS},
@@ -190,6 +191,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.stack.default": AlongChannels(adds=True),
     "aten.slice.Tensor": (AlongChannels(), Slice()),
     "aten.pad.default": (Pad(), ChannelPad()),
+    "sft.border_rows": BorderRows(),
+    "sft.wrapped": Wrapped(),
     "sft.expanded": _CHANNELS,
     "aten.flip.default": AlongChannels(argument="dims"),
     **{f"aten.adaptive_avg_pool{n}d.default": (_MEAN, Grid(), AdaptiveAverage()) for n in (1, 2, 3)},

@@ -154,6 +154,18 @@ def unfolded(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]],
     return moved.view(self.shape[0], *([self.shape[dim] for dim in rest] or [1]), *grown)
 
 
+def border_rows(self: Tensor, low: int, high: int, axes: int) -> Tensor:
+    """The last ``low`` rows of an image, then its first ``high``."""
+    dim = self.dim() - axes
+    return torch.cat([self.narrow(dim, self.shape[dim] - low, low), self.narrow(dim, 0, high)], dim)
+
+
+def wrapped(self: Tensor, border: Tensor, low: int, high: int, axes: int) -> Tensor:
+    """An image with such rows above and below it."""
+    dim = self.dim() - axes
+    return torch.cat([border.narrow(dim, 0, low), self, border.narrow(dim, low, high)], dim)
+
+
 def kernel_rows(self: Tensor) -> Tensor:
     """A kernel ``[Cin, Cout, kh, ...]`` with its rows as channels, ``[Cin, kh * Cout, 1, ...]``."""
     inputs, channels, kernel, *rest = self.shape
@@ -239,6 +251,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.expanded": expanded,
     "sft.folded": folded,
     "sft.unfolded": unfolded,
+    "sft.border_rows": border_rows,
+    "sft.wrapped": wrapped,
     "sft.kernel_rows": kernel_rows,
     "sft.overlap_add": overlap_add,
     "aten._weight_norm.default": weight_norm,

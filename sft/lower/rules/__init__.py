@@ -19,6 +19,7 @@ from sft.lower.rules.resample import Grid, Nearest, Resampling
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
 from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
 from sft.lower.rules.windowed import AvgPool, Convolution, MaxPool
+from sft.lower.rules.wrapped import BorderRows, Wrapped
 
 __all__ = ["Rule", "rule_of"]
 
@@ -34,6 +35,8 @@ _RULES: dict[str, Rule] = {
     "resampling": Resampling(),
     "pad": Pad(),
     "slice": Slice(),
+    "border_rows": BorderRows(),
+    "wrapped": Wrapped(),
     "binary": Binary(),
     "cat": Cat(),
     "frozen_norm": FrozenNorm(),
@@ -68,7 +71,7 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
-    if whole and row.name in ("resampling", "adaptive_max"):
+    if whole and row.name in ("resampling", "adaptive_max", "wrapped"):
         return _WHOLE
     if whole and row.role == "reduce":
         return _WHOLE_REDUCTIONS.get(row.name, _WHOLE)

@@ -105,6 +105,7 @@ class _Rewriting:
         own = {
             "aten.linear.default": self._linear,
             **dict.fromkeys(LAYER_NORMS, self._layer_norm),
+            "aten.max_unpool2d.default": self._unpool,
             "aten.expand.default": self._expand,
             "aten.expand_as.default": self._expand,
         }
@@ -415,6 +416,17 @@ class _Rewriting:
         channels = tuple(shape[1 : len(held) - self.axes.count])
         arguments = (("self", Ref(image.node)), ("channels", channels))
         return self._put(replace(node, target="sft.expanded", shape=tuple(shape), arguments=arguments), image.layout)
+
+    def _unpool(self, node: Node) -> bool:
+        """The unpooling of a signal, which comes as that of an image one pixel wide."""
+        narrow = [self.graph[name] for name in node.operands]
+        images = [self.images.get(made.operands[0]) for made in narrow if made.target == "aten.unsqueeze.default"]
+        if self.axes.count != 1 or [image and image.layout for image in images] != [Layout.plain(3)] * 2:
+            return False
+        value, indices = (Ref(image.node) for image in images if image is not None)
+        arguments = (("self", value), ("indices", indices), ("output_size", node.argument("output_size")[:1]))
+        unpooled = replace(node, target="sft.max_unpool1d", shape=node.shape[:3], arguments=arguments)
+        return self._put(unpooled, Layout((*Layout.plain(3).groups, ())))
 
     def _ends_with_channels(self, image: _Image) -> bool:
         """Whether the image has just one dimension of channels, and the value's last dimension is that."""

@@ -28,7 +28,7 @@ forms is fine), sizes that depend on values, operators that write into their ope
 
 
 #: Rows that are there for the reason they give.
-_WHOLE = ("OverPixels", "PlaceInImage")
+_WHOLE = ("OverPixels",)
 
 
 def page() -> str:

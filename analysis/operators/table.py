@@ -27,11 +27,12 @@ from sft.analysis.operators.pixelwise import (
     Pointwise,
     Rowwise,
 )
+from sft.analysis.operators.places import UNPOOLINGS, MaxPoolPlaces, MaxUnpool
 from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
 from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Antialiased, Grid, Interpolation, Nearest
 from sft.analysis.operators.shuffles import Folded, Unfolded
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
-from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, PlaceInImage, Window, Windowed
+from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
 __all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "rows_of_table", "window_of"]
 
@@ -160,8 +161,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.unfolded": Unfolded(),
     "sft.folded": Folded(),
     **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
-    **{f"aten.max_pool{n}d_with_indices.default": PlaceInImage() for n in (1, 2, 3)},
-    **{f"aten.max_unpool{n}d.default": PlaceInImage() for n in (2, 3)},
+    **{f"aten.max_pool{n}d_with_indices.default": MaxPoolPlaces() for n in (1, 2, 3)},
+    **dict.fromkeys(UNPOOLINGS, MaxUnpool()),
     **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindow()) for n in (1, 2, 3)},
     **{f"aten.{name}{n}d.vec": (Nearest(), _INTERPOLATION) for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
     **{f"aten.upsample_{name}.vec": _INTERPOLATION for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")},

@@ -154,6 +154,13 @@ def unfolded(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]],
     return moved.view(self.shape[0], *([self.shape[dim] for dim in rest] or [1]), *grown)
 
 
+def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], factors: Sequence[int] | None) -> Tensor:
+    """``max_unpool1d`` as torch has it."""
+    size = [*output_size, 1]
+    out: Tensor = torch.ops.aten.max_unpool2d.default(self.unsqueeze(-1), indices.unsqueeze(-1), size)
+    return out.squeeze(-1)
+
+
 def border_rows(self: Tensor, low: int, high: int, axes: int) -> Tensor:
     """The last ``low`` rows of an image, then its first ``high``."""
     dim = self.dim() - axes
@@ -251,6 +258,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.expanded": expanded,
     "sft.folded": folded,
     "sft.unfolded": unfolded,
+    "sft.max_unpool1d": max_unpool1d,
     "sft.border_rows": border_rows,
     "sft.wrapped": wrapped,
     "sft.kernel_rows": kernel_rows,

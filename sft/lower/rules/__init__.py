@@ -14,6 +14,7 @@ from sft.lower.rules.extremes import Extremes, Peak
 from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
+from sft.lower.rules.places import MaxPoolPlaces, MaxUnpool
 from sft.lower.rules.reductions import LogSumExp, Mean, Sum, WholeMean
 from sft.lower.rules.resample import Grid, Nearest, Resampling
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
@@ -28,6 +29,8 @@ _RULES: dict[str, Rule] = {
     "transposed_convolution": TransposedConvolution(),
     "overlap_add": OverlapAdd(),
     "max_pool": MaxPool(),
+    "max_pool_places": MaxPoolPlaces(),
+    "max_unpool": MaxUnpool(),
     "avg_pool": AvgPool(),
     "nearest": Nearest(),
     "grid": Grid(),

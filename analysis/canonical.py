@@ -3,7 +3,8 @@
 :mod:`sft.analysis.layout` follows how the model's values lie in images. Here each operator is rewritten to work on the image itself:
 
 * permutes, transposes, reshapes, squeezes vanish, or become ``sft.rearrange``, which moves channels within each pixel;
-* operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``);
+* operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``), or in strips too where it varies along the
+  image (:mod:`sft.analysis.beside`);
 * operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
 * ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
   (:mod:`sft.analysis.layernorms`), reductions over the image are taken apart (:mod:`sft.analysis.reduced`);
@@ -16,11 +17,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
-import sympy as sp
-
+from sft.analysis.beside import beside, varies
+from sft.analysis.extents import broadcast, divided, same, split_factor
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
 from sft.analysis.layernorms import LAYER_NORMS, layer_norm
 from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
@@ -171,11 +171,11 @@ class _Rewriting:
         """The image with those pixels as channels that a reshape to the shape of ``node`` takes apart; ``None`` if it takes none."""
         old = self.nodes[image.node]
         first_axis, extents = len(old.shape) - self.axes.count, self.axes.of(old.shape)
-        factors = tuple(_split_factor(extent, node.shape) for extent in extents)
+        factors = tuple(split_factor(extent, node.shape) for extent in extents)
         if all(factor == 1 for factor in factors):
             return None
         name = f"{node.name}__folded"
-        shape = (*old.shape[:first_axis], *factors, *(_divided(e, f) for e, f in zip(extents, factors, strict=True)))
+        shape = (*old.shape[:first_axis], *factors, *(divided(e, f) for e, f in zip(extents, factors, strict=True)))
         self.nodes[name] = replace(
             node, name=name, target="sft.folded", shape=shape, arguments=(("self", Ref(image.node)), ("factors", factors))
         )
@@ -232,7 +232,8 @@ class _Rewriting:
         elif node.target == "aten.movedim.int":
             order.insert(node.argument("destination") % rank, order.pop(node.argument("source") % rank))
         else:
-            a, b = (node.argument("dim0", 0), node.argument("dim1", 1)) if node.target != "aten.swapaxes.default" else _pair(node)
+            names = ("axis0", "axis1") if node.target == "aten.swapaxes.default" else ("dim0", "dim1")
+            a, b = (node.argument(name, default) for default, name in enumerate(names))
             order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
         return self._follow(node, _Image(image.node, image.layout.permuted(order)))
 
@@ -264,20 +265,31 @@ class _Rewriting:
         rank = len(held[0])
         aligned: dict[str, str] = {}
         for name in dict.fromkeys(node.operands):
+            base = name if name in self.images else self._unexpanded(name)
+            side: str | None = base
             if name in self.images:
-                aligned[name] = self.images[name].node
-            elif layout.is_plain and len(layout.groups) == rank:
-                aligned[name] = self._unexpanded(name)
-            else:
-                side = self._aligned(self._unexpanded(name), layout, rank)
-                if side is None:
-                    return False
-                aligned[name] = side
-        shape = _broadcast([*held, *(self._shape(aligned[name]) for name in node.operands if name not in self.images)], rank)
-        if layout.shape(shape) != tuple(node.shape) and not _same(layout.shape(shape), node.shape):
+                side = self.images[name].node
+            elif varies(self._shape(base), layout, rank - self.axes.count):
+                side = self._beside(node, base, images[0])
+            elif not (layout.is_plain and len(layout.groups) == rank):
+                side = self._aligned(base, layout, rank)
+            if side is None:
+                return False
+            aligned[name] = side
+        sides = (self._shape(aligned[name]) for name in node.operands if name not in self.images)
+        shape = broadcast([*held, *sides], rank)
+        if layout.shape(shape) != tuple(node.shape) and not same(layout.shape(shape), node.shape):
             return False
         arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
         return self._put(replace(node, shape=shape, arguments=arguments), layout)
+
+    def _beside(self, reader: Node, name: str, image: _Image) -> str | None:
+        """What varies along an image without being one, as an image for ``reader``."""
+        made = beside(f"{reader.name}__{name}", self.nodes[name], image.layout, self.nodes[image.node], self.axes)
+        if made is not None:
+            self.nodes[made.name] = replace(made, module_path=reader.module_path)
+            return made.name
+        return None
 
     def _unexpanded(self, name: str) -> str:
         """What a value that was expanded to the size of an image was before: what reads it broadcasts it again."""
@@ -362,6 +374,8 @@ class _Rewriting:
     def _along(self, node: Node) -> bool:
         """An operator along dimensions, each of which is one of the image's: of its channels, or all of its axes at once."""
         spec, name = ALONG[node.target], ALONG[node.target].argument
+        if node.target == "aten.cat.default" and not self._join_sides(node):
+            return False
         operands = [operand for operand in node.operands if operand in self.images]
         layout, held = self.images[operands[0]].layout, self._shape(self.images[operands[0]].node)
         if set(node.operands) != set(operands) or any(self.images[operand].layout != layout for operand in operands):
@@ -388,6 +402,23 @@ class _Rewriting:
             return self._put_along(node, None, (name, argument))
         return False
 
+    def _join_sides(self, node: Node) -> bool:
+        """Make images of what is joined to one, and varies along it without being one."""
+        image = self._only_image(node)
+        first_axis = len(self._shape(image.node)) - self.axes.count
+        for name in (name for name in dict.fromkeys(node.operands) if name not in self.images):
+            shape, base = self._shape(name), self._unexpanded(name)
+            if len(shape) != len(image.layout.groups) or not varies(shape, image.layout, first_axis):
+                return False
+            # What an expansion repeats along the image, or for each sample, is repeated here; channels are needed as they are.
+            repeats = [at for at, extent in enumerate(self._shape(base)) if extent != shape[at]]
+            is_plain = all(dim == 0 or dim >= first_axis for at in repeats for dim in image.layout.groups[at])
+            side = self._beside(node, base if is_plain else name, image)
+            if side is None:
+                return False
+            self.images[name] = _Image(side, image.layout)
+        return True
+
     def _put_along(
         self, node: Node, layout: Layout | None, argument: tuple[str, Any] | None = None, shape: tuple[Any, ...] | None = None
     ) -> bool:
@@ -411,7 +442,7 @@ class _Rewriting:
         for group, extent in zip(image.layout.groups, node.shape, strict=True):
             if len(group) == 1 and 1 <= group[0] < len(held) - self.axes.count:
                 shape[group[0]] = extent
-        if not _same(image.layout.shape(shape), node.shape):
+        if not same(image.layout.shape(shape), node.shape):
             return False
         channels = tuple(shape[1 : len(held) - self.axes.count])
         arguments = (("self", Ref(image.node)), ("channels", channels))
@@ -466,34 +497,3 @@ class _Rewriting:
         last = image.layout.groups[len(image.layout.groups) - len(node.argument("normalized_shape")) :]
         made = layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
         return made is not None and all([self._put(part, image.layout) for part in made])
-
-
-def _split_factor(extent: Any, shape: Sequence[Any]) -> int:
-    """How many pixels of an axis become a dimension of their own, where a shape has ``extent / factor, factor`` side by side; else 1."""
-    for size, factor in pairwise(shape):
-        if (
-            isinstance(factor, int)
-            and factor > 1
-            and size == _divided(extent, factor)
-            and not (isinstance(extent, int) and extent % factor)
-        ):
-            return factor
-    return 1
-
-
-def _divided(extent: Any, factor: int) -> Any:
-    return extent // factor if isinstance(extent, int) else sp.floor(extent / sp.Integer(factor)) if factor != 1 else extent
-
-
-def _pair(node: Node) -> tuple[int, int]:
-    return node.argument("axis0"), node.argument("axis1")
-
-
-def _broadcast(shapes: Sequence[Sequence[Any]], rank: int) -> tuple[Any, ...]:
-    full = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
-    return tuple(next((extent for extent in column if extent != 1), 1) for column in zip(*full, strict=True))
-
-
-def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two shapes are equal for every size of the image."""
-    return len(first) == len(second) and all(sp.simplify(sp.sympify(a) - sp.sympify(b)) == 0 for a, b in zip(first, second, strict=True))

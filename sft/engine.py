@@ -19,7 +19,7 @@ from sft.analysis.capture import Capture, capture, is_channels_last, outputs_cha
 from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
-from sft.analysis.operators import is_differentiable
+from sft.analysis.operators import differentiable_operands
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.transposed import with_overlaps_apart
 from sft.analysis.wrapped import with_wraps_apart
@@ -350,7 +350,7 @@ class Engine:
             elif node.kind in ("constant", "seed"):
                 needs = False
             else:
-                needs = is_differentiable(node) and node.name in leading and any(name in found for name in node.operands)
+                needs = node.name in leading and any(name in found for name in differentiable_operands(node))
             if needs:
                 found.add(node.name)
         return frozenset(found)

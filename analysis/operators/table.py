@@ -18,6 +18,7 @@ from sft.analysis.operators.pixelwise import (
     FLOATING,
     Affine,
     AlongChannels,
+    Beside,
     Binary,
     Cast,
     Cat,
@@ -34,7 +35,7 @@ from sft.analysis.operators.shuffles import Folded, Unfolded
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
-__all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "rows_of_table", "window_of"]
+__all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "differentiable_operands", "operator_of", "refusal", "rows_of_table", "window_of"]
 
 WHOLE = Operator(name="whole", role="whole")
 
@@ -179,6 +180,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.peak": Peak(),
     "sft.logsumexp": LogSumExp(),
     "sft.affine": Affine(),
+    "sft.beside": Beside(),
     "sft.dropout": Drawn(name="dropout"),
     "sft.mask": Drawn(name="mask"),
     "aten.prelu.default": _CHANNELS,
@@ -272,9 +274,11 @@ def refusal(node: Node, graph: Graph) -> str | None:
     return None
 
 
-def is_differentiable(node: Node) -> bool:
-    """Whether a gradient passes through an operator at all: none passes through a drawn mask, whole numbers, or ``detach``."""
-    return node.target not in ("sft.mask", "aten.detach.default") and (node.dtype in FLOATING or node.dtype.startswith("complex"))
+def differentiable_operands(node: Node) -> tuple[str, ...]:
+    """The operands that a gradient may pass to: it passes to none through a drawn mask, whole numbers, or ``detach``."""
+    if node.target in ("sft.mask", "aten.detach.default") or not (node.dtype in FLOATING or node.dtype.startswith("complex")):
+        return ()
+    return node.operands[:1] if node.target == "sft.beside" else node.operands
 
 
 def window_of(node: Node, axis: int) -> Window | None:

@@ -154,6 +154,13 @@ def unfolded(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]],
     return moved.view(self.shape[0], *([self.shape[dim] for dim in rest] or [1]), *grown)
 
 
+def beside(self: Tensor, like: Tensor, split: Sequence[int], order: Sequence[int], axes: int) -> Tensor:
+    """What varies along an image, as an image of that one's size."""
+    part = self.view(tuple(split)).permute(tuple(order))
+    first = like.dim() - axes
+    return part.expand(like.shape[0], *part.shape[1:first], *like.shape[first:])
+
+
 def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], factors: Sequence[int] | None) -> Tensor:
     """``max_unpool1d`` as torch has it."""
     size = [*output_size, 1]
@@ -258,6 +265,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.expanded": expanded,
     "sft.folded": folded,
     "sft.unfolded": unfolded,
+    "sft.beside": beside,
     "sft.max_unpool1d": max_unpool1d,
     "sft.border_rows": border_rows,
     "sft.wrapped": wrapped,

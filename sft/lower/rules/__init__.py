@@ -7,6 +7,7 @@ from sft.analysis.operators import CASTS
 from sft.lower.context import Scope
 from sft.lower.rules.adaptive import AdaptiveMax
 from sft.lower.rules.base import Rule
+from sft.lower.rules.beside import Beside
 from sft.lower.rules.borders import Pad, Slice
 from sft.lower.rules.casts import Cast
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
@@ -45,6 +46,7 @@ _RULES: dict[str, Rule] = {
     "frozen_norm": FrozenNorm(),
     "affine": Affine(),
     "cast": Cast(),
+    "beside": Beside(),
     "sum": Sum(),
     "mean": Mean(),
     "extremes": Extremes(),
@@ -74,7 +76,7 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
-    if whole and row.name in ("resampling", "adaptive_max", "wrapped"):
+    if whole and row.name in ("resampling", "adaptive_max", "wrapped", "beside"):
         return _WHOLE
     if whole and row.role == "reduce":
         return _WHOLE_REDUCTIONS.get(row.name, _WHOLE)

@@ -98,6 +98,26 @@ def test_positions_of_tokens() -> None:
     assert [segment.mode for segment in report.plan.segments] == ["whole", "tiled"]
 
 
+class _Gated(nn.Module):
+    """Each sample's columns are weighed by what is in them, which is known once the whole image is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.weigh, self.after = nn.Conv2d(3, 4, 3, padding=1), nn.Conv1d(4, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y: Tensor = self.after(x * self.weigh(x.mean(2)).sigmoid().unsqueeze(2))
+        return y
+
+
+@pytest.mark.parametrize("batch_tile", [1, 2])
+def test_values_of_each_sample(batch_tile: int) -> None:
+    options = sft.Options(tile=(4, 5), batch_tile=batch_tile)
+    report = assert_exact(seeded(_Gated), image(3, 3, 13, 9), options=options, steps=1)
+    assert [segment.mode for segment in report.plan.segments] == ["tiled", "whole", "tiled"]
+
+
 def _rows_and_columns(x: Tensor) -> list[Tensor]:
     n, _, h, w = x.shape
     rows = torch.linspace(-1, 1, h, dtype=x.dtype, device=x.device).view(1, 1, h, 1).expand(n, 1, h, w)

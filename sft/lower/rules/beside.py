@@ -26,8 +26,9 @@ class Beside(Rule):
         return ctx.emitter.call(_part, value, *self._place(ctx), shape, shape=shape, view_of=value)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, node, name = ctx.emitter, ctx.node, ctx.node.operands[0]
-        wide, split, order = sum_dtype(grad.dtype), node.argument("split"), node.argument("order")
+        e, name = ctx.emitter, ctx.node.operands[0]
+        _, split, order, _ = self._place(ctx)
+        wide = sum_dtype(grad.dtype)
         repeated = [dim for dim, place in enumerate(order) if split[place] == 1 and grad.shape[dim] != 1]
         if repeated:
             shape = [1 if dim in repeated else extent for dim, extent in enumerate(grad.shape)]
@@ -38,15 +39,18 @@ class Beside(Rule):
 
     @staticmethod
     def _place(ctx: NodeContext) -> tuple[Slot, tuple[int, ...], tuple[int, ...], int]:
-        node = ctx.node
-        return ctx.emitter.port("origin", node.name, ()), node.argument("split"), node.argument("order"), ctx.scope.axes.count
+        node, order = ctx.node, ctx.node.argument("order")
+        split = list(node.argument("split"))
+        if ctx.is_per_sample(node.operands[0]):  # the walk's own samples
+            split[order[0]] = ctx.scope.batch
+        return ctx.emitter.port("origin", node.name, ()), tuple(split), order, ctx.scope.axes.count
 
 
 def _own(value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]) -> Tensor:
     """The strip's part of a value, one entry where the value has one."""
     image = value.view(tuple(split)).permute(tuple(order))
     for dim, start in zip((0, image.dim() - axes, image.dim() - axes + 1), origin[: 1 + min(axes, 2)], strict=False):
-        if image.shape[dim] != 1:
+        if image.shape[dim] not in (1, shape[dim]):
             image = image.narrow(dim, start, shape[dim])
     return image
 

@@ -7,7 +7,8 @@
   image (:mod:`sft.analysis.beside`);
 * operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
 * ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
-  (:mod:`sft.analysis.layernorms`), reductions over the image are taken apart (:mod:`sft.analysis.reduced`);
+  (:mod:`sft.analysis.layernorms`), reductions over the image are taken apart (:mod:`sft.analysis.reduced`), and so are matrix products
+  (:mod:`sft.analysis.products`);
 * pixels that become channels, and channels that become pixels, are ``sft.folded`` and ``sft.unfolded`` images;
 * anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
 """
@@ -24,7 +25,9 @@ from sft.analysis.extents import broadcast, divided, same, split_factor
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
 from sft.analysis.layernorms import LAYER_NORMS, layer_norm
 from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
+from sft.analysis.linears import linear
 from sft.analysis.operators import ALONG, ELEMENTWISE
+from sft.analysis.products import PRODUCTS, Factor, letters_of, product
 from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
 
 __all__ = ["REWRITTEN", "canonical"]
@@ -46,10 +49,9 @@ _RESHAPES = frozenset(
 )
 _PERMUTES = frozenset({"aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.movedim.int", "aten.swapaxes.default"})
 
+_EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 #: Operators that are followed, or become others.
-REWRITTEN = tuple(
-    sorted({*_PERMUTES, *_RESHAPES, *LAYER_NORMS, *REDUCTIONS, "aten.linear.default", "aten.expand.default", "aten.expand_as.default"})
-)
+REWRITTEN = tuple(sorted({*_PERMUTES, *_RESHAPES, *_EXPANDS, *LAYER_NORMS, *REDUCTIONS, *PRODUCTS, "aten.linear.default"}))
 
 
 def canonical(graph: Graph) -> Graph:
@@ -106,8 +108,8 @@ class _Rewriting:
             "aten.linear.default": self._linear,
             **dict.fromkeys(LAYER_NORMS, self._layer_norm),
             "aten.max_unpool2d.default": self._unpool,
-            "aten.expand.default": self._expand,
-            "aten.expand_as.default": self._expand,
+            **dict.fromkeys(_EXPANDS, self._expand),
+            **dict.fromkeys(PRODUCTS, self._product),
         }
         return [rewrite for targets, rewrite in families if target in targets] + ([own[target]] if target in own else [])
 
@@ -459,6 +461,22 @@ class _Rewriting:
         unpooled = replace(node, target="sft.max_unpool1d", shape=node.shape[:3], arguments=arguments)
         return self._put(unpooled, Layout((*Layout.plain(3).groups, ())))
 
+    def _product(self, node: Node) -> bool:
+        """A matrix product over all pixels, or of every pixel's channels."""
+        letters = letters_of(node, [len(self.graph[name].shape) for name in node.operands])
+        if letters is None or len(node.operands) != 2:
+            return False
+        factors = [
+            Factor(term, self.nodes[image.node if image else name], image.layout if image else None)
+            for name, image, term in zip(node.operands, map(self.images.get, node.operands), letters, strict=False)
+        ]
+        found = product(node, factors[0], factors[1], letters[2], self.axes.count)
+        if found is None:
+            return False
+        nodes, layout = found
+        self.nodes.update((made.name, made) for made in nodes)
+        return layout is None or self._follow(node, _Image(nodes[-1].name, layout))
+
     def _ends_with_channels(self, image: _Image) -> bool:
         """Whether the image has just one dimension of channels, and the value's last dimension is that."""
         return len(self._shape(image.node)) == self.axes.rank and image.layout.place(-1) == 1
@@ -469,26 +487,9 @@ class _Rewriting:
         sides = [name for value in (weight, node.argument("bias")) for name in refs_in(value)]
         if image is None or any(name in self.images for name in sides) or not self._ends_with_channels(image):
             return False
-        kernel, ones = f"{node.name}__kernel", (1,) * self.axes.count
-        matrix = self.nodes[weight.name]
-        shape = (*matrix.shape, *ones)
-        given = (("self", Ref(weight.name)), ("shape", shape))
-        self.nodes[kernel] = replace(
-            matrix, name=kernel, kind="operator", target="sft.aligned", shape=shape, arguments=given, module_path=node.module_path
-        )
-        old = self._shape(image.node)
-        arguments = (
-            ("input", Ref(image.node)),
-            ("weight", Ref(kernel)),
-            ("bias", node.argument("bias")),
-            ("stride", ones),
-            ("padding", (0,) * self.axes.count),
-            ("dilation", ones),
-            ("groups", 1),
-        )
-        target = f"aten.conv{self.axes.count}d.default"
-        convolution = replace(node, target=target, shape=(old[0], matrix.shape[0], *self.axes.of(old)), arguments=arguments)
-        return self._put(convolution, image.layout)
+        kernel, made = linear(node, self.nodes[weight.name], self.nodes[image.node], self.axes)
+        self.nodes[kernel.name] = kernel
+        return self._put(made, image.layout)
 
     def _layer_norm(self, node: Node) -> bool:
         image = self.images.get(node.argument("input").name)

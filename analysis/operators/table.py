@@ -29,7 +29,7 @@ from sft.analysis.operators.pixelwise import (
     Rowwise,
 )
 from sft.analysis.operators.places import UNPOOLINGS, MaxPoolPlaces, MaxUnpool
-from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
+from sft.analysis.operators.reductions import Contracted, Extremes, LogSumExp, Mean, Moments, Peak, Sum
 from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Antialiased, Grid, Interpolation, Nearest
 from sft.analysis.operators.shuffles import Folded, Unfolded
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
@@ -179,6 +179,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.extremes": Extremes(),
     "sft.peak": Peak(),
     "sft.logsumexp": LogSumExp(),
+    "sft.contracted": Contracted(),
+    "sft.mixed": _CHANNELS,
     "sft.affine": Affine(),
     "sft.beside": Beside(),
     "sft.dropout": Drawn(name="dropout"),

@@ -5,6 +5,7 @@ They are traced like ATen's, so that their derivatives are torch's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -161,6 +162,42 @@ def beside(self: Tensor, like: Tensor, split: Sequence[int], order: Sequence[int
     return part.expand(like.shape[0], *part.shape[1:first], *like.shape[first:])
 
 
+def contracted(
+    self: Tensor,
+    other: Tensor,
+    left: Sequence[Sequence[int]],
+    right: Sequence[Sequence[int]],
+    shape: Sequence[int],
+    axes: int,
+) -> Tensor:
+    """The product of two images over all pixels.
+
+    Args:
+        self: ``[N, channels..., axes...]``.
+        other: the same.
+        left: the dimensions of channels of ``self`` that a product is made for each of, and the others.
+        right: the same of ``other``.
+        shape: of the result.
+        axes: of the image.
+    """
+    return torch.bmm(_matrices(self, left, axes), _matrices(other, right, axes).transpose(1, 2)).view(tuple(shape))
+
+
+def mixed(self: Tensor, matrix: Tensor, part: Sequence[Sequence[int]], channels: Sequence[int], axes: int) -> Tensor:
+    """Every pixel's channels multiplied with a matrix of its sample, ``[N, groups, to, from, 1]``."""
+    pixels = _matrices(self, part, axes)
+    found = torch.bmm(matrix.reshape(pixels.shape[0], -1, pixels.shape[1]), pixels)
+    return found.view(self.shape[0], *channels, *self.shape[self.dim() - axes :])
+
+
+def _matrices(value: Tensor, part: Sequence[Sequence[int]], axes: int) -> Tensor:
+    """An image as matrices of channels by pixels, one for each sample and group."""
+    groups, rest = part
+    moved = value.permute(0, *groups, *rest, *range(value.dim() - axes, value.dim()))
+    count = math.prod(value.shape[dim] for dim in (0, *groups))
+    return moved.reshape(count, math.prod(value.shape[dim] for dim in rest), -1)
+
+
 def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], factors: Sequence[int] | None) -> Tensor:
     """``max_unpool1d`` as torch has it."""
     size = [*output_size, 1]
@@ -265,6 +302,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.expanded": expanded,
     "sft.folded": folded,
     "sft.unfolded": unfolded,
+    "sft.contracted": contracted,
+    "sft.mixed": mixed,
     "sft.beside": beside,
     "sft.max_unpool1d": max_unpool1d,
     "sft.border_rows": border_rows,

@@ -16,6 +16,7 @@ from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.places import MaxPoolPlaces, MaxUnpool
+from sft.lower.rules.products import Contracted
 from sft.lower.rules.reductions import LogSumExp, Mean, Sum, WholeMean
 from sft.lower.rules.resample import Grid, Nearest, Resampling
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
@@ -52,6 +53,7 @@ _RULES: dict[str, Rule] = {
     "extremes": Extremes(),
     "peak": Peak(),
     "logsumexp": LogSumExp(),
+    "contracted": Contracted(),
     "moments": Moments(),
 }
 _ACTIVATION, _TRACED, _WHOLE = ResultActivation(), TracedPointwise(), TracedWhole()

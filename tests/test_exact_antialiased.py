@@ -71,7 +71,7 @@ def _cases(draw: st.DrawFn) -> tuple[dict[str, Any], tuple[int, int], sft.Option
     return how, extents, draw(tiled_options(extents)), draw(st.integers(1, 2))
 
 
-@settings(max_examples=7)
+@settings(max_examples=5)
 @given(case=_cases())
 def test_any_antialiased_resampling_any_tiling(case: tuple[dict[str, Any], tuple[int, int], sft.Options, int]) -> None:
     how, extents, options, batch = case

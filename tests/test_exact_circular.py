@@ -44,7 +44,7 @@ def _padded(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return model, image(draw(st.integers(1, 3)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(case=_padded())
 def test_any_circular_padding(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case
@@ -61,10 +61,9 @@ def test_convolutions_that_wrap_round() -> None:
         )
     )
     x = image(2, 3, 13, 9)
-    for options in (sft.Options(tile=(3, 4), state_every=2), sft.Options(tile=(5, None), halo="recompute")):
-        report = assert_exact(model, x, options=options, steps=1)
-        assert_tiled(report, "conv", "border")
-        assert all(segment.mode == "tiled" for segment in report.plan.segments)
+    report = assert_exact(model, x, options=sft.Options(tile=(3, 4), state_every=2), steps=1)
+    assert_tiled(report, "conv", "border")
+    assert all(segment.mode == "tiled" for segment in report.plan.segments)
 
 
 def test_columns_alone_need_no_barrier() -> None:
@@ -75,10 +74,9 @@ def test_columns_alone_need_no_barrier() -> None:
 
 
 def test_a_strip_of_nothing_but_wrapped_rows() -> None:
-    """Strips of one row beside four rows that wrap round; and three rows, all of which do."""
-    for rows in (11, 3):
-        model = seeded(lambda: AroundFunction(lambda y: F.pad(y, (1, 0, 3, 2), mode="circular")[:, :, 3:-2, 1:], axes=2))
-        assert_exact(model, image(2, 3, rows, 5), options=sft.Options(tile=(1, 2), state_every=2), steps=1)
+    """Strips of one row; three rows, all of which wrap round, some twice."""
+    model = seeded(lambda: AroundFunction(lambda y: F.pad(y, (1, 0, 3, 2), mode="circular")[:, :, 3:-2, 1:], axes=2))
+    assert_exact(model, image(2, 3, 3, 5), options=sft.Options(tile=(1, 2), state_every=2), steps=1)
 
 
 def test_in_single_precision_the_rows_are_the_same() -> None:

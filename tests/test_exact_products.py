@@ -17,7 +17,7 @@ import sft
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
 from .helpers.plans import assert_tiled
-from .helpers.tilings import tiled_options
+from .helpers.tilings import is_tiled, tiled_options
 
 _CONVOLUTIONS: tuple[Callable[..., nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -101,11 +101,12 @@ def _cases(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return seeded(lambda: _BLOCKS[block](axes)), image(draw(st.integers(1, 3)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=5)
+@settings(max_examples=4)
 @given(case=_cases())
 def test_any_product_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case
-    assert_exact(model, x, options=options, steps=1)
+    report = assert_exact(model, x, options=options, steps=1)
+    assert is_tiled(report.plan, "bmm", "matmul", "einsum")
 
 
 def test_operands_that_are_there_at_different_strips() -> None:
@@ -121,7 +122,7 @@ def _flops(model: nn.Module, x: Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-@pytest.mark.parametrize("block", _BLOCKS)
+@pytest.mark.parametrize("block", ["double", "linear"])
 def test_no_flop_more_than_eager(block: str) -> None:
     model = seeded(lambda: _BLOCKS[block](2))
     x = image(2, 3, 12, 9)

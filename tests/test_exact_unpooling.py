@@ -51,7 +51,7 @@ def _pooled(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return seeded(lambda: _Places(axes, **how)), image(draw(st.integers(1, 2)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(case=_pooled())
 def test_places_count_the_image_s_pixels(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case
@@ -107,7 +107,7 @@ def _segnets(draw: st.DrawFn) -> tuple[nn.Module, Tensor, sft.Options]:
     return model, image(draw(st.integers(1, 2)), 3, *extents), draw(tiled_options(extents))
 
 
-@settings(max_examples=6)
+@settings(max_examples=5)
 @given(case=_segnets())
 def test_any_unpooling_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -> None:
     model, x, options = case
@@ -115,8 +115,8 @@ def test_any_unpooling_any_tiling(case: tuple[nn.Module, Tensor, sft.Options]) -
     assert is_tiled(report.plan, "unpool")
 
 
-@pytest.mark.parametrize("options", [sft.Options(tile=(3, None), state_every=2), sft.Options(tile=(5, 6), halo="recompute")], ids=str)
-def test_an_encoder_and_decoder_in_one_walk(options: sft.Options) -> None:
+def test_an_encoder_and_decoder_in_one_walk() -> None:
+    options = sft.Options(tile=(3, None), state_every=2)
     model = seeded(lambda: _SegNet(2, (2, 2), norm=False, ceil=False))
     report = assert_exact(model, image(2, 3, 19, 13), options=options, steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["tiled"]
@@ -149,9 +149,7 @@ def test_to_another_width_than_was_pooled_it_runs_whole() -> None:
         assert streams or "give output_size" in plan.explain()
 
 
-@pytest.mark.parametrize(
-    "how", [{"kernel_size": 3, "stride": 2}, {"kernel_size": 2, "padding": 1}, {"kernel_size": 2, "dilation": 2}], ids=str
-)
+@pytest.mark.parametrize("how", [{"kernel_size": 3, "stride": 2}, {"kernel_size": 2, "padding": 1}], ids=str)
 def test_windows_that_overlap_or_leave_the_image_run_whole(how: dict[str, Any]) -> None:
     net = sft.compile(_Pair(how).double(), (1, 3, 14, 10), options=sft.Options(tile=(4, None)))
     (reason,) = net._sft_engine.phases().whole_reasons.values()

@@ -1,4 +1,4 @@
-"""Facts that an operator's arguments leave to its operands: kernel sizes and whole upsampling factors.
+"""Facts that an operator's arguments leave to its operands: kernel sizes, whole upsampling and unpooling factors.
 
 They are written into the node as extra arguments (``kernel_size``, ``factors``), so that every later stage can read a node
 without its neighbours.
@@ -12,6 +12,7 @@ from typing import Any
 import sympy as sp
 
 from sft.analysis.graph import Graph, Node
+from sft.analysis.operators.places import UNPOOLINGS, unpooling_factors
 
 __all__ = ["annotated"]
 
@@ -36,6 +37,8 @@ def _annotated(node: Node, graph: Graph) -> Node:
         # The values alone are those of the pooling without indices.
         arguments = tuple(item for item in node.arguments if item[0] != "result")
         return replace(node, target=node.target.replace("_with_indices", ""), arguments=arguments)
+    if node.target in UNPOOLINGS:
+        return _with(node, "factors", unpooling_factors(node, graph))
     if node.target.startswith(("aten.upsample_nearest", "aten._upsample_nearest_exact")):
         source = graph[node.argument("input").name]
         return _with(node, "factors", _factors(node, source))

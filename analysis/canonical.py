@@ -3,27 +3,32 @@
 :mod:`sft.analysis.layout` follows how the model's values lie in images. Here each operator is rewritten to work on the image itself:
 
 * permutes, transposes, reshapes, squeezes vanish, or become ``sft.rearrange``, which moves channels within each pixel;
-* operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``);
+* operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``), or in strips too where it varies along the
+  image (:mod:`sft.analysis.beside`);
 * operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
 * ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
-  (:mod:`sft.analysis.layernorms`), reductions over the image (:mod:`sft.analysis.reduced`) and losses (:mod:`sft.analysis.losses`) are
-  taken apart;
+  (:mod:`sft.analysis.layernorms`); reductions over the image (:mod:`sft.analysis.reduced`), matrix products
+  (:mod:`sft.analysis.products`) and losses (:mod:`sft.analysis.losses`) are taken apart;
 * pixels that become channels, and channels that become pixels, are ``sft.folded`` and ``sft.unfolded`` images;
 * anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
-from sft.analysis.following import PERMUTES, RESHAPES, Following, Image, same_shape
+from sft.analysis.beside import beside, varies
+from sft.analysis.extents import broadcast, same
+from sft.analysis.following import PERMUTES, RESHAPES, Following, Image
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
 from sft.analysis.layernorms import LAYER_NORMS, layer_norm
 from sft.analysis.layout import Layout
+from sft.analysis.linears import linear
 from sft.analysis.losses import ELEMENT_LOSSES, LABEL_LOSSES, NONE, label_loss, of_elements, reduced_loss, reduction_of
 from sft.analysis.operators import ALONG, ELEMENTWISE
+from sft.analysis.products import PRODUCTS, Factor, letters_of, product
 from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
 
 __all__ = ["REWRITTEN", "canonical"]
@@ -31,10 +36,9 @@ __all__ = ["REWRITTEN", "canonical"]
 #: Constants of a given shape, and their value where that is no argument.
 _CONSTANTS = {"aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.default": None}
 
+_EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 #: Operators that are followed, or become others.
-REWRITTEN = tuple(
-    sorted({*PERMUTES, *RESHAPES, *LAYER_NORMS, *REDUCTIONS, "aten.linear.default", "aten.expand.default", "aten.expand_as.default"})
-)
+REWRITTEN = tuple(sorted({*PERMUTES, *RESHAPES, *_EXPANDS, *LAYER_NORMS, *REDUCTIONS, *PRODUCTS, "aten.linear.default"}))
 
 
 def canonical(graph: Graph) -> Graph:
@@ -79,8 +83,9 @@ class _Rewriting(Following):
         own = {
             "aten.linear.default": self._linear,
             **dict.fromkeys(LAYER_NORMS, self._layer_norm),
-            "aten.expand.default": self._expand,
-            "aten.expand_as.default": self._expand,
+            "aten.max_unpool2d.default": self._unpool,
+            **dict.fromkeys(_EXPANDS, self._expand),
+            **dict.fromkeys(PRODUCTS, self._product),
             "aten.broadcast_tensors.default": self._broadcast_tensors,
             "aten.one_hot.default": self._one_hot,
             **dict.fromkeys(("aten.scatter.value", "aten.scatter.src"), self._scatter),
@@ -98,20 +103,31 @@ class _Rewriting(Following):
         rank = len(held[0])
         aligned: dict[str, str] = {}
         for name in dict.fromkeys(node.operands):
+            base = name if name in self.images else self._unexpanded(name)
+            side: str | None = base
             if name in self.images:
-                aligned[name] = self.images[name].node
-            elif layout.is_plain and len(layout.groups) == rank:
-                aligned[name] = self._unexpanded(name)
-            else:
-                side = self._aligned(self._unexpanded(name), layout, rank)
-                if side is None:
-                    return False
-                aligned[name] = side
-        shape = _broadcast([*held, *(self.shape(aligned[name]) for name in node.operands if name not in self.images)], rank)
-        if layout.shape(shape) != tuple(node.shape) and not same_shape(layout.shape(shape), node.shape):
+                side = self.images[name].node
+            elif varies(self.shape(base), layout, rank - self.axes.count):
+                side = self._beside(node, base, images[0])
+            elif not (layout.is_plain and len(layout.groups) == rank):
+                side = self._aligned(base, layout, rank)
+            if side is None:
+                return False
+            aligned[name] = side
+        sides = (self.shape(aligned[name]) for name in node.operands if name not in self.images)
+        shape = broadcast([*held, *sides], rank)
+        if layout.shape(shape) != tuple(node.shape) and not same(layout.shape(shape), node.shape):
             return False
         arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
         return self.put(replace(node, shape=shape, arguments=arguments), layout)
+
+    def _beside(self, reader: Node, name: str, image: Image) -> str | None:
+        """What varies along an image without being one, as an image for ``reader``."""
+        made = beside(f"{reader.name}__{name}", self.nodes[name], image.layout, self.nodes[image.node], self.axes)
+        if made is not None:
+            self.nodes[made.name] = replace(made, module_path=reader.module_path)
+            return made.name
+        return None
 
     def _unexpanded(self, name: str) -> str:
         """What a value that was expanded to the size of an image was before: what reads it broadcasts it again."""
@@ -196,6 +212,8 @@ class _Rewriting(Following):
     def _along(self, node: Node) -> bool:
         """An operator along dimensions, each of which is one of the image's: of its channels, or all of its axes at once."""
         spec, name = ALONG[node.target], ALONG[node.target].argument
+        if node.target == "aten.cat.default" and not self._join_sides(node):
+            return False
         operands = [operand for operand in node.operands if operand in self.images]
         layout, held = self.images[operands[0]].layout, self.shape(self.images[operands[0]].node)
         if set(node.operands) != set(operands) or any(self.images[operand].layout != layout for operand in operands):
@@ -232,6 +250,23 @@ class _Rewriting(Following):
         layout = Layout(((1,), (0,), *((place,) for place in range(2, len(node.shape)))))
         return self._put_along(node, layout, ("dim", 1), (batch, count, *rest))
 
+    def _join_sides(self, node: Node) -> bool:
+        """Make images of what is joined to one, and varies along it without being one."""
+        image = self.only_image(node)
+        first_axis = len(self.shape(image.node)) - self.axes.count
+        for name in (name for name in dict.fromkeys(node.operands) if name not in self.images):
+            shape, base = self.shape(name), self._unexpanded(name)
+            if len(shape) != len(image.layout.groups) or not varies(shape, image.layout, first_axis):
+                return False
+            # What an expansion repeats along the image, or for each sample, is repeated here; channels are needed as they are.
+            repeats = [at for at, extent in enumerate(self.shape(base)) if extent != shape[at]]
+            is_plain = all(dim == 0 or dim >= first_axis for at in repeats for dim in image.layout.groups[at])
+            side = self._beside(node, base if is_plain else name, image)
+            if side is None:
+                return False
+            self.images[name] = Image(side, image.layout)
+        return True
+
     def _put_along(
         self, node: Node, layout: Layout | None, argument: tuple[str, Any] | None = None, shape: tuple[Any, ...] | None = None
     ) -> bool:
@@ -255,17 +290,44 @@ class _Rewriting(Following):
         for group, extent in zip(image.layout.groups, node.shape, strict=True):
             if len(group) == 1 and 1 <= group[0] < len(held) - self.axes.count:
                 shape[group[0]] = extent
-        if not same_shape(image.layout.shape(shape), node.shape):
+        if not same(image.layout.shape(shape), node.shape):
             return False
         channels = tuple(shape[1 : len(held) - self.axes.count])
         arguments = (("self", Ref(image.node)), ("channels", channels))
         return self.put(replace(node, target="sft.expanded", shape=tuple(shape), arguments=arguments), image.layout)
 
+    def _unpool(self, node: Node) -> bool:
+        """The unpooling of a signal, which comes as that of an image one pixel wide."""
+        narrow = [self.graph[name] for name in node.operands]
+        images = [self.images.get(made.operands[0]) for made in narrow if made.target == "aten.unsqueeze.default"]
+        if self.axes.count != 1 or [image and image.layout for image in images] != [Layout.plain(3)] * 2:
+            return False
+        value, indices = (Ref(image.node) for image in images if image is not None)
+        arguments = (("self", value), ("indices", indices), ("output_size", node.argument("output_size")[:1]))
+        unpooled = replace(node, target="sft.max_unpool1d", shape=node.shape[:3], arguments=arguments)
+        return self.put(unpooled, Layout((*Layout.plain(3).groups, ())))
+
+    def _product(self, node: Node) -> bool:
+        """A matrix product over all pixels, or of every pixel's channels."""
+        letters = letters_of(node, [len(self.graph[name].shape) for name in node.operands])
+        if letters is None or len(node.operands) != 2:
+            return False
+        factors = [
+            Factor(term, self.nodes[image.node if image else name], image.layout if image else None)
+            for name, image, term in zip(node.operands, map(self.images.get, node.operands), letters, strict=False)
+        ]
+        found = product(node, factors[0], factors[1], letters[2], self.axes.count)
+        if found is None:
+            return False
+        nodes, layout = found
+        self.nodes.update((made.name, made) for made in nodes)
+        return layout is None or self.follow(node, Image(nodes[-1].name, layout))
+
     def _broadcast_tensors(self, node: Node) -> bool:
         """Images of one size; whoever reads them broadcasts them."""
         name = node.operands[node.argument("result", 0)]
         image = self.images.get(name)
-        if image is None or not same_shape(image.layout.shape(self.shape(image.node)), node.shape):
+        if image is None or not same(image.layout.shape(self.shape(image.node)), node.shape):
             return False
         self.images[node.name] = image
         return True
@@ -287,7 +349,7 @@ class _Rewriting(Following):
         if name not in self.images and index is not None and constant is not None and self._is_constant_image(constant):
             held = self.shape(index.node)
             channels, wanted = constant.shape[1], (constant.shape[0], 1, *constant.shape[2:])
-            if len(held) != self.axes.rank or not index.layout.is_plain or not same_shape((held[0], 1, *held[2:]), wanted):
+            if len(held) != self.axes.rank or not index.layout.is_plain or not same((held[0], 1, *held[2:]), wanted):
                 return False
             value = constant.argument("fill_value", _CONSTANTS[constant.target])
             arguments = (("self", Ref(index.node)), ("channels", channels), ("value", value), ("dtype", constant.dtype))
@@ -305,7 +367,7 @@ class _Rewriting(Following):
         """A loss of single elements and, where there is one, its reduction."""
         each = of_elements(node)
         images = [self.images[name] for name in node.operands if name in self.images]
-        shape = _broadcast([images[0].layout.shape(self.shape(image.node)) for image in images], len(images[0].layout.groups))
+        shape = broadcast([images[0].layout.shape(self.shape(image.node)) for image in images], len(images[0].layout.groups))
         if not self._elementwise(replace(each, shape=shape)):
             return False
         if each.name != node.name:
@@ -343,26 +405,9 @@ class _Rewriting(Following):
         sides = [name for value in (weight, node.argument("bias")) for name in refs_in(value)]
         if image is None or any(name in self.images for name in sides) or not self._ends_with_channels(image):
             return False
-        kernel, ones = f"{node.name}__kernel", (1,) * self.axes.count
-        matrix = self.nodes[weight.name]
-        shape = (*matrix.shape, *ones)
-        given = (("self", Ref(weight.name)), ("shape", shape))
-        self.nodes[kernel] = replace(
-            matrix, name=kernel, kind="operator", target="sft.aligned", shape=shape, arguments=given, module_path=node.module_path
-        )
-        old = self.shape(image.node)
-        arguments = (
-            ("input", Ref(image.node)),
-            ("weight", Ref(kernel)),
-            ("bias", node.argument("bias")),
-            ("stride", ones),
-            ("padding", (0,) * self.axes.count),
-            ("dilation", ones),
-            ("groups", 1),
-        )
-        target = f"aten.conv{self.axes.count}d.default"
-        convolution = replace(node, target=target, shape=(old[0], matrix.shape[0], *self.axes.of(old)), arguments=arguments)
-        return self.put(convolution, image.layout)
+        kernel, made = linear(node, self.nodes[weight.name], self.nodes[image.node], self.axes)
+        self.nodes[kernel.name] = kernel
+        return self.put(made, image.layout)
 
     def _layer_norm(self, node: Node) -> bool:
         image = self.images.get(node.argument("input").name)
@@ -371,8 +416,3 @@ class _Rewriting(Following):
         last = image.layout.groups[len(image.layout.groups) - len(node.argument("normalized_shape")) :]
         made = layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
         return made is not None and all([self.put(part, image.layout) for part in made])
-
-
-def _broadcast(shapes: Sequence[Sequence[Any]], rank: int) -> tuple[Any, ...]:
-    full = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
-    return tuple(next((extent for extent in column if extent != 1), 1) for column in zip(*full, strict=True))

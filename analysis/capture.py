@@ -192,7 +192,9 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequenc
     )
     with _quiet():
         try:
-            return _exported(model, shapes, dtypes, device, dynamic)
+            program = _exported(model, shapes, dtypes, device, dynamic)
+            # Where only a product of sizes is fixed (positions of a list of pixels), no size follows from it; few are left anyway.
+            return _exported(model, shapes, dtypes, device, None) if any(map(_fixes_a_product, guards_of(program))) else program
         except UnsupportedError:
             raise
         except Exception as error:
@@ -211,6 +213,10 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequenc
                     "control flow that depends on tensor values must move out of `forward`"
                 ]
             ) from error
+
+
+def _fixes_a_product(guard: sp.Basic) -> bool:
+    return isinstance(guard, sp.Eq) and guard.rhs.is_Integer and guard.rhs > 1 and len(guard.lhs.free_symbols) > 1
 
 
 def _exported(

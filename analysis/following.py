@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
-import sympy as sp
-
+from sft.analysis.extents import divided, split_factor
 from sft.analysis.graph import Graph, Node, Ref, map_refs
 from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
 
-__all__ = ["PERMUTES", "RESHAPES", "Following", "Image", "same_shape"]
+__all__ = ["PERMUTES", "RESHAPES", "Following", "Image"]
 
 RESHAPES = frozenset(
     {
@@ -122,11 +120,11 @@ class Following:
         """The image with those pixels as channels that a reshape to the shape of ``node`` takes apart; ``None`` if it takes none."""
         old = self.nodes[image.node]
         first_axis, extents = len(old.shape) - self.axes.count, self.axes.of(old.shape)
-        factors = tuple(_split_factor(extent, node.shape) for extent in extents)
+        factors = tuple(split_factor(extent, node.shape) for extent in extents)
         if all(factor == 1 for factor in factors):
             return None
         name = f"{node.name}__folded"
-        shape = (*old.shape[:first_axis], *factors, *(_divided(e, f) for e, f in zip(extents, factors, strict=True)))
+        shape = (*old.shape[:first_axis], *factors, *(divided(e, f) for e, f in zip(extents, factors, strict=True)))
         self.nodes[name] = replace(
             node, name=name, target="sft.folded", shape=shape, arguments=(("self", Ref(image.node)), ("factors", factors))
         )
@@ -200,7 +198,8 @@ class Following:
         elif node.target == "aten.movedim.int":
             order.insert(node.argument("destination") % rank, order.pop(node.argument("source") % rank))
         else:
-            a, b = (node.argument("dim0", 0), node.argument("dim1", 1)) if node.target != "aten.swapaxes.default" else _pair(node)
+            names = ("axis0", "axis1") if node.target == "aten.swapaxes.default" else ("dim0", "dim1")
+            a, b = (node.argument(name, default) for default, name in enumerate(names))
             order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
         return self.follow(node, Image(image.node, image.layout.permuted(order)))
 
@@ -222,29 +221,3 @@ class Following:
             held = f"{node.name}__split"
             self.rearranged(node, found.rearrangement, image.node, held)
         return self.follow(node, Image(held, found.layout))
-
-
-def _split_factor(extent: Any, shape: Sequence[Any]) -> int:
-    """How many pixels of an axis become a dimension of their own, where a shape has ``extent / factor, factor`` side by side; else 1."""
-    for size, factor in pairwise(shape):
-        if (
-            isinstance(factor, int)
-            and factor > 1
-            and size == _divided(extent, factor)
-            and not (isinstance(extent, int) and extent % factor)
-        ):
-            return factor
-    return 1
-
-
-def _divided(extent: Any, factor: int) -> Any:
-    return extent // factor if isinstance(extent, int) else sp.floor(extent / sp.Integer(factor)) if factor != 1 else extent
-
-
-def _pair(node: Node) -> tuple[int, int]:
-    return node.argument("axis0"), node.argument("axis1")
-
-
-def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two shapes are equal for every size of the image."""
-    return len(first) == len(second) and all(sp.simplify(sp.sympify(a) - sp.sympify(b)) == 0 for a, b in zip(first, second, strict=True))

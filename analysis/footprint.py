@@ -183,6 +183,8 @@ def _steady_carries(
             continue
         access = row.access(graph[name], 0)
         if row.role == "reduce":
+            least = min(front[o] for o in operands)
+            lowest.update((o, min(lowest.get(o, least), least)) for o in operands if front[o] > least)
             continue
         front[name] = min(access.frontier(front[o]) for o in operands)
         for operand in operands:

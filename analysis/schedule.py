@@ -269,7 +269,7 @@ def build_schedule(
         node = graph[name]
         entries = []
         for operand in dict.fromkeys(o for o in node.operands if o in streamed):
-            low, high, floor_row = _reads(node, rows[name], frontier, operand, extents)
+            low, high, floor_row = _reads(node, rows[name], frontier, operand, extents, streamed)
             entries.append((operand, low, high))
             kept[operand] = np.minimum(kept[operand], floor_row)
         reads[name] = tuple(entries)
@@ -321,10 +321,12 @@ def _advance(
         num_steps += max(1, num_steps // 8)
 
 
-def _reads(node: Node, row: Operator, frontier: Mapping[str, Rows], operand: str, extents: Mapping[str, int]) -> tuple[Rows, Rows, Rows]:
+def _reads(
+    node: Node, row: Operator, frontier: Mapping[str, Rows], operand: str, extents: Mapping[str, int], streamed: Collection[str]
+) -> tuple[Rows, Rows, Rows]:
     """First and last+1 row read in each step, borders ignored, and the first row still needed at each point."""
-    if row.role == "reduce":  # every row once, as it comes
-        front = frontier[operand]
+    if row.role == "reduce":  # every row once, as it comes; of several operands when the last of them is there
+        front = np.minimum.reduce([frontier[name] for name in node.operands if name in streamed])
         return front[:-1], front[1:], front
     access, out = row.access(node, 0), frontier[node.name]
     first = (access.scale * out + access.first) // access.divisor

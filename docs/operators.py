@@ -17,7 +17,7 @@ INTRODUCTION = """# Operators
 Written by `python docs/operators.py` from the operator table; a test compares. `sft.check(model, input_shape)` says the same of one model.
 
 **In strips**: any use of these operators that their row of the table knows runs strip by strip, with one to three axes. The others, and
-uses that a row refuses (attention over all pixels, a circular padding, `cat` along the image, ...), run on whole tensors, as in plain
+uses that a row refuses (attention of pixels to pixels, `cat` along the image, ...), run on whole tensors, as in plain
 PyTorch, where these fit the budget; `plan.explain()` lists them with the reason. What follows them is streamed again where it is still
 an image.
 
@@ -28,7 +28,7 @@ forms is fine), sizes that depend on values, operators that write into their ope
 
 
 #: Rows that are there for the reason they give.
-_WHOLE = ("OverPixels", "PlaceInImage")
+_WHOLE = ("OverPixels",)
 
 
 def page() -> str:

@@ -19,9 +19,10 @@ from sft.analysis.capture import Capture, attribute_of, capture, dropping_channe
 from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
-from sft.analysis.operators import is_differentiable
+from sft.analysis.operators import differentiable_operands
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.transposed import with_overlaps_apart
+from sft.analysis.wrapped import with_wraps_apart
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
@@ -341,7 +342,7 @@ class Engine:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         with dropping_channels(self.model, traced.lacking_channels):
             found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
-        found = replace(found, graph=with_positional_masks(with_overlaps_apart(with_norms_apart(annotated(canonical(found.graph))))))
+        found = replace(found, graph=_apart(found.graph))
         captured = _Captured(found, find_phases(found.graph), traced)
         self._refuse_unbatched(found.graph, kind.shapes)
         symbols = found.bind(kind.shapes)
@@ -380,7 +381,7 @@ class Engine:
             elif node.kind in ("constant", "seed"):
                 needs = False
             else:
-                needs = is_differentiable(node) and node.name in leading and any(name in found for name in node.operands)
+                needs = node.name in leading and any(name in found for name in differentiable_operands(node))
             if needs:
                 found.add(node.name)
         return frozenset(found)
@@ -391,6 +392,12 @@ class Engine:
         size += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
         size += sum(b.numel() * b.element_size() for b in self.model.buffers())
         return size + _optimizer_bytes(self.optimizer)
+
+
+def _apart(graph: Graph) -> Graph:
+    """The graph in the terms of the operator table."""
+    graph = with_norms_apart(annotated(canonical(graph)))
+    return with_positional_masks(with_wraps_apart(with_overlaps_apart(graph)))
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

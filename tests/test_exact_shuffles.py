@@ -1,4 +1,4 @@
-"""Pixels that become channels and back, by torch's operators and by hand, and poolings that are undone: exact in strips."""
+"""Pixels that become channels and back, by torch's operators and by hand: exact in strips."""
 
 from __future__ import annotations
 
@@ -130,17 +130,15 @@ def test_down_and_up(factor: int, by_hand: bool, size: tuple[int, int], rows: in
 
 
 class _Pooled(nn.Module):
-    """Uses a pooling's values, and where they were if asked to."""
+    """Uses the values of a pooling that also says where they were."""
 
-    def __init__(self, pool: nn.Module, unpool: nn.Module | None = None) -> None:
+    def __init__(self, pool: nn.Module) -> None:
         super().__init__()
         self.before, self.after = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
-        self.pool, self.unpool = pool, unpool
+        self.pool = pool
 
     def forward(self, x: Tensor) -> Tensor:
-        pooled, indices = self.pool(self.before(x))
-        if self.unpool is not None:
-            pooled = self.unpool(pooled.tanh(), indices, output_size=x.shape)
+        pooled, _ = self.pool(self.before(x))
         y: Tensor = self.after(pooled)
         return y
 
@@ -150,9 +148,3 @@ def test_values_of_a_pooling_with_indices(tiles: str) -> None:
     model = seeded(lambda: _Pooled(nn.MaxPool2d(3, 2, 1, return_indices=True)))
     report = assert_exact(model, image(2, 3, 13, 9), options=_TILES[tiles], steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["tiled"]
-
-
-@pytest.mark.parametrize("tiles", ["strips", "tiles"])
-def test_indices_run_whole(tiles: str) -> None:
-    model = seeded(lambda: _Pooled(nn.MaxPool2d(2, return_indices=True), nn.MaxUnpool2d(2)))
-    assert_exact(model, image(2, 3, 12, 8), options=_TILES[tiles], steps=1)

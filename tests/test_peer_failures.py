@@ -132,6 +132,48 @@ def test_u_net_with_nearest_upsampling(rows: int) -> None:
     assert_exact(seeded(TinyUNet), image(1, 3, 32, 12), options=_strips(rows, 12, 2))
 
 
+_RESAMPLED: dict[str, Callable[[], nn.Module]] = {
+    "bilinear": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    "transposed_overlapping": lambda: nn.ConvTranspose2d(4, 4, 3, stride=2, padding=1, output_padding=1),
+}
+
+
+@pytest.mark.parametrize("name", _RESAMPLED)
+def test_upsampling_looks_across_seams(name: str) -> None:
+    """DistConv's bilinear upsampling stops at its shard; lightstream and SFT-AE have no upsampling that runs."""
+    assert_exact(seeded(lambda: Around(_RESAMPLED[name]())), image(1, 3, 13, 11), options=_strips(3, 4), steps=1)
+
+
+def test_even_kernel_that_is_no_stride() -> None:
+    """DistConv wants whole multiples, ShardTensor a stride equal to an even kernel."""
+    model = seeded(lambda: Around(nn.Conv2d(4, 4, (4, 2), stride=(3, 1), padding=(2, 1), groups=2)))
+    assert_exact(model, image(1, 3, 21, 13), options=_strips(4, 5), steps=1)
+
+
+def test_odd_tiles_of_a_strided_network() -> None:
+    """lightstream's output has another shape then, or other values: sizes must be multiples of the total stride."""
+    assert_exact(seeded(Residual), image(1, 3, 33, 22), options=sft.Options(tile=(7, 5), halo="recompute"), steps=1)
+
+
+def test_volumes() -> None:
+    """lightstream names Conv3d in a list, and does no more with it."""
+    model = seeded(lambda: chain(nn.Conv3d(2, 3, 3, padding=1), nn.MaxPool3d(3, 2, 1), nn.Conv3d(3, 2, (3, 1, 2), stride=2)))
+    assert_exact(model, image(2, 2, 11, 7, 5), options=_strips(3, 4), steps=1)
+
+
+def test_running_statistics_move_once_a_step() -> None:
+    """SFT-AE drops weight, bias and statistics of a norm; one that sees tile after tile moves them as often."""
+    model = seeded(lambda: Around(nn.BatchNorm2d(4))).train()
+    net = sft.compile(copy.deepcopy(model), (1, 3, 16, 12), options=_strips(2, 5))
+    x = image(1, 3, 16, 12)
+    for module in (model, net):
+        module(x).sum().backward()
+    ours, eager = dict(net.named_buffers()), dict(model.named_buffers())
+    assert int(ours["layer.num_batches_tracked"]) == 1
+    for name in ("layer.running_mean", "layer.running_var"):
+        assert relative_error(ours[name], eager[name]) <= 1e-12
+
+
 def test_residual_network() -> None:
     assert_exact(seeded(Residual), image(2, 3, 37, 18), options=_strips(4, 18, 3))
 
@@ -165,7 +207,6 @@ class _Noise(nn.Module):
         return x + torch.randn_like(x)
 
 
-# Refused by name. When one of these is supported, its line moves to test_exact_operators.py.
 _PADDED: dict[str, Callable[[], nn.Module]] = {
     "reflect_conv": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
     "replicate_conv": lambda: nn.Conv2d(4, 4, 3, padding=1, padding_mode="replicate"),
@@ -179,6 +220,7 @@ _PADDED: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.parametrize("name", _PADDED)
 def test_padding_is_that_of_the_image_and_not_of_a_strip(name: str) -> None:
+    """lightstream drops all modes but zeros, without a word (16 % off)."""
     assert_exact(seeded(lambda: Around(_PADDED[name]())), image(1, 3, 16, 12), options=_strips(4, 7))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sft.analysis.operators.base import Border, Operator, Role
-from sft.analysis.operators.table import ALONG, CASTS, ELEMENTWISE, is_differentiable, operator_of, refusal, rows_of_table, window_of
+from sft.analysis.operators.table import ALONG, CASTS, ELEMENTWISE, differentiable_operands, operator_of, refusal, rows_of_table, window_of
 from sft.analysis.operators.windows import Window
 
 __all__ = [
@@ -14,7 +14,7 @@ __all__ = [
     "Operator",
     "Role",
     "Window",
-    "is_differentiable",
+    "differentiable_operands",
     "operator_of",
     "refusal",
     "rows_of_table",

@@ -22,7 +22,7 @@ __all__ = ["Border", "Operator", "Role", "entry"]
 #: How rows flow: ``stream``: rows in, rows out; ``reduce``: every row is read once and a global value comes out; ``whole``: whole tensors.
 Role = Literal["stream", "reduce", "whole"]
 #: What an operator reads beyond the true image border.
-Border = Literal["none", "zeros", "-inf", "counted zeros", "not counted", "value", "reflected", "repeated"]
+Border = Literal["none", "zeros", "-inf", "counted zeros", "not counted", "value", "reflected", "repeated", "wrapped"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +32,13 @@ class Operator:
     Attributes:
         name: the family, also the key of its lowering rule.
         role: how rows flow through it.
+        is_sized: whether there may be more problems with a use of it once sizes are numbers.
         is_phased: whether what a strip computes depends on where its first row stands among those that one input row is spread to.
     """
 
     name: str
     role: Role = "stream"
+    is_sized: bool = False
     is_phased: bool = False
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:

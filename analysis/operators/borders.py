@@ -6,20 +6,22 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from sft.analysis.access import AxisMap
+from sft.analysis.axes import ROWS, Axes
 from sft.analysis.graph import Graph, Node
-from sft.analysis.operators.base import Border, Operator
+from sft.analysis.operators.base import Border, Operator, Role
 
-__all__ = ["ChannelPad", "Pad", "Slice"]
+__all__ = ["BorderRows", "ChannelPad", "Pad", "Slice", "Wrapped"]
 
-_BORDERS: dict[str, Border] = {"constant": "value", "reflect": "reflected", "replicate": "repeated"}
+_BORDERS: dict[str, Border] = {"constant": "value", "reflect": "reflected", "replicate": "repeated", "circular": "wrapped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pad(Operator):
-    """``pad`` with a constant, by reflection, by repeating the border; negative paddings crop.
+    """``pad`` with a constant, by reflection, by repeating the border, by wrapping round; negative paddings crop.
 
     Row ``o`` reads row ``o - low``, or, beyond the border, one that it mirrors: at most ``2 * low`` rows further up, ``2 * high`` further
-    down. The access map has that much slack everywhere, since a map has one form for all rows.
+    down. The access map has that much slack everywhere, since a map has one form for all rows. Along an axis that wraps round it has the
+    whole axis, so that panels of it compute everything before it in full; rows that wrap round are :class:`Wrapped`.
     """
 
     name: str = "pad"
@@ -40,12 +42,22 @@ class Pad(Operator):
         return mode
 
     def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
-        return replace(node, arguments=(*node.arguments, ("axes", len(extents))))
+        return replace(node, arguments=(*node.arguments, ("axes", len(extents)), ("extents", extents)))
 
     def access(self, node: Node, axis: int) -> AxisMap:
         low, high = self.amounts(node, axis)
-        reach = {"constant": 0, "reflect": 2, "replicate": 1}[self.mode(node)]
+        if self._wraps(node, axis):
+            extent = node.argument("extents")[axis]
+            return AxisMap(first=-low - extent - high, last=extent)
+        reach = {"constant": 0, "reflect": 2, "replicate": 1, "circular": 0}[self.mode(node)]
         return AxisMap(first=-low - reach * max(0, high), last=-low + reach * max(0, low))
+
+    def _wraps(self, node: Node, axis: int) -> bool:
+        return self.mode(node) == "circular" and any(self.amounts(node, axis))
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        node = self.resolved(node, (0,) * axes.count)
+        return (0, 1, *(None if self._wraps(node, axis) else 2 + axis for axis in range(axes.count)))
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
         return extent + sum(self.amounts(node, axis))
@@ -59,12 +71,53 @@ class Pad(Operator):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         flat, mode = node.argument("pad"), self.mode(node)
         if mode not in _BORDERS:
-            return [f"{node.label}: mode {mode!r} reads the opposite border; the whole image is needed"]
+            return [f"{node.label}: mode {mode!r} is not known"]
+        if mode == "circular" and any(flat[2 * graph.axes.count - 2 :]):
+            return [f"{node.label}: its rows wrap round in a form that is not taken apart; pad an image [N, C, ...] by no less than 0"]
         if any(flat[2 * graph.axes.count :]):
             return [f"{node.label}: pads channels ({flat}); only the image's axes can be padded in strips"]
         if mode != "constant" and min(flat) < 0:
             return [f"{node.label}: crops with mode {mode!r}; crop before padding"]
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wrapped(Pad):
+    """The image with rows of the opposite border above and below it (circular padding of rows)."""
+
+    name: str = "wrapped"
+
+    def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
+        return node.operands[:1]
+
+    def amounts(self, node: Node, axis: int) -> tuple[int, int]:
+        return (node.argument("low"), node.argument("high")) if axis == ROWS else (0, 0)
+
+    def mode(self, node: Node) -> str:
+        return "constant"
+
+    def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
+        return node
+
+    def border(self, node: Node) -> Border:
+        return "wrapped"
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BorderRows(Operator):
+    """Rows at the image's lower and upper border, for circular padding."""
+
+    name: str = "border_rows"
+    role: Role = "reduce"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, 1, None, *range(3, 2 + axes.count))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,20 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 
-__all__ = ["FLOATING", "Affine", "Binary", "Cast", "Cat", "Drawn", "FrozenNorm", "LookUp", "OverPixels", "Pointwise", "Rowwise"]
+__all__ = [
+    "FLOATING",
+    "Affine",
+    "Beside",
+    "Binary",
+    "Cast",
+    "Cat",
+    "Drawn",
+    "FrozenNorm",
+    "LookUp",
+    "OverPixels",
+    "Pointwise",
+    "Rowwise",
+]
 
 FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -148,6 +161,19 @@ class Affine(Operator):
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (True, False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beside(Operator):
+    """What varies along the image without being one (a position embedding, a grid of coordinates): each strip takes its part."""
+
+    name: str = "beside"
+
+    def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
+        return node.operands[1:]
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator, Role
 
-__all__ = ["Extremes", "LogSumExp", "Mean", "Moments", "Peak", "Sum"]
+__all__ = ["Contracted", "Extremes", "LogSumExp", "Mean", "Moments", "Peak", "Sum"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,20 @@ class Peak(_Reduction):
     """The largest element, and its place."""
 
     name: str = "peak"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contracted(_Reduction):
+    """A matrix product of two images over all pixels."""
+
+    name: str = "contracted"
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *([None] * axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        whole = [name for name in node.operands if name not in streamed]
+        return [f"{node.label}: operand {whole[0]} is no image that comes in strips"] if whole else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

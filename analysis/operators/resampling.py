@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators.base import Operator, Role, entry
 from sft.analysis.operators.sampling import Kind, Sampling
 
-__all__ = ["AdaptiveAverage", "AdaptiveMax", "Grid", "Interpolation", "Nearest", "Resampling"]
+__all__ = ["AdaptiveAverage", "AdaptiveMax", "Antialiased", "Grid", "Interpolation", "Nearest", "Resampling"]
 
 #: Below so many windows along the rows each would hold much of the image.
 _FEWEST_WINDOWS = 4
@@ -29,6 +30,8 @@ _KINDS: dict[str, Kind] = {
     "upsample_bilinear": "linear",
     "upsample_trilinear": "linear",
     "upsample_bicubic": "cubic",
+    "_upsample_bilinear_aa": "antialiased linear",
+    "_upsample_bicubic_aa": "antialiased cubic",
 }
 
 
@@ -73,8 +76,7 @@ class Nearest(Operator):
 
 def _kind(node: Node) -> Kind:
     """How an interpolation finds a row."""
-    name = node.target.split(".")[1]
-    return _KINDS[name[: name.index("d", len(name) - 2) - 1]]
+    return _KINDS[re.sub(r"[123]d", "", node.target.split(".")[1])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,18 @@ class Interpolation(Resampling):
             )
             for axis, (extent, length) in enumerate(zip(extents, lengths, strict=True))
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Antialiased(Interpolation):
+    """Linear and cubic interpolation with antialiasing: windows that grow with the factor by which an image shrinks."""
+
+    is_sized: bool = True
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if node.shape[-1] == 1:
+            return [f"{node.label}: to a width of one pixel ATen repeats the first row on some devices; it is left to ATen"]
+        return Interpolation.problems(self, node, graph, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

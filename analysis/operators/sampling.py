@@ -23,12 +23,12 @@ from sft.analysis.access import AxisMap
 
 __all__ = ["Band", "Sampling"]
 
-Kind = Literal["nearest", "nearest exact", "linear", "cubic", "window"]
+Kind = Literal["nearest", "nearest exact", "linear", "cubic", "antialiased linear", "antialiased cubic", "window"]
 Rows = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
 
-#: The cubic's free parameter (Keys 1981), as ATen has it.
-_CUBIC = -0.75
+#: The cubic's free parameter (Keys 1981), as ATen has it; with antialiasing as Pillow has it.
+_CUBIC, _SMOOTH_CUBIC = -0.75, -0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -158,6 +158,9 @@ def _bands(sampling: Sampling) -> tuple[Band, Band]:
         back = _selection(np.arange(sampling.length) * sampling.extent // sampling.length)
     elif sampling.kind.startswith("nearest"):
         back = _nearest(replace(sampling, is_double=False))
+    elif sampling.kind.startswith("antialiased") and sampling.extent == sampling.length:
+        # ATen's forward leaves an axis alone whose size stays, whatever ``scale`` says; its backward does not.
+        forward = _selection(np.arange(sampling.length))
     return forward, back.transposed(sampling.extent)
 
 
@@ -221,6 +224,42 @@ def _cubic(sampling: Sampling) -> Band:
     return Band.of(columns, weights.astype(np.float64))
 
 
+def _triangle(x: Any) -> Any:
+    return np.maximum(1 - x, 0)
+
+
+def _bump(x: Any) -> Any:
+    a = x.dtype.type(_SMOOTH_CUBIC)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    return np.where(x < 1, near, np.where(x < 2, (((x - 5) * x + 8) * x - 4) * a, 0))
+
+
+def _antialiased(sampling: Sampling, kernel: Callable[[Any], Any], reach: int) -> Band:
+    """A kernel of ``reach`` rows to each side, as much wider as the image gets smaller; its weights are made to sum up to one.
+
+    Source: ``_compute_indices_min_size_weights_aa`` of ``ATen/native/cpu/UpSampleKernel.cpp``.
+    """
+    precision, ratio = sampling.precision, _ratio(sampling)
+    half, width = precision(0.5), np.maximum(ratio, precision(1))
+    support = precision(reach) * width
+    centre = ratio * (np.arange(sampling.length).astype(precision) + half)
+    start = np.maximum((centre - support + half).astype(np.int64), 0)
+    count = np.minimum((centre + support + half).astype(np.int64), sampling.extent) - start
+    count = np.clip(count, 0, 2 * int(np.ceil(support)) + 1)
+    place = np.arange(int(count.max()))
+    away = np.abs((start[:, None] + place).astype(precision) - centre[:, None] + half) * (precision(1) / width)
+    weights = np.where(place < count[:, None], kernel(away), 0)
+    return Band(start, start + count, (weights / weights.sum(axis=1, keepdims=True)).astype(np.float64))
+
+
+def _antialiased_linear(sampling: Sampling) -> Band:
+    return _antialiased(sampling, _triangle, 1)
+
+
+def _antialiased_cubic(sampling: Sampling) -> Band:
+    return _antialiased(sampling, _bump, 2)
+
+
 def _window(sampling: Sampling) -> Band:
     rows, extent, length = np.arange(sampling.length), sampling.extent, sampling.length
     start, stop = rows * extent // length, -(-(rows + 1) * extent // length)
@@ -234,6 +273,8 @@ _FORWARD: dict[Kind, Callable[[Sampling], Band]] = {
     "nearest exact": _nearest,
     "linear": _linear,
     "cubic": _cubic,
+    "antialiased linear": _antialiased_linear,
+    "antialiased cubic": _antialiased_cubic,
     "window": _window,
 }
 

@@ -14,11 +14,12 @@ from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.losses import ELEMENT_LOSSES
 from sft.analysis.masks import MASK_TARGETS
 from sft.analysis.operators.base import Operator
-from sft.analysis.operators.borders import ChannelPad, Pad, Slice
+from sft.analysis.operators.borders import BorderRows, ChannelPad, Pad, Slice, Wrapped
 from sft.analysis.operators.pixelwise import (
     FLOATING,
     Affine,
     AlongChannels,
+    Beside,
     Binary,
     Cast,
     Cat,
@@ -29,13 +30,14 @@ from sft.analysis.operators.pixelwise import (
     Pointwise,
     Rowwise,
 )
-from sft.analysis.operators.reductions import Extremes, LogSumExp, Mean, Moments, Peak, Sum
-from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Grid, Interpolation, Nearest
+from sft.analysis.operators.places import UNPOOLINGS, MaxPoolPlaces, MaxUnpool
+from sft.analysis.operators.reductions import Contracted, Extremes, LogSumExp, Mean, Moments, Peak, Sum
+from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Antialiased, Grid, Interpolation, Nearest
 from sft.analysis.operators.shuffles import Folded, Unfolded
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
-from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, PlaceInImage, Window, Windowed
+from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 
-__all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "is_differentiable", "operator_of", "refusal", "rows_of_table", "window_of"]
+__all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "differentiable_operands", "operator_of", "refusal", "rows_of_table", "window_of"]
 
 WHOLE = Operator(name="whole", role="whole")
 
@@ -162,11 +164,12 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.unfolded": Unfolded(),
     "sft.folded": Folded(),
     **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
-    **{f"aten.max_pool{n}d_with_indices.default": PlaceInImage() for n in (1, 2, 3)},
-    **{f"aten.max_unpool{n}d.default": PlaceInImage() for n in (2, 3)},
+    **{f"aten.max_pool{n}d_with_indices.default": MaxPoolPlaces() for n in (1, 2, 3)},
+    **dict.fromkeys(UNPOOLINGS, MaxUnpool()),
     **{f"aten.avg_pool{n}d.default": (_AVG_POOL, ChannelWindow()) for n in (1, 2, 3)},
     **{f"aten.{name}{n}d.vec": (Nearest(), _INTERPOLATION) for name in ("upsample_nearest", "_upsample_nearest_exact") for n in (1, 2, 3)},
     **{f"aten.upsample_{name}.vec": _INTERPOLATION for name in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")},
+    **{f"aten._upsample_{name}2d_aa.vec": Antialiased() for name in ("bilinear", "bicubic")},
     **{f"aten.{name}.Tensor": _BINARY for name in ("add", "sub", "mul", "div")},
     **{f"aten.{name}.default": _POINTWISE for name in _UNARY},
     **{f"aten.{name}": _POINTWISE for name in _UNARY_OVERLOADS},
@@ -178,7 +181,10 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.extremes": Extremes(),
     "sft.peak": Peak(),
     "sft.logsumexp": LogSumExp(),
+    "sft.contracted": Contracted(),
+    "sft.mixed": _CHANNELS,
     "sft.affine": Affine(),
+    "sft.beside": Beside(),
     "sft.dropout": Drawn(name="dropout"),
     "sft.mask": Drawn(name="mask"),
     **dict.fromkeys(sorted(ELEMENT_LOSSES), _ROW),
@@ -196,6 +202,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.stack.default": AlongChannels(adds=True),
     "aten.slice.Tensor": (AlongChannels(), Slice()),
     "aten.pad.default": (Pad(), ChannelPad()),
+    "sft.border_rows": BorderRows(),
+    "sft.wrapped": Wrapped(),
     "sft.expanded": _CHANNELS,
     "aten.flip.default": AlongChannels(argument="dims"),
     **{f"aten.adaptive_avg_pool{n}d.default": (_MEAN, Grid(), AdaptiveAverage()) for n in (1, 2, 3)},
@@ -276,13 +284,21 @@ def refusal(node: Node, graph: Graph) -> str | None:
 
 #: What comes out of these depends on no value that they read, or is not to.
 _CONSTANT = frozenset(
-    {"sft.mask", "sft.label_weight", "aten.detach.default", *(f"aten.{name}_like.default" for name in ("zeros", "ones", "full"))}
+    {
+        "sft.mask",
+        "sft.label_weight",
+        "sft.filled",
+        "aten.detach.default",
+        *(f"aten.{name}_like.default" for name in ("zeros", "ones", "full")),
+    }
 )
 
 
-def is_differentiable(node: Node) -> bool:
-    """Whether a gradient passes through an operator at all: none passes through a drawn mask, whole numbers, or ``detach``."""
-    return node.target not in _CONSTANT and (node.dtype in FLOATING or node.dtype.startswith("complex"))
+def differentiable_operands(node: Node) -> tuple[str, ...]:
+    """The operands that a gradient may pass to: it passes to none through a drawn mask, whole numbers, or ``detach``."""
+    if node.target in _CONSTANT or not (node.dtype in FLOATING or node.dtype.startswith("complex")):
+        return ()
+    return node.operands[:1] if node.target == "sft.beside" else node.operands
 
 
 def window_of(node: Node, axis: int) -> Window | None:

@@ -11,7 +11,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.operators.base import Border, Operator, entry
 
-__all__ = ["AvgPool", "ChannelWindow", "Convolution", "MaxPool", "PlaceInImage", "Window", "Windowed"]
+__all__ = ["AvgPool", "ChannelWindow", "Convolution", "MaxPool", "Window", "Windowed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,16 +148,6 @@ class MaxPool(_Pool):
 
     def border(self, node: Node) -> Border:
         return "-inf" if self.is_padded(node) else "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlaceInImage(Operator):
-    """Where the maxima were (``return_indices``), and what puts values back there: places in the whole image, not in a strip."""
-
-    name: str = "place_in_image"
-
-    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        return [f"{node.label}: counts pixels of the whole image, by which values may move from any strip to any other"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ They are traced like ATen's, so that their derivatives are torch's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -154,6 +155,68 @@ def unfolded(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]],
     return moved.view(self.shape[0], *([self.shape[dim] for dim in rest] or [1]), *grown)
 
 
+def beside(self: Tensor, like: Tensor, split: Sequence[int], order: Sequence[int], axes: int) -> Tensor:
+    """What varies along an image, as an image of that one's size."""
+    part = self.view(tuple(split)).permute(tuple(order))
+    first = like.dim() - axes
+    return part.expand(like.shape[0], *part.shape[1:first], *like.shape[first:])
+
+
+def contracted(
+    self: Tensor,
+    other: Tensor,
+    left: Sequence[Sequence[int]],
+    right: Sequence[Sequence[int]],
+    shape: Sequence[int],
+    axes: int,
+) -> Tensor:
+    """The product of two images over all pixels.
+
+    Args:
+        self: ``[N, channels..., axes...]``.
+        other: the same.
+        left: the dimensions of channels of ``self`` that a product is made for each of, and the others.
+        right: the same of ``other``.
+        shape: of the result.
+        axes: of the image.
+    """
+    return torch.bmm(_matrices(self, left, axes), _matrices(other, right, axes).transpose(1, 2)).view(tuple(shape))
+
+
+def mixed(self: Tensor, matrix: Tensor, part: Sequence[Sequence[int]], channels: Sequence[int], axes: int) -> Tensor:
+    """Every pixel's channels multiplied with a matrix of its sample, ``[N, groups, to, from, 1]``."""
+    pixels = _matrices(self, part, axes)
+    found = torch.bmm(matrix.reshape(pixels.shape[0], -1, pixels.shape[1]), pixels)
+    return found.view(self.shape[0], *channels, *self.shape[self.dim() - axes :])
+
+
+def _matrices(value: Tensor, part: Sequence[Sequence[int]], axes: int) -> Tensor:
+    """An image as matrices of channels by pixels, one for each sample and group."""
+    groups, rest = part
+    moved = value.permute(0, *groups, *rest, *range(value.dim() - axes, value.dim()))
+    count = math.prod(value.shape[dim] for dim in (0, *groups))
+    return moved.reshape(count, math.prod(value.shape[dim] for dim in rest), -1)
+
+
+def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], factors: Sequence[int] | None) -> Tensor:
+    """``max_unpool1d`` as torch has it."""
+    size = [*output_size, 1]
+    out: Tensor = torch.ops.aten.max_unpool2d.default(self.unsqueeze(-1), indices.unsqueeze(-1), size)
+    return out.squeeze(-1)
+
+
+def border_rows(self: Tensor, low: int, high: int, axes: int) -> Tensor:
+    """The last ``low`` rows of an image, then its first ``high``."""
+    dim = self.dim() - axes
+    return torch.cat([self.narrow(dim, self.shape[dim] - low, low), self.narrow(dim, 0, high)], dim)
+
+
+def wrapped(self: Tensor, border: Tensor, low: int, high: int, axes: int) -> Tensor:
+    """An image with such rows above and below it."""
+    dim = self.dim() - axes
+    return torch.cat([border.narrow(dim, 0, low), self, border.narrow(dim, low, high)], dim)
+
+
 def kernel_rows(self: Tensor) -> Tensor:
     """A kernel ``[Cin, Cout, kh, ...]`` with its rows as channels, ``[Cin, kh * Cout, 1, ...]``."""
     inputs, channels, kernel, *rest = self.shape
@@ -277,6 +340,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.expanded": expanded,
     "sft.folded": folded,
     "sft.unfolded": unfolded,
+    "sft.contracted": contracted,
+    "sft.mixed": mixed,
+    "sft.beside": beside,
+    "sft.max_unpool1d": max_unpool1d,
+    "sft.border_rows": border_rows,
+    "sft.wrapped": wrapped,
     "sft.kernel_rows": kernel_rows,
     "sft.overlap_add": overlap_add,
     "sft.one_hot": one_hot,

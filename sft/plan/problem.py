@@ -13,7 +13,7 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Graph, Node
 from sft.analysis.masks import SEED
-from sft.analysis.phases import Phases
+from sft.analysis.phases import Phases, find_phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
 from sft.lower.context import grad_dtype_of
@@ -186,6 +186,7 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
         InputError: an operator's output would be empty, or operands differ in size.
         UnsupportedError: an operand broadcasts along the image, or a size depends on values.
     """
+    phases = _resorted(phases, symbols)
     shapes: dict[str, tuple[int, ...]] = dict(given)
     nodes: list[Node] = []
     for node in phases.graph.nodes:
@@ -201,6 +202,19 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
                 shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
         nodes.append(replace(node, shape=shapes[node.name]))
     return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes)))
+
+
+def _resorted(phases: Phases, symbols: Mapping[sp.Symbol, int]) -> Phases:
+    """The graph sorted anew where an operator that streams at other sizes does not stream at this one."""
+    sized = [name for name, row in phases.rows.items() if row.is_sized]
+    if not sized:
+        return phases
+    nodes = (
+        replace(node, shape=_numbers(node.shape, symbols, node), arguments=_numbers(node.arguments, symbols, node))
+        for node in phases.graph.nodes
+    )
+    graph = replace(phases.graph, nodes=tuple(nodes))
+    return find_phases(graph) if any(phases.rows[name].problems(graph[name], graph, phases.streamed) for name in sized) else phases
 
 
 def _streamed_at_size(

@@ -87,7 +87,7 @@ def _conv(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
     kernel = tuple(1 + k for k in _each(n, 0, axes, 4))
     groups = math.gcd(channels, 1 + n[1] % 3) if n[2] % 3 == 0 else 1
     out = groups * (1 + n[3] % max(1, 6 // groups))
-    mode = ("zeros", "zeros", "zeros", "reflect", "replicate")[n[4] % 5]
+    mode = ("zeros", "zeros", "zeros", "reflect", "replicate", "circular")[n[4] % 6]
     padding = tuple(min(p, k) for p, k in zip(_each(n, 2, axes, 3), kernel, strict=True))
     stride, dilation = tuple(1 + s for s in _each(n, 5, axes, 3)), tuple(1 + d for d in _each(n, 4, axes, 2))
     layer: Layer = _of("Conv", axes)(
@@ -191,6 +191,7 @@ def _interpolate(shape: tuple[int, ...], n: tuple[int, ...]) -> Layer:
         given["scale_factor"] = (0.5, 0.7, 1.5, 2.0, 2.0, 3.0)[n[2] % 6]
     if not mode.startswith("nearest"):
         given["align_corners"] = n[3] % 2 == 0
+        given["antialias"] = axes == 2 and n[4] % 3 == 0
     return _Function(lambda x: F.interpolate(x, **given))
 
 

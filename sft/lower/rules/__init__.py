@@ -7,6 +7,7 @@ from sft.analysis.operators import CASTS
 from sft.lower.context import Scope
 from sft.lower.rules.adaptive import AdaptiveMax
 from sft.lower.rules.base import Rule
+from sft.lower.rules.beside import Beside
 from sft.lower.rules.borders import Pad, Slice
 from sft.lower.rules.casts import Cast
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
@@ -14,11 +15,14 @@ from sft.lower.rules.extremes import Extremes, Peak
 from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
+from sft.lower.rules.places import MaxPoolPlaces, MaxUnpool
+from sft.lower.rules.products import Contracted
 from sft.lower.rules.reductions import LogSumExp, Mean, Sum, WholeMean
 from sft.lower.rules.resample import Grid, Nearest, Resampling
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
 from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
 from sft.lower.rules.windowed import AvgPool, Convolution, MaxPool
+from sft.lower.rules.wrapped import BorderRows, Wrapped
 
 __all__ = ["Rule", "rule_of"]
 
@@ -27,6 +31,8 @@ _RULES: dict[str, Rule] = {
     "transposed_convolution": TransposedConvolution(),
     "overlap_add": OverlapAdd(),
     "max_pool": MaxPool(),
+    "max_pool_places": MaxPoolPlaces(),
+    "max_unpool": MaxUnpool(),
     "avg_pool": AvgPool(),
     "nearest": Nearest(),
     "grid": Grid(),
@@ -34,16 +40,20 @@ _RULES: dict[str, Rule] = {
     "resampling": Resampling(),
     "pad": Pad(),
     "slice": Slice(),
+    "border_rows": BorderRows(),
+    "wrapped": Wrapped(),
     "binary": Binary(),
     "cat": Cat(),
     "frozen_norm": FrozenNorm(),
     "affine": Affine(),
     "cast": Cast(),
+    "beside": Beside(),
     "sum": Sum(),
     "mean": Mean(),
     "extremes": Extremes(),
     "peak": Peak(),
     "logsumexp": LogSumExp(),
+    "contracted": Contracted(),
     "moments": Moments(),
 }
 _ACTIVATION, _TRACED, _WHOLE = ResultActivation(), TracedPointwise(), TracedWhole()
@@ -68,7 +78,7 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
-    if whole and row.name in ("resampling", "adaptive_max"):
+    if whole and row.name in ("resampling", "adaptive_max", "wrapped", "beside"):
         return _WHOLE
     if whole and row.role == "reduce":
         return _WHOLE_REDUCTIONS.get(row.name, _WHOLE)

@@ -100,6 +100,8 @@ def _source(at: int, extent: int, mode: str) -> int:
     """The row that stands at ``at``, which may lie beyond the image."""
     if mode == "replicate":
         return min(max(at, 0), extent - 1)
+    if mode == "circular":
+        return at % extent
     return abs(at) if at < extent else 2 * (extent - 1) - at
 
 

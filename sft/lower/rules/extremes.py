@@ -14,7 +14,7 @@ from sft.lower.program import Slot
 from sft.lower.rules.base import Reduction
 from sft.lower.rules.reductions import axes_of, pixel_of
 
-__all__ = ["Extremes", "Peak"]
+__all__ = ["Extremes", "Peak", "starts_of"]
 
 aten = torch.ops.aten
 
@@ -121,7 +121,7 @@ def _merge_peaks(
     old, old_place = running.unbind(-1)
     value = value.to(running.dtype)
     whole = torch.zeros_like(place)
-    for at, start, extent in zip(_unravel(place, strip), _starts(origin, len(extents)), extents, strict=True):
+    for at, start, extent in zip(_unravel(place, strip), starts_of(origin, len(extents)), extents, strict=True):
         whole = whole * extent + (at + start)
     place = whole.to(running.dtype)
     is_better = (value > old) | ((value == old) & (place < old_place)) | value.isnan()
@@ -129,7 +129,7 @@ def _merge_peaks(
     old.copy_(torch.where(is_better, value, old))
 
 
-def _starts(origin: Sequence[int], count: int) -> tuple[int, ...]:
+def starts_of(origin: Sequence[int], count: int) -> tuple[int, ...]:
     """Where a strip begins along each axis; a third one is always whole."""
     _, row, column = origin
     return (row, column, 0)[:count]
@@ -149,7 +149,7 @@ def _put_at_peaks(out: Tensor, grad: Tensor, place: Tensor, origin: Sequence[int
     lead = grad.dim()
     inside = torch.ones_like(place, dtype=torch.bool)
     index: list[Tensor] = [torch.arange(size, device=out.device).view(size, *[1] * (lead - 1 - dim)) for dim, size in enumerate(grad.shape)]
-    for at, start, size in zip(_unravel(place.long(), extents), _starts(origin, len(extents)), out.shape[lead:], strict=True):
+    for at, start, size in zip(_unravel(place.long(), extents), starts_of(origin, len(extents)), out.shape[lead:], strict=True):
         at = at - start
         inside &= (at >= 0) & (at < size)
         index.append(at.clamp(0, size - 1))

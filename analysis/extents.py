@@ -1,0 +1,35 @@
+"""Arithmetic of extents and shapes, which are integers or SymPy expressions of the image's size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import sympy as sp
+
+__all__ = ["broadcast", "divided", "same", "split_factor"]
+
+
+def split_factor(extent: Any, shape: Sequence[Any]) -> int:
+    """How many pixels of an axis become a dimension of their own, where a shape has ``extent / factor, factor`` side by side; else 1."""
+    for size, factor in pairwise(shape):
+        if isinstance(factor, int) and factor > 1 and size == divided(extent, factor) and not (isinstance(extent, int) and extent % factor):
+            return factor
+    return 1
+
+
+def divided(extent: Any, factor: int) -> Any:
+    """Whole ``factor`` in an extent."""
+    return extent // factor if isinstance(extent, int) else sp.floor(extent / sp.Integer(factor)) if factor != 1 else extent
+
+
+def broadcast(shapes: Sequence[Sequence[Any]], rank: int) -> tuple[Any, ...]:
+    """The shape, of ``rank`` dimensions, that shapes broadcast to."""
+    full = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
+    return tuple(next((extent for extent in column if extent != 1), 1) for column in zip(*full, strict=True))
+
+
+def same(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two shapes are equal for every size of the image."""
+    return len(first) == len(second) and all(sp.simplify(sp.sympify(a) - sp.sympify(b)) == 0 for a, b in zip(first, second, strict=True))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,14 +22,20 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from sft.analysis.exported import bounds_of, graph_of, guards_of
+from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
 from sft.analysis.norms import CUMULATIVE
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "outputs_channels_last"]
+__all__ = ["CHANNELS_LAST", "NORMS_OF_WEIGHTS", "Capture", "capture", "is_channels_last", "outputs_channels_last"]
+
+#: Hooks that only compute a weight, which the capture follows.
+NORMS_OF_WEIGHTS = (WeightNorm, SpectralNorm)
 
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -95,7 +102,7 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
     # The caller may be in inference mode, or under autocast with a cache of casts.
-    with torch.inference_mode(False), _autocast(device, autocast), _momenta_known(model), _attributes_kept(model):
+    with torch.inference_mode(False), _autocast(device, autocast), _momenta_known(model), _attributes_kept(model), _hooks_aside(model):
         program = _export(model, shapes, dtypes, device)
     return Capture(
         graph=graph_of(program),
@@ -115,6 +122,19 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module, tensors in held:
             vars(module).update(tensors)
+
+
+@contextlib.contextmanager
+def _hooks_aside(model: nn.Module) -> Iterator[None]:
+    """Take the root's own hooks off: they run around each call of the compiled model, as they do in eager PyTorch, and not inside."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    held = {name: vars(model)[name] for name in names}
+    for name, hooks in held.items():
+        vars(model)[name] = OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, NORMS_OF_WEIGHTS))
+    try:
+        yield
+    finally:
+        vars(model).update(held)
 
 
 @contextlib.contextmanager
@@ -181,7 +201,8 @@ def _exported(
 ) -> ExportedProgram:
     with contextlib.nullcontext() if device.type == "meta" else FakeTensorMode():
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
-    exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
+    with grad_modes_followed(model):
+        exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
     decomposed: ExportedProgram = exported.run_decompositions({})
     return decomposed
@@ -191,25 +212,28 @@ def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
     """Decomposing forgets under which grad mode an operator ran: its gradient would come out where eager has none.
 
     Raises:
-        UnsupportedError: the model switches the grad mode.
+        UnsupportedError: the exporter has seen a switch, so it was not `forward` that made it.
     """
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule) and any("set_grad_enabled" in str(node.target) for node in module.graph.nodes):
             raise UnsupportedError(
                 [
-                    f"{type(model).__name__}: `forward` switches the grad mode (torch.no_grad, enable_grad), which capture cannot follow; "
-                    "move that part out of `forward`, or freeze its parameters with requires_grad_(False)"
+                    f"{type(model).__name__}: a hook of the model itself switches the grad mode (torch.nn.utils.spectral_norm does), and "
+                    "runs outside of what is compiled. Use torch.nn.utils.parametrizations.spectral_norm, or nn.Sequential(model)"
                 ]
             )
 
 
 def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> str | None:
     """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quiet():
         try:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            with torch.no_grad():
-                model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
+            state: dict[str, torch.Tensor] = {n: mode.from_tensor(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
+            with torch.enable_grad(), mode:  # what differentiates inside is not to blame on the input
+                inputs = tuple(torch.empty(s, dtype=d, device=device) for s, d in zip(shapes, dtypes, strict=True))
+                torch.func.functional_call(model, state, inputs)
         except RuntimeError as error:
             message = str(error).strip().splitlines()
             # Data-dependent control flow fails on fake tensors too, but says so in its own type.
@@ -240,7 +264,7 @@ def outputs_channels_last(
     """
     mode = FakeTensorMode()
     layouts = [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
-    with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast):
+    with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), _hooks_aside(model):
         try:
             state: dict[str, torch.Tensor] = {name: mode.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
             with mode:

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
 from sft.analysis.canonical import canonical
-from sft.analysis.capture import Capture, capture, is_channels_last, outputs_channels_last
+from sft.analysis.capture import NORMS_OF_WEIGHTS, Capture, capture, is_channels_last, outputs_channels_last
+from sft.analysis.gradients import reached_by_gradients, with_buffers_kept
 from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
@@ -42,8 +41,6 @@ Shape = tuple[int, ...]
 
 
 #: Captures and plans that are kept; an attribute that changes at every call must not fill the memory.
-#: Hooks that only compute a weight, which the capture follows.
-_NORMS_OF_WEIGHTS = (WeightNorm, SpectralNorm)
 _MAX_CAPTURES, _MAX_PLANS = 16, 128
 
 
@@ -239,7 +236,7 @@ class Engine:
                 ("backward hook", module._backward_hooks),
                 ("backward pre-hook", module._backward_pre_hooks),
             )
-            if any(not isinstance(hook, _NORMS_OF_WEIGHTS) for hook in hooks.values())
+            if any(not isinstance(hook, NORMS_OF_WEIGHTS) for hook in hooks.values())
         ]
         if problems:
             raise UnsupportedError(problems)
@@ -311,6 +308,7 @@ class Engine:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
         found = replace(found, graph=with_positional_masks(with_overlaps_apart(with_norms_apart(annotated(canonical(found.graph))))))
+        found = replace(found, graph=with_buffers_kept(found.graph))
         captured = _Captured(found, find_phases(found.graph), traced)
         self._refuse_unbatched(found.graph, kind.shapes)
         symbols = found.bind(kind.shapes)
@@ -336,20 +334,19 @@ class Engine:
         if not kind.with_grad:
             return frozenset()
         found: set[str] = set()
-        # A buffer's next value is no output: what only leads there has no gradient.
-        leading = phases.graph.ancestors(phases.graph.outputs)
+        reached = reached_by_gradients(phases.graph)
         arriving = iter(kind.input_grads)
         for node in phases.graph.nodes:
             if node.kind == "input":
                 needs = next(arriving)
             elif node.kind == "parameter":
-                needs = self.model.get_parameter(node.target).requires_grad
+                needs = node.name in reached and self.model.get_parameter(node.target).requires_grad
             elif node.kind == "buffer":
-                needs = self.model.get_buffer(node.target).requires_grad
+                needs = node.name in reached and self.model.get_buffer(node.target).requires_grad
             elif node.kind in ("constant", "seed"):
                 needs = False
             else:
-                needs = is_differentiable(node) and node.name in leading and any(name in found for name in node.operands)
+                needs = is_differentiable(node) and node.name in reached and any(name in found for name in node.operands)
             if needs:
                 found.add(node.name)
         return frozenset(found)

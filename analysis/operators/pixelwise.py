@@ -9,7 +9,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 
-__all__ = ["FLOATING", "Affine", "Binary", "Cast", "Cat", "Drawn", "FrozenNorm", "OverPixels", "Pointwise", "Rowwise"]
+__all__ = ["FLOATING", "Affine", "Binary", "Cast", "Cat", "Detached", "Drawn", "FrozenNorm", "OverPixels", "Pointwise", "Rowwise"]
 
 FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -22,6 +22,16 @@ class Pointwise(Operator):
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (False, True) if node.target in ("aten.relu.default", "aten.leaky_relu.default") else (True, True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached(Operator):
+    """The value itself, without a gradient."""
+
+    name: str = "detached"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

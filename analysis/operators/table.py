@@ -21,6 +21,7 @@ from sft.analysis.operators.pixelwise import (
     Binary,
     Cast,
     Cat,
+    Detached,
     Drawn,
     FrozenNorm,
     OverPixels,
@@ -170,6 +171,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.{name}": _POINTWISE for name in _UNARY_OVERLOADS},
     **dict.fromkeys(_ROWWISE, _ROW),
     **dict.fromkeys(CASTS, Cast()),
+    "aten.detach.default": Detached(),
     "aten.cat.default": Cat(),
     "aten._native_batch_norm_legit_no_training.default": FrozenNorm(),
     "sft.moments": Moments(),
@@ -311,4 +313,4 @@ ALONG: dict[str, Along] = {
     "aten.index_select.default": Along(),
 }
 #: Operators of single elements of their operands, which broadcast.
-ELEMENTWISE = frozenset(target for target, row in _TABLE.items() if row in (_POINTWISE, _BINARY, _ROW) or target in CASTS)
+ELEMENTWISE = frozenset(target for target, row in _TABLE.items() if row in (_POINTWISE, _BINARY, _ROW, Detached()) or target in CASTS)

@@ -8,7 +8,7 @@ from sft.lower.context import Scope
 from sft.lower.rules.adaptive import AdaptiveMax
 from sft.lower.rules.base import Rule
 from sft.lower.rules.borders import Pad, Slice
-from sft.lower.rules.casts import Cast
+from sft.lower.rules.casts import Cast, Detached
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.extremes import Extremes, Peak
 from sft.lower.rules.joins import Binary, Cat
@@ -39,6 +39,7 @@ _RULES: dict[str, Rule] = {
     "frozen_norm": FrozenNorm(),
     "affine": Affine(),
     "cast": Cast(),
+    "detached": Detached(),
     "sum": Sum(),
     "mean": Mean(),
     "extremes": Extremes(),

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,20 +21,15 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
-from sft.analysis.norms import CUMULATIVE
+from sft.analysis.preparation import hooks_aside, on_fake_tensors, prepared
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["CHANNELS_LAST", "NORMS_OF_WEIGHTS", "Capture", "capture", "is_channels_last", "outputs_channels_last"]
-
-#: Hooks that only compute a weight, which the capture follows.
-NORMS_OF_WEIGHTS = (WeightNorm, SpectralNorm)
+__all__ = ["CHANNELS_LAST", "Capture", "capture", "is_channels_last", "outputs_channels_last"]
 
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -102,7 +96,7 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
     # The caller may be in inference mode, or under autocast with a cache of casts.
-    with torch.inference_mode(False), _autocast(device, autocast), _momenta_known(model), _attributes_kept(model), _hooks_aside(model):
+    with torch.inference_mode(False), _autocast(device, autocast), prepared(model):
         program = _export(model, shapes, dtypes, device)
     return Capture(
         graph=graph_of(program),
@@ -111,48 +105,6 @@ def capture(
         guards=guards_of(program),
         shapes=tuple(shapes),
     )
-
-
-@contextlib.contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back tensors that modules hold as plain attributes; hooks that compute a weight leave fake ones there."""
-    held = [(module, {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, tensors in held:
-            vars(module).update(tensors)
-
-
-@contextlib.contextmanager
-def _hooks_aside(model: nn.Module) -> Iterator[None]:
-    """Take the root's own hooks off: they run around each call of the compiled model, as they do in eager PyTorch, and not inside."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    held = {name: vars(model)[name] for name in names}
-    for name, hooks in held.items():
-        vars(model)[name] = OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, NORMS_OF_WEIGHTS))
-    try:
-        yield
-    finally:
-        vars(model).update(held)
-
-
-@contextlib.contextmanager
-def _momenta_known(model: nn.Module) -> Iterator[None]:
-    """Give BatchNorms that average over all batches so far a number for their momentum, which would depend on a buffer's value."""
-    # Out of training the momentum goes nowhere.
-    averaging = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None and module.training
-    ]
-    try:
-        for module in averaging:
-            module.momentum = CUMULATIVE
-        yield
-    finally:
-        for module in averaging:
-            module.momentum = None
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -230,10 +182,8 @@ def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: 
     with _quiet():
         try:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            state: dict[str, torch.Tensor] = {n: mode.from_tensor(t) for n, t in (*model.named_parameters(), *model.named_buffers())}
-            with torch.enable_grad(), mode:  # what differentiates inside is not to blame on the input
-                inputs = tuple(torch.empty(s, dtype=d, device=device) for s, d in zip(shapes, dtypes, strict=True))
-                torch.func.functional_call(model, state, inputs)
+            with torch.enable_grad(), mode, on_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
+                model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
         except RuntimeError as error:
             message = str(error).strip().splitlines()
             # Data-dependent control flow fails on fake tensors too, but says so in its own type.
@@ -264,12 +214,11 @@ def outputs_channels_last(
     """
     mode = FakeTensorMode()
     layouts = [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
-    with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), _hooks_aside(model):
+    with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), hooks_aside(model):
         try:
-            state: dict[str, torch.Tensor] = {name: mode.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-            with mode:
+            with mode, on_fake_tensors(model, mode):
                 inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
-                outputs = pytree.tree_leaves(torch.func.functional_call(model, state, tuple(inputs)))
+                outputs = pytree.tree_leaves(model(*inputs))
         except Exception:
             return None
     return tuple(isinstance(out, torch.Tensor) and is_channels_last(out) for out in outputs)

@@ -22,6 +22,7 @@ from sft.execute.reading import Reading
 from sft.inputs import is_readable
 from sft.options import Options
 from sft.plan.types import Plan
+from sft.surroundings import not_compiled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.units import parse_bytes
 
 __all__ = ["CheckReport", "check", "compile", "plan"]
@@ -195,6 +196,7 @@ class _Compiled:
     __slots__ = ()
     _sft_engine: Engine
 
+    @not_compiled
     def forward(self, *inputs: Any, input_grad: Any = None, **keywords: Any) -> Any:
         """The model's output.
 
@@ -204,19 +206,20 @@ class _Compiled:
         would notice a change.
 
         Args:
-            inputs: of shape ``[N, C, H, W]``; arrays also with other orders of axes, see `sft.sources.ArraySource`.
+            inputs: of shape ``[N, C, H, W]``; arrays also with other orders of axes, see `sft.sources.ArraySource`. By position, or by the
+                names that the model's own ``forward`` has for them.
             input_grad: a writable array (or `sft.sources.RowSink`) of the input's shape that the backward pass fills with the
                 input's gradient, strip by strip: what it held is replaced. For several inputs a sequence, None where no gradient is
                 wanted. If the backward pass fails, its content is undefined. Default: `None`
 
         Raises:
             InputError: an argument is wrong; nothing was changed.
+            UnsupportedError: somebody traces the call instead of running it.
             SourceError: rows cannot be read; nothing was changed.
             BudgetError: no plan fits.
         """
-        if keywords:
-            raise InputError(f"keyword inputs {sorted(keywords)} are not supported; pass tensors by position")
-        return self._sft_engine.run(inputs, input_grad)
+        refuse_tracing(inputs)
+        return self._sft_engine.run(positional_inputs(self._sft_engine.model, inputs, keywords), input_grad)
 
     @property
     def last_reading(self) -> Reading | None:
@@ -240,6 +243,14 @@ class _Compiled:
         if shapes != list(wanted):
             raise InputError(f"plan_for needs every extent, got {inputs!r}")
         return self._sft_engine.plan_for_shapes(shapes)
+
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.script`` asks for."""
+        refuse_wrapping("torch.jit.script", "script the original model")
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """What ``nn.DataParallel`` asks for, with more than one device."""
+        refuse_wrapping("nn.DataParallel", "use nn.parallel.DistributedDataParallel")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = self._sft_engine

@@ -13,13 +13,14 @@ from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
 from sft.analysis.canonical import canonical
-from sft.analysis.capture import NORMS_OF_WEIGHTS, Capture, capture, is_channels_last, outputs_channels_last
+from sft.analysis.capture import Capture, capture, is_channels_last, outputs_channels_last
 from sft.analysis.gradients import reached_by_gradients, with_buffers_kept
 from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
 from sft.analysis.operators import is_differentiable
 from sft.analysis.phases import Phases, find_phases
+from sft.analysis.preparation import NORMS_OF_WEIGHTS
 from sft.analysis.transposed import with_overlaps_apart
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
@@ -149,7 +150,7 @@ class Engine:
                 if tensor is not None:
                     tensors[node.name] = tensor
             elif node.kind == "parameter":
-                tensors[node.name] = self.model.get_parameter(node.target)
+                tensors[node.name] = _attribute(self.model, node.target)
             elif node.kind == "buffer":
                 tensors[node.name] = self.model.get_buffer(node.target)
             elif node.kind == "seed":
@@ -340,7 +341,7 @@ class Engine:
             if node.kind == "input":
                 needs = next(arriving)
             elif node.kind == "parameter":
-                needs = node.name in reached and self.model.get_parameter(node.target).requires_grad
+                needs = node.name in reached and _attribute(self.model, node.target).requires_grad
             elif node.kind == "buffer":
                 needs = node.name in reached and self.model.get_buffer(node.target).requires_grad
             elif node.kind in ("constant", "seed"):

@@ -8,7 +8,8 @@ engine sits in a slot of its own, outside that dictionary, so ``state_dict`` and
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -190,12 +191,32 @@ def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
     return tuple(shapes)
 
 
+class _Replaceable:
+    """A method that tools replace on an instance (``net.forward = wrapped``): kept apart from the dictionary, which is the model's, too."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, net: Any, owner: type | None = None) -> Any:
+        if net is None:
+            return self._method
+        return net._sft_forward or types.MethodType(self._method, net)
+
+    def __set__(self, net: Any, replacement: Callable[..., Any]) -> None:
+        object.__setattr__(net, "_sft_forward", replacement)
+
+    def __delete__(self, net: Any) -> None:
+        object.__setattr__(net, "_sft_forward", None)
+
+
 class _Compiled:
     """What a compiled module adds to its model's class."""
 
     __slots__ = ()
     _sft_engine: Engine
+    _sft_forward: Callable[..., Any] | None
 
+    @_Replaceable
     @not_compiled
     def forward(self, *inputs: Any, input_grad: Any = None, **keywords: Any) -> Any:
         """The model's output.
@@ -275,6 +296,7 @@ def _wrap(model: nn.Module, engine: Engine) -> Any:
     net = cls.__new__(cls)
     object.__setattr__(net, "__dict__", model.__dict__)
     object.__setattr__(net, "_sft_engine", engine)
+    object.__setattr__(net, "_sft_forward", None)
     return net
 
 
@@ -283,5 +305,5 @@ def _compiled_class(cls: Any) -> type[nn.Module]:
     return type(
         cls.__name__,
         (_Compiled, cls),
-        {"__slots__": ("_sft_engine",), "__module__": cls.__module__, "__doc__": cls.__doc__},
+        {"__slots__": ("_sft_engine", "_sft_forward"), "__module__": cls.__module__, "__doc__": cls.__doc__},
     )

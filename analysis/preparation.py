@@ -20,6 +20,8 @@ from sft.analysis.norms import CUMULATIVE
 
 __all__ = ["NORMS_OF_WEIGHTS", "hooks_aside", "on_fake_tensors", "prepared"]
 
+_GLOBAL = tuple(f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre"))
+
 #: Hooks that only compute a weight, which the capture follows.
 NORMS_OF_WEIGHTS = (WeightNorm, SpectralNorm)
 
@@ -76,15 +78,23 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hooks_aside(model: nn.Module) -> Iterator[None]:
-    """Take the root's own hooks off: they run around each call of the compiled model, as they do in eager PyTorch, and not inside."""
+    """Take the root's own hooks off: they run around each call of the compiled model, as they do in eager PyTorch, and not inside.
+
+    Hooks for all modules (such as a FLOP counter's) would run on fake tensors, and are off as well.
+    """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     held = {name: vars(model)[name] for name in names}
     for name, hooks in held.items():
         vars(model)[name] = OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, NORMS_OF_WEIGHTS))
+    everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL]
+    for hooks, _ in everywhere:
+        hooks.clear()
     try:
         yield
     finally:
         vars(model).update(held)
+        for hooks, content in everywhere:
+            hooks.update(content)
 
 
 @contextlib.contextmanager

@@ -68,7 +68,8 @@ def _weighted_by_gradients(nets: Sequence[nn.Module], x: Tensor) -> Tensor:
     losses = y.square().mean(), y.abs().mean()
     parameters = list(nets[0].parameters())
     norms = [torch.stack([g.norm() for g in torch.autograd.grad(loss, parameters, retain_graph=True)]).norm() for loss in losses]
-    return losses[0] / norms[0] + losses[1] / norms[1]
+    balanced: Tensor = losses[0] / norms[0] + losses[1] / norms[1]
+    return balanced
 
 
 def _assert_close(ours: Sequence[Tensor | None], eager: Sequence[Tensor | None]) -> None:

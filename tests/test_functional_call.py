@@ -84,11 +84,16 @@ def test_evaluation_with_averaged_weights() -> None:
     _assert_close(found[1], found[0])
 
 
+@pytest.fixture(scope="module")
+def net() -> nn.Module:
+    """One that the tests leave as it is."""
+    return _pair()[1]
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's forward mode uses it
 @pytest.mark.parametrize("transform", ["grad", "vmap", "jvp", "jacrev"])
-def test_transforms_are_refused(transform: str) -> None:
+def test_transforms_are_refused(transform: str, net: nn.Module) -> None:
     """They see operators one by one, and would get a constant."""
-    _, net = _pair()
     x = image(*_SHAPE)
     parameters = {name: p.detach() for name, p in net.named_parameters()}
     with pytest.raises(sft.UnsupportedError, match=r"a transform of torch\.func.*Use torch\.autograd\.grad"):

@@ -53,7 +53,7 @@ def test_spectral_norm(normed: Callable[..., nn.Module], tile: tuple[int, int | 
 def test_spectral_norm_updates_once_a_step_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model = parametrizations.spectral_norm(nn.Conv2d(3, 4, 3)).double()
-    net = sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(4, None)))
+    net = sft.compile(copy.deepcopy(model), (*_SHAPE[:2], None, None), options=sft.Options(tile=(4, None)))
     x = image(*_SHAPE)
 
     def failing(*arguments: Any) -> Any:

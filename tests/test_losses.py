@@ -100,7 +100,7 @@ def test_generator_and_discriminator() -> None:
     torch.manual_seed(0)
     pair = seeded(_net), _discriminator().double()
     options = sft.Options(tile=(5, 7))
-    compiled = tuple(sft.compile(copy.deepcopy(model), _SHAPE, options=options) for model in pair)
+    compiled = tuple(sft.compile(copy.deepcopy(model), (*_SHAPE[:2], None, None), options=options) for model in pair)
     found = []
     for generator, discriminator in (pair, compiled):
         optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9) for net in (generator, discriminator)]

@@ -33,12 +33,12 @@ def _net() -> nn.Module:
 
 
 def _compiled(model: nn.Module) -> nn.Module:
-    net: nn.Module = sft.compile(copy.deepcopy(model), _SHAPE, options=_OPTIONS)
+    net: nn.Module = sft.compile(copy.deepcopy(model), (*_SHAPE[:2], None, None), options=_OPTIONS)
     return net
 
 
 def _batches() -> DataLoader[Any]:
-    images = torch.randn((12, *_SHAPE[1:]), generator=torch.Generator().manual_seed(0))
+    images = torch.randn((8, *_SHAPE[1:]), generator=torch.Generator().manual_seed(0))
     samples: Any = [(image, number % 3) for number, image in enumerate(images)]
     return DataLoader(samples, batch_size=_SHAPE[0])
 

@@ -33,6 +33,12 @@ def _pair() -> tuple[nn.Module, Any]:
     return model, sft.compile(copy.deepcopy(model), _SHAPE, options=_OPTIONS)
 
 
+@pytest.fixture(scope="module")
+def pair() -> tuple[nn.Module, Any]:
+    """One for the tests that leave it as it is."""
+    return _pair()
+
+
 def test_inputs_by_name() -> None:
     model = seeded(TwoInputs)
     net = sft.compile(copy.deepcopy(model), (_SHAPE, _SHAPE), options=_OPTIONS)
@@ -77,8 +83,8 @@ def test_torch_compile_leaves_it_as_it_is() -> None:
         (lambda net, x: _dual(net, x), "forward-mode derivatives have no strips"),
     ],
 )
-def test_what_would_record_it_is_refused(tool: Any, message: str) -> None:
-    model, net = _pair()
+def test_what_would_record_it_is_refused(tool: Any, message: str, pair: tuple[nn.Module, Any]) -> None:
+    model, net = pair
     x = image(*_SHAPE)
     with pytest.raises(sft.UnsupportedError, match=message):
         tool(net, x)
@@ -91,9 +97,9 @@ def _dual(net: nn.Module, x: Tensor) -> Tensor:
         return out
 
 
-def test_second_derivatives_are_refused_whoever_asks() -> None:
+def test_second_derivatives_are_refused_whoever_asks(pair: tuple[nn.Module, Any]) -> None:
     """Also where autograd would otherwise report that the gradient does not depend on anything, and Hessians are zero."""
-    _, net = _pair()
+    _, net = pair
     x = image(*_SHAPE).requires_grad_()
     (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
     for wanted in (x, next(net.parameters())):

@@ -82,49 +82,54 @@ class _Detaching(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._model_name = type(model).__name__
-        # Memory that autograd does not know of may be written to: buffers, constants, and what is made under torch.no_grad.
-        self._unwatched = {_memory(buffer) for buffer in model.buffers()}
-        self._kept: list[Tensor] = []  # so that neither their memory nor their identity gets a second owner
+        self._buffers = {_memory(buffer) for buffer in model.buffers()}
+        self._unwatched: set[int] = set()  # other memory that autograd does not know of: what is made of nothing, or under torch.no_grad
         self._aliases: set[int] = set()  # identities of detached tensors whose memory autograd knows of
+        self._kept: list[Tensor] = []  # so that neither their memory nor their identity gets a second owner
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled:
             with torch._C.DisableTorchFunction():
                 return func(*args)
         kwargs = kwargs or {}
-        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        targets = _targets(func, args, kwargs)
-        if _name(func) in _HOOKS:
-            self._refuse(
-                f"calls {_name(func)} on a tensor: hooks inside a compiled model do not run; register it on an output or a parameter"
-            )
-        if func in _DIFFERENTIATING:
-            self._refuse(f"differentiates inside ({_name(func)}), which the capture cannot follow; do it outside, with the plain model")
-        if any(id(value) in self._aliases for value in targets):
-            self._refuse(f"writes in place ({_name(func)}) through x.detach() or x.data, which autograd does not notice; {_INSTEAD}")
-        if func == _SET_DATA or _name(func) == "detach_":
-            what = "detaches in place (detach_)" if _name(func) == "detach_" else "sets x.data of"
-            self._refuse(f"{what} a tensor of shape {tuple(args[0].shape)}, which the exporter does not see; write x = x.detach()")
+        self._refuse_calls(func, args)
         if func == _DATA:
             func = Tensor.detach  # the exporter takes x.data for a constant
-        if torch.is_grad_enabled():
-            made = func(*args, **kwargs)
-            if isinstance(made, Tensor):
-                self._note(func, made, given)
-            return made
+        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        targets = [] if torch.is_grad_enabled() else _targets(func, args, kwargs)
         if targets:  # what is written must not bring its gradient along
             args, kwargs = pytree.tree_map(lambda value: value if _is_among(value, targets) else _detached(value), (args, kwargs))
-        versions = [value._version for value in given]
+        versions = [_version(value) for value in given]
         made = func(*args, **kwargs)
-        for value, version in zip(given, versions, strict=True):
-            if value._version != version and _memory(value) not in self._unwatched:
-                shape = tuple(value.shape)
+        self._check_written([value for value, version in zip(given, versions, strict=True) if _version(value) != version], func)
+        if torch.is_grad_enabled():
+            self._note(func, made, given)
+            return made
+        memories = {_memory(value) for value in given}
+        return pytree.tree_map(lambda value: value if _is_among(value, given) else self._result(value, memories), made)
+
+    def _refuse_calls(self, func: Any, args: Any) -> None:
+        name = _name(func)
+        if name in _HOOKS:
+            self._refuse(f"calls {name} on a tensor: hooks inside a compiled model do not run; register it on an output or a parameter")
+        if func in _DIFFERENTIATING:
+            self._refuse(f"differentiates inside ({name}), which the capture cannot follow; do it outside, with the plain model")
+        if func == _SET_DATA or name == "detach_":
+            what = "detaches in place (detach_)" if name == "detach_" else "sets x.data of"
+            self._refuse(f"{what} a tensor of shape {tuple(args[0].shape)}, which the exporter does not see; write x = x.detach()")
+
+    def _check_written(self, written: list[Tensor], func: Any) -> None:
+        for value in written:
+            memory, shape = _memory(value), tuple(value.shape)
+            if id(value) in self._aliases:
+                self._refuse(f"writes in place ({_name(func)}) through x.detach() or x.data, which autograd does not notice; {_INSTEAD}")
+            if torch.is_grad_enabled():
+                self._unwatched.discard(memory)
+            elif memory not in self._buffers and memory not in self._unwatched:
                 self._refuse(
                     f"writes in place ({_name(func)}), under torch.no_grad, into a tensor of shape {shape} made outside of it, whose "
                     f"gradient would be that of the value before; {_INSTEAD}"
                 )
-        memories = {_memory(value) for value in given}
-        return pytree.tree_map(lambda value: value if _is_among(value, given) else self._result(value, memories), made)
 
     def _result(self, value: Any, memories: set[int]) -> Any:
         if isinstance(value, Tensor) and _memory(value) not in memories:
@@ -135,15 +140,18 @@ class _Detaching(TorchFunctionMode):
         self._unwatched.add(_memory(value))
         self._kept.append(value)
 
-    def _note(self, func: Any, made: Tensor, given: list[Tensor]) -> None:
+    def _note(self, func: Any, made: Any, given: list[Tensor]) -> None:
         """Remember memory that is nobody's, and detached tensors whose memory is somebody's."""
-        if not given or _name(func).endswith("_like") or _name(func).startswith("new_"):
-            self._own(made)
-            return
+        is_fresh = not given or _name(func).endswith("_like") or _name(func).startswith("new_")
         is_cut_off = func is Tensor.detach or any(id(value) in self._aliases for value in given)
-        if is_cut_off and _memory(made) not in self._unwatched and any(_memory(made) == _memory(value) for value in given):
-            self._aliases.add(id(made))
-            self._kept.append(made)
+        for value in pytree.tree_leaves(made) if is_fresh or is_cut_off else ():
+            if not isinstance(value, Tensor):
+                continue
+            if is_fresh:
+                self._own(value)
+            elif _memory(value) not in self._unwatched | self._buffers and any(_memory(value) == _memory(operand) for operand in given):
+                self._aliases.add(id(value))
+                self._kept.append(value)
 
     def _refuse(self, what: str) -> None:
         raise UnsupportedError([f"{self._model_name}: `forward` {what}"])
@@ -174,6 +182,11 @@ def _detached(value: Any) -> Any:
 
 def _is_among(value: Any, tensors: list[Tensor]) -> bool:
     return any(value is tensor for tensor in tensors)
+
+
+def _version(value: Tensor) -> int:
+    """How often a tensor was written to; nobody counts for inference tensors, which have no gradient either."""
+    return 0 if value.is_inference() else value._version
 
 
 def _memory(value: Tensor) -> int:

@@ -227,6 +227,18 @@ def _write_through(model: Parts, y: Tensor) -> Tensor:
     return y
 
 
+def _activated_in_place(model: Parts, y: Tensor) -> Tensor:
+    return y * nn.functional.silu(y.detach(), inplace=True)
+
+
+def _filled_and_scaled(model: Parts, y: Tensor) -> Tensor:
+    mask = torch.zeros_like(y)
+    mask[:, 1:] = y[:, 1:]
+    with torch.no_grad():
+        mask.mul_(2)
+    return mask
+
+
 def _clamped_data(model: Parts, y: Tensor) -> Tensor:
     model.scale.data.clamp_(-0.1, 0.1)
     return y * model.scale
@@ -253,6 +265,8 @@ def _differentiated(model: Parts, y: Tensor) -> Tensor:
         (_hidden_write, r"Changed: `forward` writes in place \(mul_\), under torch.no_grad"),
         (_clamped_parameter, r"writes in place \(clamp_\), under torch.no_grad, into a tensor of shape \(4, 1, 1\)"),
         (_write_through, r"writes in place \(mul_\) through x.detach\(\)"),
+        (_activated_in_place, r"writes in place \(silu\) through x.detach\(\)"),
+        (_filled_and_scaled, r"writes in place \(mul_\), under torch.no_grad"),
         (_clamped_data, r"writes in place \(clamp_\) through x.detach\(\) or x.data"),
         (_set_data, r"sets x.data of a tensor of shape \(4, 1, 1\)"),
         (lambda model, y: y.detach_(), r"detach_.*write x = x.detach\(\)"),

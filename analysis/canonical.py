@@ -6,49 +6,34 @@
 * operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``);
 * operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
 * ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
-  (:mod:`sft.analysis.layernorms`), reductions over the image are taken apart (:mod:`sft.analysis.reduced`);
+  (:mod:`sft.analysis.layernorms`), reductions over the image (:mod:`sft.analysis.reduced`) and losses (:mod:`sft.analysis.losses`) are
+  taken apart;
 * pixels that become channels, and channels that become pixels, are ``sft.folded`` and ``sft.unfolded`` images;
 * anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import replace
 from typing import Any
 
-import sympy as sp
-
+from sft.analysis.following import PERMUTES, RESHAPES, Following, Image, same_shape
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
 from sft.analysis.layernorms import LAYER_NORMS, layer_norm
-from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
+from sft.analysis.layout import Layout
+from sft.analysis.losses import ELEMENT_LOSSES, LABEL_LOSSES, NONE, label_loss, of_elements, reduced_loss, reduction_of
 from sft.analysis.operators import ALONG, ELEMENTWISE
 from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
 
 __all__ = ["REWRITTEN", "canonical"]
 
-_RESHAPES = frozenset(
-    {
-        "aten.view.default",
-        "aten.reshape.default",
-        "aten._unsafe_view.default",
-        "aten.flatten.using_ints",
-        "aten.unflatten.int",
-        "aten.squeeze.dim",
-        "aten.squeeze.dims",
-        "aten.squeeze.default",
-        "aten.unsqueeze.default",
-        "aten.view_as.default",
-        "aten.reshape_as.default",
-    }
-)
-_PERMUTES = frozenset({"aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.movedim.int", "aten.swapaxes.default"})
+#: Constants of a given shape, and their value where that is no argument.
+_CONSTANTS = {"aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.default": None}
 
 #: Operators that are followed, or become others.
 REWRITTEN = tuple(
-    sorted({*_PERMUTES, *_RESHAPES, *LAYER_NORMS, *REDUCTIONS, "aten.linear.default", "aten.expand.default", "aten.expand_as.default"})
+    sorted({*PERMUTES, *RESHAPES, *LAYER_NORMS, *REDUCTIONS, "aten.linear.default", "aten.expand.default", "aten.expand_as.default"})
 )
 
 
@@ -60,24 +45,11 @@ def canonical(graph: Graph) -> Graph:
     return rewriting.finish()
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    """A value of the model that lies in an image: the node of the new graph that holds it, and how."""
-
-    node: str
-    layout: Layout
-
-
-class _Rewriting:
-    def __init__(self, graph: Graph) -> None:
-        self.graph, self.axes = graph, graph.axes
-        self.nodes: dict[str, Node] = {}
-        self.images: dict[str, _Image] = {}  # by the model's value
-
+class _Rewriting(Following):
     def finish(self) -> Graph:
         graph = self.graph
-        outputs = tuple(self._plain_name(name) for name in graph.outputs)
-        updates = tuple((self._plain_name(name), target) for name, target in graph.updates)
+        outputs = tuple(self.plain_name(name) for name in graph.outputs)
+        updates = tuple((self.plain_name(name), target) for name, target in graph.updates)
         return replace(graph, nodes=tuple(self.nodes.values()), outputs=outputs, updates=updates).without_dead_operators()
 
     def add(self, node: Node) -> None:
@@ -85,179 +57,42 @@ class _Rewriting:
         if node.kind != "operator":
             self.nodes[node.name] = node
             if node.kind == "input" and len(node.shape) == self.axes.rank:
-                self.images[node.name] = _Image(node.name, Layout.plain(len(node.shape)))
+                self.images[node.name] = Image(node.name, Layout.plain(len(node.shape)))
             return
         holds_image = any(name in self.images for name in node.operands)
         if not (holds_image and any(rewrite(node) for rewrite in self._rewrites_of(node))):
-            self._keep(node)
+            self.keep(node)
 
     def _rewrites_of(self, node: Node) -> list[Callable[[Node], bool]]:
         """What may apply to a node, the most particular first."""
         target = node.target
         families: tuple[tuple[Container[str], Callable[[Node], bool]], ...] = (
-            (_PERMUTES, self._permute),
-            (_RESHAPES, self._reshape),
+            (PERMUTES, self.permute),
+            (RESHAPES, self.reshape),
             (ELEMENTWISE, self._elementwise),
             (REDUCTIONS, self._reduce),
             (SOFTMAXES, self._softmax),
             (ALONG, self._along),
+            (ELEMENT_LOSSES, self._element_loss),
+            (LABEL_LOSSES, self._label_loss),
         )
         own = {
             "aten.linear.default": self._linear,
             **dict.fromkeys(LAYER_NORMS, self._layer_norm),
             "aten.expand.default": self._expand,
             "aten.expand_as.default": self._expand,
+            "aten.broadcast_tensors.default": self._broadcast_tensors,
+            "aten.one_hot.default": self._one_hot,
+            **dict.fromkeys(("aten.scatter.value", "aten.scatter.src"), self._scatter),
         }
         return [rewrite for targets, rewrite in families if target in targets] + ([own[target]] if target in own else [])
 
-    # -- values -----------------------------------------------------------------------------------------------------
-
-    def _put(self, node: Node, layout: Layout) -> bool:
-        """Add a node that makes an image, in which the model's value of that name lies."""
-        self.nodes[node.name] = node
-        self.images[node.name] = _Image(node.name, layout)
-        return True
-
-    def _shape(self, name: str) -> tuple[Any, ...]:
-        return self.nodes[name].shape
-
-    def _rearranged(self, node: Node, change: Rearrangement, source: str, name: str) -> None:
-        """Add the node that moves the channels of ``source``."""
-        old = self.nodes[source]
-        shape = (old.shape[0], *change.shape, *self.axes.of(old.shape))
-        arguments = (
-            ("self", Ref(source)),
-            ("split", change.split),
-            ("order", change.order),
-            ("shape", change.shape),
-            ("axes", self.axes.count),
-        )
-        self.nodes[name] = replace(node, name=name, target="sft.rearrange", shape=shape, arguments=arguments)
-
-    def _follow(self, node: Node, image: _Image) -> bool:
-        """Say that the model's value ``node`` is an image, with channels merged that the model has merged."""
-        found = merged(image.layout, self._shape(image.node), self.axes)
-        if found is not None and found.rearrangement is not None:
-            name = f"{node.name}__merged"
-            self._rearranged(node, found.rearrangement, image.node, name)
-            image = _Image(name, found.layout)
-        self.images[node.name] = self._unfolded(node, image)
-        return True
-
-    def _unfolded(self, node: Node, image: _Image) -> _Image:
-        """The image with those channels as pixels that the model has as pixels."""
-        old = self.nodes[image.node]
-        first_axis = len(old.shape) - self.axes.count
-        places = image.layout.axes_taking_channels(first_axis)
-        if places is None or len(places) != self.axes.count:
-            return image
-        taken = {dim for dims in places for dim in dims}
-        named = {dim for group in image.layout.groups for dim in group}
-        # A dimension of extent 1 that the value does not have goes.
-        rest = tuple(dim for dim in range(1, first_axis) if dim not in taken and (dim in named or old.shape[dim] != 1))
-        factors = tuple(math.prod(int(old.shape[dim]) for dim in dims) for dims in places)
-        grown = tuple(extent * factor for extent, factor in zip(self.axes.of(old.shape), factors, strict=True))
-        name = f"{node.name}__unfolded"
-        arguments = (("self", Ref(image.node)), ("rest", rest), ("places", places), ("factors", factors))
-        shape = (old.shape[0], *([old.shape[dim] for dim in rest] or [1]), *grown)
-        self.nodes[name] = replace(node, name=name, target="sft.unfolded", shape=shape, arguments=arguments)
-        number = {dim: 1 + at for at, dim in enumerate(rest)}
-        number.update({0: 0, **{first_axis + axis: 1 + max(1, len(rest)) + axis for axis in range(self.axes.count)}})
-        groups = (tuple(number[dim] for dim in group if dim not in taken) for group in image.layout.groups)
-        return _Image(name, Layout(tuple(groups)))
-
-    def _folded(self, node: Node, image: _Image) -> _Image | None:
-        """The image with those pixels as channels that a reshape to the shape of ``node`` takes apart; ``None`` if it takes none."""
-        old = self.nodes[image.node]
-        first_axis, extents = len(old.shape) - self.axes.count, self.axes.of(old.shape)
-        factors = tuple(_split_factor(extent, node.shape) for extent in extents)
-        if all(factor == 1 for factor in factors):
-            return None
-        name = f"{node.name}__folded"
-        shape = (*old.shape[:first_axis], *factors, *(_divided(e, f) for e, f in zip(extents, factors, strict=True)))
-        self.nodes[name] = replace(
-            node, name=name, target="sft.folded", shape=shape, arguments=(("self", Ref(image.node)), ("factors", factors))
-        )
-        groups = []
-        for group in image.layout.groups:
-            apart: list[int] = []
-            for dim in group:
-                apart += [dim] if dim < first_axis else [dim + self.axes.count, dim]
-            groups.append(tuple(apart))
-        return _Image(name, Layout(tuple(groups)))
-
-    def _keep(self, node: Node) -> None:
-        """Take an operator over as it is, on the model's own values."""
-        arguments = tuple((key, map_refs(value, lambda name: Ref(self._plain_name(name)))) for key, value in node.arguments)
-        kept = replace(node, arguments=arguments)
-        self.nodes[node.name] = kept
-        images = [self.nodes[self.images[name].node] for name in node.operands if name in self.images]
-        if self._is_image_of(kept, images):
-            self.images[node.name] = _Image(node.name, Layout.plain(len(node.shape)))
-
-    def _is_image_of(self, node: Node, images: Sequence[Node]) -> bool:
-        """Whether a value may lie as an image does: anything with as many dimensions, along which images vary."""
-        if len(node.shape) < self.axes.rank:
-            return False
-        return any(node.shape[0] == image.shape[0] for image in images) and not all(extent == 1 for extent in self.axes.of(node.shape))
-
-    def _plain_name(self, name: str) -> str:
-        """The node that holds a value in the model's order."""
-        image = self.images.get(name)
-        if image is None:
-            return name
-        rank = len(self._shape(image.node))
-        if image.layout == Layout.plain(rank):
-            return image.node
-        restored = f"{name}__restored"
-        if restored not in self.nodes:
-            model, order = self.graph[name], [dim for group in image.layout.groups for dim in group]
-            order += [dim for dim in range(rank) if dim not in order]
-            arguments = (("self", Ref(image.node)), ("order", tuple(order)), ("shape", model.shape))
-            self.nodes[restored] = replace(model, name=restored, target="sft.restored", arguments=arguments, effect="")
-        return restored
-
     # -- rewrites; each says whether it applies ---------------------------------------------------------------------
-
-    def _only_image(self, node: Node) -> _Image:
-        return self.images[next(name for name in node.operands if name in self.images)]
-
-    def _permute(self, node: Node) -> bool:
-        image = self._only_image(node)
-        rank = len(image.layout.groups)
-        order = list(range(rank))
-        if node.target == "aten.permute.default":
-            order = [dim % rank for dim in node.argument("dims")]
-        elif node.target == "aten.movedim.int":
-            order.insert(node.argument("destination") % rank, order.pop(node.argument("source") % rank))
-        else:
-            a, b = (node.argument("dim0", 0), node.argument("dim1", 1)) if node.target != "aten.swapaxes.default" else _pair(node)
-            order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
-        return self._follow(node, _Image(image.node, image.layout.permuted(order)))
-
-    def _reshape(self, node: Node) -> bool:
-        image = self.images.get(node.operands[0])
-        if image is None:
-            return False
-        found = reshaped(image.layout, self._shape(image.node), node.shape, self.axes)
-        if found is None:
-            folded = self._folded(node, image)
-            if folded is None:
-                return False
-            image = folded
-            found = reshaped(image.layout, self._shape(image.node), node.shape, self.axes)
-            if found is None:
-                return False
-        held = image.node
-        if found.rearrangement is not None:
-            held = f"{node.name}__split"
-            self._rearranged(node, found.rearrangement, image.node, held)
-        return self._follow(node, _Image(held, found.layout))
 
     def _elementwise(self, node: Node) -> bool:
         images = [self.images[name] for name in node.operands if name in self.images]
         layout = images[0].layout
-        held = [self._shape(image.node) for image in images]
+        held = [self.shape(image.node) for image in images]
         if any(image.layout != layout for image in images) or len({len(shape) for shape in held}) > 1:
             return False
         rank = len(held[0])
@@ -272,22 +107,22 @@ class _Rewriting:
                 if side is None:
                     return False
                 aligned[name] = side
-        shape = _broadcast([*held, *(self._shape(aligned[name]) for name in node.operands if name not in self.images)], rank)
-        if layout.shape(shape) != tuple(node.shape) and not _same(layout.shape(shape), node.shape):
+        shape = _broadcast([*held, *(self.shape(aligned[name]) for name in node.operands if name not in self.images)], rank)
+        if layout.shape(shape) != tuple(node.shape) and not same_shape(layout.shape(shape), node.shape):
             return False
         arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
-        return self._put(replace(node, shape=shape, arguments=arguments), layout)
+        return self.put(replace(node, shape=shape, arguments=arguments), layout)
 
     def _unexpanded(self, name: str) -> str:
         """What a value that was expanded to the size of an image was before: what reads it broadcasts it again."""
         node = self.nodes[name]
-        while node.target == "aten.expand.default" and len(self._shape(node.operands[0])) == len(node.shape):
+        while node.target == "aten.expand.default" and len(self.shape(node.operands[0])) == len(node.shape):
             node = self.nodes[node.operands[0]]
         return node.name
 
     def _aligned(self, name: str, layout: Layout, rank: int) -> str | None:
         """What broadcasts to a value of this layout, with its dimensions where the image has them."""
-        shape = self._shape(name)
+        shape = self.shape(name)
         if all(extent == 1 for extent in shape):
             return name if len(shape) <= 1 else None
         if len(shape) > len(layout.groups):
@@ -336,7 +171,7 @@ class _Rewriting:
             self.nodes.update((made.name, made) for made in found)
         return found is not None
 
-    def _reduced_dims(self, node: Node, image: _Image) -> list[int] | None:
+    def _reduced_dims(self, node: Node, image: Image) -> list[int] | None:
         """The dimensions of the model's value that are reduced."""
         rank = len(image.layout.groups)
         if "adaptive" in node.target:
@@ -355,17 +190,17 @@ class _Rewriting:
             return False
         found = softmax(node, held, self.axes.count)
         for made in found or ():
-            self._put(made, image.layout)
+            self.put(made, image.layout)
         return found is not None
 
     def _along(self, node: Node) -> bool:
         """An operator along dimensions, each of which is one of the image's: of its channels, or all of its axes at once."""
         spec, name = ALONG[node.target], ALONG[node.target].argument
         operands = [operand for operand in node.operands if operand in self.images]
-        layout, held = self.images[operands[0]].layout, self._shape(self.images[operands[0]].node)
+        layout, held = self.images[operands[0]].layout, self.shape(self.images[operands[0]].node)
         if set(node.operands) != set(operands) or any(self.images[operand].layout != layout for operand in operands):
             return False
-        if name not in dict(node.arguments) or any(len(self._shape(self.images[o].node)) != len(held) for o in operands):
+        if name not in dict(node.arguments) or any(len(self.shape(self.images[o].node)) != len(held) for o in operands):
             return False
         given, first_axis = node.argument(name), len(held) - self.axes.count
         if spec.adds:
@@ -397,7 +232,7 @@ class _Rewriting:
         made = replace(node, shape=node.shape if shape is None else shape, arguments=arguments)
         self.nodes[node.name] = made
         if layout is not None:
-            self.images[node.name] = _Image(node.name, layout)
+            self.images[node.name] = Image(node.name, layout)
         return True
 
     def _expand(self, node: Node) -> bool:
@@ -405,20 +240,92 @@ class _Rewriting:
         image = self.images.get(node.operands[0])
         if image is None or len(node.shape) != len(image.layout.groups):
             return False
-        held = self._shape(image.node)
+        held = self.shape(image.node)
         shape = list(held)
         for group, extent in zip(image.layout.groups, node.shape, strict=True):
             if len(group) == 1 and 1 <= group[0] < len(held) - self.axes.count:
                 shape[group[0]] = extent
-        if not _same(image.layout.shape(shape), node.shape):
+        if not same_shape(image.layout.shape(shape), node.shape):
             return False
         channels = tuple(shape[1 : len(held) - self.axes.count])
         arguments = (("self", Ref(image.node)), ("channels", channels))
-        return self._put(replace(node, target="sft.expanded", shape=tuple(shape), arguments=arguments), image.layout)
+        return self.put(replace(node, target="sft.expanded", shape=tuple(shape), arguments=arguments), image.layout)
 
-    def _ends_with_channels(self, image: _Image) -> bool:
+    def _broadcast_tensors(self, node: Node) -> bool:
+        """Images of one size; whoever reads them broadcasts them."""
+        name = node.operands[node.argument("result", 0)]
+        image = self.images.get(name)
+        if image is None or not same_shape(image.layout.shape(self.shape(image.node)), node.shape):
+            return False
+        self.images[node.name] = image
+        return True
+
+    def _one_hot(self, node: Node) -> bool:
+        """Labels as channels: the value has them last."""
+        image, num_classes = self.only_image(node), node.argument("num_classes", -1)
+        held = self.shape(image.node)
+        if len(held) != self.axes.rank or held[1] != 1 or num_classes < 1 or any(1 in group for group in image.layout.groups):
+            return False
+        arguments = (("self", Ref(image.node)), ("num_classes", num_classes))
+        made = replace(node, target="sft.one_hot", shape=(held[0], num_classes, *self.axes.of(held)), arguments=arguments)
+        return self.put(made, Layout((*image.layout.groups, (1,))))
+
+    def _scatter(self, node: Node) -> bool:
+        """Values put where labels say; constants that they are put into are an image like the labels."""
+        name, index = node.argument("self").name, self.images.get(node.argument("index").name)
+        constant = self.nodes.get(name)
+        if name not in self.images and index is not None and constant is not None and self._is_constant_image(constant):
+            held = self.shape(index.node)
+            channels, wanted = constant.shape[1], (constant.shape[0], 1, *constant.shape[2:])
+            if len(held) != self.axes.rank or not index.layout.is_plain or not same_shape((held[0], 1, *held[2:]), wanted):
+                return False
+            value = constant.argument("fill_value", _CONSTANTS[constant.target])
+            arguments = (("self", Ref(index.node)), ("channels", channels), ("value", value), ("dtype", constant.dtype))
+            filled, shape = f"{name}__filled", (held[0], channels, *held[2:])
+            self.nodes[filled] = replace(constant, name=filled, target="sft.filled", shape=shape, arguments=arguments)
+            self.images[name] = Image(filled, index.layout)
+        return self._along(node)
+
+    def _is_constant_image(self, node: Node) -> bool:
+        return node.target in _CONSTANTS and len(node.shape) == self.axes.rank
+
+    # -- losses -----------------------------------------------------------------------------------------------------
+
+    def _element_loss(self, node: Node) -> bool:
+        """A loss of single elements and, where there is one, its reduction."""
+        each = of_elements(node)
+        images = [self.images[name] for name in node.operands if name in self.images]
+        shape = _broadcast([images[0].layout.shape(self.shape(image.node)) for image in images], len(images[0].layout.groups))
+        if not self._elementwise(replace(each, shape=shape)):
+            return False
+        if each.name != node.name:
+            made = self.nodes[self.images.pop(each.name).node]
+            self.nodes.update((part.name, part) for part in reduced_loss(node, made, self.axes.count))
+        return True
+
+    def _label_loss(self, node: Node) -> bool:
+        """A loss that looks up the channel which a pixel's label names."""
+        scores, target = (self.images.get(node.argument(key).name) for key in ("self", "target"))
+        if scores is None or target is None or len(self.shape(scores.node)) != self.axes.rank or scores.layout.place(1) != 1:
+            return False
+        pixels = Layout(tuple(group for group in scores.layout.groups if group != (1,)))
+        held = self.nodes[target.node]
+        has_labels = not held.dtype.startswith(("float", "bfloat"))
+        if len(held.shape) != self.axes.rank or target.layout != (pixels if has_labels else scores.layout):
+            return False
+        if has_labels and held.shape[1] != 1:
+            return False
+        made = label_loss(node, self.nodes[scores.node], held, self.axes.count)
+        self.nodes.update((part.name, part) for part in made)
+        if reduction_of(node) == NONE:
+            self.images[node.name] = Image(node.name, pixels)
+        return True
+
+    # -- products and norms of channels -----------------------------------------------------------------------------
+
+    def _ends_with_channels(self, image: Image) -> bool:
         """Whether the image has just one dimension of channels, and the value's last dimension is that."""
-        return len(self._shape(image.node)) == self.axes.rank and image.layout.place(-1) == 1
+        return len(self.shape(image.node)) == self.axes.rank and image.layout.place(-1) == 1
 
     def _linear(self, node: Node) -> bool:
         image = self.images.get(node.argument("input").name)
@@ -433,7 +340,7 @@ class _Rewriting:
         self.nodes[kernel] = replace(
             matrix, name=kernel, kind="operator", target="sft.aligned", shape=shape, arguments=given, module_path=node.module_path
         )
-        old = self._shape(image.node)
+        old = self.shape(image.node)
         arguments = (
             ("input", Ref(image.node)),
             ("weight", Ref(kernel)),
@@ -445,7 +352,7 @@ class _Rewriting:
         )
         target = f"aten.conv{self.axes.count}d.default"
         convolution = replace(node, target=target, shape=(old[0], matrix.shape[0], *self.axes.of(old)), arguments=arguments)
-        return self._put(convolution, image.layout)
+        return self.put(convolution, image.layout)
 
     def _layer_norm(self, node: Node) -> bool:
         image = self.images.get(node.argument("input").name)
@@ -453,35 +360,9 @@ class _Rewriting:
             return False
         last = image.layout.groups[len(image.layout.groups) - len(node.argument("normalized_shape")) :]
         made = layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
-        return made is not None and all([self._put(part, image.layout) for part in made])
-
-
-def _split_factor(extent: Any, shape: Sequence[Any]) -> int:
-    """How many pixels of an axis become a dimension of their own, where a shape has ``extent / factor, factor`` side by side; else 1."""
-    for size, factor in pairwise(shape):
-        if (
-            isinstance(factor, int)
-            and factor > 1
-            and size == _divided(extent, factor)
-            and not (isinstance(extent, int) and extent % factor)
-        ):
-            return factor
-    return 1
-
-
-def _divided(extent: Any, factor: int) -> Any:
-    return extent // factor if isinstance(extent, int) else sp.floor(extent / sp.Integer(factor)) if factor != 1 else extent
-
-
-def _pair(node: Node) -> tuple[int, int]:
-    return node.argument("axis0"), node.argument("axis1")
+        return made is not None and all([self.put(part, image.layout) for part in made])
 
 
 def _broadcast(shapes: Sequence[Sequence[Any]], rank: int) -> tuple[Any, ...]:
     full = [(*[1] * (rank - len(shape)), *shape) for shape in shapes]
     return tuple(next((extent for extent in column if extent != 1), 1) for column in zip(*full, strict=True))
-
-
-def _same(first: Sequence[Any], second: Sequence[Any]) -> bool:
-    """Whether two shapes are equal for every size of the image."""
-    return len(first) == len(second) and all(sp.simplify(sp.sympify(a) - sp.sympify(b)) == 0 for a, b in zip(first, second, strict=True))

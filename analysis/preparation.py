@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from sft.analysis.norms import CUMULATIVE
 
-__all__ = ["NORMS_OF_WEIGHTS", "hooks_aside", "on_fake_tensors", "prepared"]
+__all__ = ["NORMS_OF_WEIGHTS", "dropping_channels", "hooks_aside", "on_fake_tensors", "prepared"]
 
 _GLOBAL = tuple(f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre"))
 
@@ -31,6 +31,29 @@ def prepared(model: nn.Module) -> Iterator[None]:
     """A model that the exporter can trace."""
     with _momenta_known(model), _attributes_kept(model), hooks_aside(model), _tensors_replaced(model, _as_parameter, buffers=False):
         yield
+
+
+@contextlib.contextmanager
+def dropping_channels(model: nn.Module, lacking: Sequence[bool]) -> Iterator[None]:
+    """Let the model take, for inputs that lack channels, images of one channel: it is taken away before the model sees them.
+
+    So labels ``[N, H, W]`` are images ``[N, 1, H, W]`` to everything else.
+    """
+    if not any(lacking):
+        yield
+        return
+    with model.register_forward_pre_hook(_Dropping(lacking), prepend=True):
+        yield
+
+
+class _Dropping:
+    """A hook of ours."""
+
+    def __init__(self, lacking: Sequence[bool]) -> None:
+        self._lacking = lacking
+
+    def __call__(self, model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(value.squeeze(1) if lacks else value for value, lacks in zip(inputs, self._lacking, strict=True))
 
 
 @contextlib.contextmanager
@@ -85,7 +108,7 @@ def hooks_aside(model: nn.Module) -> Iterator[None]:
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     held = {name: vars(model)[name] for name in names}
     for name, hooks in held.items():
-        vars(model)[name] = OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, NORMS_OF_WEIGHTS))
+        vars(model)[name] = OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, (*NORMS_OF_WEIGHTS, _Dropping)))
     everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL]
     for hooks, _ in everywhere:
         hooks.clear()

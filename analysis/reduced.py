@@ -22,7 +22,7 @@ from typing import Any
 
 from sft.analysis.graph import Node, Ref
 
-__all__ = ["REDUCTIONS", "SOFTMAXES", "Chain", "Reduction", "peak", "pooled_mean", "reduced", "softmax", "widened"]
+__all__ = ["REDUCTIONS", "SOFTMAXES", "Chain", "Reduction", "peak", "pooled", "pooled_mean", "reduced", "softmax", "widened"]
 
 _WIDE = {"float16": "float32", "bfloat16": "float32"}
 _BYTES = {"float32": 4, "float64": 8, "int64": 8}
@@ -116,30 +116,33 @@ def widened(chain: Chain, image: Node) -> Node:
     return chain.cast(image, _WIDE.get(image.dtype, image.dtype), "wide")
 
 
-def _small(chain: Chain, target: str, value: Node, lead: Sequence[Any], rest: Sequence[int], extra: tuple[tuple[str, Any], ...]) -> Node:
+def _small(
+    chain: Chain, target: str, value: Node, lead: Sequence[Any], rest: Sequence[int], extra: tuple[tuple[str, Any], ...], prefix: str = ""
+) -> Node:
     """The same reduction of what is left, over the dimensions ``rest``."""
     if not rest:
         return value
     shape = [extent for dim, extent in enumerate(lead) if dim not in rest]
     arguments = (("self", Ref(value.name)), ("dim", tuple(rest)), ("keepdim", False), *extra)
-    return chain.add("rest", target, shape, arguments, value.dtype)
+    return chain.add(f"{prefix}rest", target, shape, arguments, value.dtype)
 
 
 def pooled_mean(chain: Chain, image: Node, num_axes: int, rest: Sequence[int]) -> Node:
     """The mean over the axes and the dimensions ``rest``."""
-    return _pooled(chain, image, num_axes, rest, "aten.mean.dim")
+    return pooled(chain, image, num_axes, rest, "aten.mean.dim")
 
 
-def _pooled(chain: Chain, image: Node, num_axes: int, rest: Sequence[int], target: str) -> Node:
+def pooled(chain: Chain, image: Node, num_axes: int, rest: Sequence[int], target: str, prefix: str = "") -> Node:
+    """The sum or mean over the axes, and then over the dimensions ``rest`` in the small."""
     nothing: tuple[tuple[str, Any], ...] = (("dtype", None),)
     first_axis = len(image.shape) - num_axes
     arguments = (("self", Ref(image.name)), ("dim", tuple(range(first_axis, len(image.shape)))), ("keepdim", False), *nothing)
-    pooled = chain.add("pooled", target, image.shape[:first_axis], arguments, image.dtype)
-    return _small(chain, target, pooled, image.shape[:first_axis], rest, nothing)
+    found = chain.add(f"{prefix}pooled", target, image.shape[:first_axis], arguments, image.dtype)
+    return _small(chain, target, found, image.shape[:first_axis], rest, nothing, prefix)
 
 
 def _summed(chain: Chain, reduction: Reduction, image: Node, target: str = "aten.sum.dim_IntList") -> Node:
-    return _pooled(chain, image, reduction.num_axes, reduction.rest, target)
+    return pooled(chain, image, reduction.num_axes, reduction.rest, target)
 
 
 def _sum(chain: Chain, reduction: Reduction) -> Node | None:
@@ -256,8 +259,8 @@ def _pooled_logsumexp(chain: Chain, image: Node, lead: Sequence[Any], num_axes: 
 
 def _logsumexp(chain: Chain, reduction: Reduction) -> Node | None:
     image = widened(chain, reduction.image)
-    pooled = _pooled_logsumexp(chain, image, reduction.lead, reduction.num_axes)
-    return _small(chain, "aten.logsumexp.default", pooled, reduction.lead, reduction.rest, ())
+    found = _pooled_logsumexp(chain, image, reduction.lead, reduction.num_axes)
+    return _small(chain, "aten.logsumexp.default", found, reduction.lead, reduction.rest, ())
 
 
 def softmax(node: Node, image: Node, num_axes: int) -> tuple[Node, ...] | None:

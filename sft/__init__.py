@@ -7,6 +7,7 @@
 torch.Size([1, 8, 64, 64])
 """
 
+from sft import nn as nn
 from sft.compile import CheckReport as CheckReport
 from sft.compile import check as check
 from sft.compile import compile as compile

@@ -51,8 +51,10 @@ def compile(
     Args:
         model: any ``nn.Module`` of supported operators. It is shared, not copied.
         input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. ``None`` stands for an
-            extent that varies; then planning waits for the first call. A new size re-plans on its first use. Or the input itself
-            where it will be read in strips (an array, a slide, a source): the plan then is one for inputs that are never resident.
+            extent that varies; then planning waits for the first call. A new size re-plans on its first use. A tensor (on any device,
+            such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) stands for its shape and, where it holds whole numbers,
+            for their type. Or the input itself where it will be read in strips (an array, a slide, a source): the plan then is one
+            for inputs that are never resident.
         budget: what the card may hold, in bytes or as ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
             when ``optimizer`` is given, inputs, outputs, and all that the step makes.
         device: where to run; the model is moved there. The model's own device by default.
@@ -87,7 +89,7 @@ def compile(
     if examples:
         engine.last_plan = engine.plan_for_inputs(examples)
     elif all(extent is not None for shape in shapes for extent in shape):
-        engine.last_plan = engine.plan_for_shapes([tuple(e for e in shape if e is not None) for shape in shapes])
+        engine.last_plan = engine.plan_for_shapes([tuple(e for e in shape if e is not None) for shape in shapes], _dtypes(input_shape))
     return net
 
 
@@ -145,7 +147,7 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
     try:
         engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
         shapes = [tuple(256 if extent is None else extent for extent in shape) for shape in _shapes(input_shape)]
-        engine.plan_for_shapes(shapes)
+        engine.plan_for_shapes(shapes, _dtypes(input_shape))
         phases = engine.phases()
     except UnsupportedError as error:
         return CheckReport(ok=False, problems=error.problems)
@@ -170,17 +172,26 @@ def _examples(inputs: Any) -> tuple[Any, ...]:
     return tuple(inputs) if is_several else ()
 
 
-def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
-    """One shape, or several, with ``None`` for extents that vary."""
+def _items(input_shape: InputShape) -> list[Any]:
+    """What stands for each input: a shape or a tensor."""
+    if isinstance(input_shape, torch.Tensor):
+        return [input_shape]
     if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or not input_shape:
         raise InputError(f"input_shape {input_shape!r}: give (N, C, H, W), or a sequence of such shapes")
     items = list(input_shape)
-    if all(isinstance(item, torch.Tensor) for item in items):
-        shapes = [tuple(item.shape) for item in items]
-    elif all(isinstance(item, Sequence) and not isinstance(item, str) for item in items):
-        shapes = [tuple(item) for item in items]
-    else:
-        shapes = [tuple(items)]
+    is_each = [isinstance(item, (torch.Tensor, Sequence)) and not isinstance(item, str) for item in items]
+    return items if all(is_each) else [items]
+
+
+def _dtypes(input_shape: InputShape) -> list[torch.dtype | None]:
+    """The element type of each input that holds whole numbers; the others have the model's."""
+    given = [item.dtype if isinstance(item, torch.Tensor) else None for item in _items(input_shape)]
+    return [None if dtype is None or dtype.is_floating_point else dtype for dtype in given]
+
+
+def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
+    """One shape, or several, with ``None`` for extents that vary."""
+    shapes = [tuple(item.shape) if isinstance(item, torch.Tensor) else tuple(item) for item in _items(input_shape)]
     if not any(len(shape) in (3, 4, 5) for shape in shapes):
         shape = shapes[0]
         raise InputError(f"input_shape {shape}: {len(shape)} extents, expected 4, (N, C, H, W); 3 for signals, 5 for volumes")

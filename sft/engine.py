@@ -20,13 +20,13 @@ from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
 from sft.analysis.operators import is_differentiable
 from sft.analysis.phases import Phases, find_phases
-from sft.analysis.preparation import NORMS_OF_WEIGHTS
+from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
 from sft.analysis.transposed import with_overlaps_apart
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
 from sft.fingerprint import Fingerprint, fingerprint
-from sft.inputs import Given, resolve_inputs
+from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
 from sft.kernels.philox import draw_seed
 from sft.options import Options
 from sft.plan.describe import describe
@@ -50,6 +50,7 @@ class _Traced:
     """What a capture is made for, besides the inputs' shapes."""
 
     dtypes: tuple[torch.dtype, ...]
+    lacking_channels: tuple[bool, ...]
     device: torch.device
     autocast: torch.dtype | None
     default_dtype: torch.dtype
@@ -107,15 +108,17 @@ class Engine:
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
-    def plan_for_shapes(self, shapes: Sequence[Shape], input_grads: Sequence[bool] | None = None) -> Plan:
-        """The plan for inputs of these shapes, of the model's dtype and on its device, with gradients if grad mode is on."""
-        dtype, device = self._dtype_and_device()
-        dtypes, no = (dtype,) * len(shapes), (False,) * len(shapes)
-        return self._prepare(self._kind(tuple(shapes), dtypes, device, no, tuple(input_grads or no))).plan
+    def plan_for_shapes(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None) -> Plan:
+        """The plan for inputs of these shapes on the model's device; ``None`` for a dtype is the model's."""
+        own, device = self._dtype_and_device()
+        no, lacking = (False,) * len(shapes), lacking_channels(shapes)
+        given = tuple(own if dtype is None else dtype for dtype in dtypes or (None,) * len(shapes))
+        held = tuple((shape[0], 1, *shape[1:]) if lacks else shape for shape, lacks in zip(shapes, lacking, strict=True))
+        return self._prepare(self._kind(held, given, device, no, no, lacking)).plan
 
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
         """The plan that a call with these inputs would use."""
-        return self._prepare(self._kind_of(self._resolve(inputs, input_grad))).plan
+        return self._prepare(self._kind_of(*self._resolve(inputs, input_grad))).plan
 
     def phases(self) -> Phases:
         """The sorted graph of the last capture."""
@@ -123,8 +126,8 @@ class Engine:
 
     def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
         """The model's output."""
-        given = self._resolve(inputs, input_grad)
-        ready = self._prepare(self._kind_of(given))
+        given, lacking = self._resolve(inputs, input_grad)
+        ready = self._prepare(self._kind_of(given, lacking))
         self.last_plan = ready.plan
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)
@@ -173,17 +176,21 @@ class Engine:
         first = next((t for t in tensors if t.is_floating_point()), None)
         return (first.dtype, first.device) if first is not None else (torch.get_default_dtype(), torch.device("cpu"))
 
-    def _resolve(self, inputs: Sequence[Any], input_grad: Any) -> tuple[Given, ...]:
+    def _resolve(self, inputs: Sequence[Any], input_grad: Any) -> tuple[tuple[Given, ...], tuple[bool, ...]]:
+        """The inputs as images, and which of them lacked channels."""
         dtype, device = self._dtype_and_device()
-        return resolve_inputs(inputs, input_grad, dtype, device, casts=_autocast_dtype(device) is not None)
+        given = resolve_inputs(inputs, input_grad, dtype, device, casts=_autocast_dtype(device) is not None)
+        lacking = lacking_channels([value.shape for value in given])
+        return with_channels(given, lacking), lacking
 
-    def _kind_of(self, inputs: Sequence[Given]) -> _CallKind:
+    def _kind_of(self, inputs: Sequence[Given], lacking: tuple[bool, ...]) -> _CallKind:
         kind = self._kind(
             tuple(value.shape for value in inputs),
             tuple(value.dtype for value in inputs),
             self._dtype_and_device()[1],
             tuple(value.is_channels_last for value in inputs),
             tuple(value.needs_grad for value in inputs),
+            lacking,
         )
         splits_batch = all(value.splits_batch for value in inputs)
         return replace(kind, from_source=tuple(value.source is not None for value in inputs), splits_batch=splits_batch)
@@ -195,12 +202,14 @@ class Engine:
         device: torch.device,
         channels_last: tuple[bool, ...],
         input_grads: tuple[bool, ...],
+        lacking_channels: tuple[bool, ...],
     ) -> _CallKind:
         with_grad = torch.is_grad_enabled()
         return _CallKind(
             shapes=shapes,
             traced=_Traced(
                 dtypes=dtypes,
+                lacking_channels=lacking_channels,
                 device=device,
                 autocast=_autocast_dtype(device),
                 default_dtype=torch.get_default_dtype(),
@@ -278,7 +287,10 @@ class Engine:
         if not given and not any(kind.weights_last):
             return frozenset()
         traced = kind.traced
-        found = outputs_channels_last(self.model, kind.shapes, traced.dtypes, traced.device, kind.channels_last, autocast=traced.autocast)
+        with dropping_channels(self.model, traced.lacking_channels):
+            found = outputs_channels_last(
+                self.model, kind.shapes, traced.dtypes, traced.device, kind.channels_last, autocast=traced.autocast
+            )
         # Where eager PyTorch cannot be asked, the outputs follow the inputs.
         outputs = graph.outputs if found is None and given else [n for n, last in zip(graph.outputs, found or (), strict=False) if last]
         return frozenset((*given, *outputs))
@@ -307,7 +319,8 @@ class Engine:
                     return captured, symbols
         if self._captured:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
-        found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
+        with dropping_channels(self.model, traced.lacking_channels):
+            found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
         found = replace(found, graph=with_positional_masks(with_overlaps_apart(with_norms_apart(annotated(canonical(found.graph))))))
         found = replace(found, graph=with_buffers_kept(found.graph))
         captured = _Captured(found, find_phases(found.graph), traced)

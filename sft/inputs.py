@@ -7,16 +7,20 @@ tensor on the model's device              itself: whole, and counted whole
 tensor on the host, model elsewhere       a source: exact, rows go to the device as they are needed
 NumPy array or memmap                     a source: uint8 pixels divided by 255, floats as they are; axes as in `sft.sources.ArraySource`
 `sft.sources.Slide`                       a source: pixels divided by 255
+`sft.sources.LabelSource`                  itself: whole numbers as they are, for a loss inside the model
 any `sft.sources.Source`                  itself; `ArraySource` and `Normalized` say how pixels are normalised
 ========================================  ====================================================================================
 
 With ``input_grad=`` a tensor on the host becomes a source too.
+
+Tensors of whole numbers (labels, masks) stay what they are. A tensor without channels of an image's size, ``[N, H, W]`` beside
+``[N, C, H, W]``, is an image of one channel here; the capture takes that channel away again before the model sees it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -34,7 +38,7 @@ from sft.sources.sink import ArraySink, RowSink
 from sft.sources.slide import Slide
 from sft.sources.source import Source
 
-__all__ = ["Given", "is_readable", "resolve_inputs"]
+__all__ = ["Given", "is_readable", "lacking_channels", "resolve_inputs", "with_channels"]
 
 _SLIDE_CHANNELS = 3
 
@@ -116,7 +120,8 @@ def resolve_inputs(
         name = f"input {position}"
         try:
             if isinstance(value, Tensor):
-                wanted = value.dtype if casts and value.is_floating_point() and target is None else dtype
+                is_free = not value.dtype.is_complex and (not value.is_floating_point() or (casts and target is None))
+                wanted = value.dtype if is_free else dtype
                 _check_tensor(name, value, wanted, device, wants_sink=target is not None)
                 is_host = value.device.type == "cpu" and (device.type != "cpu" or target is not None)
                 given = _host_tensor(name, value, dtype) if is_host else Given(tensor=value)
@@ -133,6 +138,25 @@ def resolve_inputs(
     if problems:
         raise InputError("; ".join(problems))
     return tuple(found)
+
+
+def lacking_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
+    """For each input whether it is an image of the others' size, but without channels.
+
+    >>> lacking_channels([(2, 3, 40, 24), (2, 40, 24), (2, 5)])
+    (False, True, False)
+    """
+    rank = max(map(len, shapes))
+    sizes = {(shape[0], *shape[2:]) for shape in shapes if len(shape) == rank}
+    return tuple(len(shape) == rank - 1 and tuple(shape) in sizes for shape in shapes)
+
+
+def with_channels(values: Sequence[Given], lacking: Sequence[bool]) -> tuple[Given, ...]:
+    """The inputs, those that lack channels with one."""
+    return tuple(
+        replace(value, tensor=value.tensor.unsqueeze(1)) if lacks and value.tensor is not None else value
+        for value, lacks in zip(values, lacking, strict=True)
+    )
 
 
 def _targets(input_grad: Any, num_inputs: int) -> list[Any]:
@@ -182,7 +206,7 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
         shape = tuple(value.shape)
         if len(shape) != 4 or not all(isinstance(extent, int) and extent >= 1 for extent in shape):
             raise InputError(f"{name} is a source of shape {shape}; a source has four positive extents (N, C, H, W)")
-        if value.dtype != dtype:
+        if value.dtype != dtype and value.dtype.is_floating_point:
             raise InputError(f"{name} is a source of {value.dtype}, the model has {dtype}; make the source with dtype={dtype}")
         return value
     hint = "; make it a source: sft.sources.Normalized(image, mean=..., std=...)" if isinstance(value, Image) else ""

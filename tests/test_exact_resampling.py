@@ -202,7 +202,7 @@ def test_dilated_head_at_odd_sizes(options: sft.Options) -> None:
     assert is_tiled(report.plan, "upsample")
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(["nearest", "nearest exact", "linear", "cubic", "window"]),
     extent=st.integers(1, 200),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 from harness.workers import WorkerError, call_in_process
@@ -10,6 +12,7 @@ from harness.workers import WorkerError, call_in_process
 from tests.zoo.blockers import blocker_of, blockers
 from tests.zoo.models import CASES
 from tests.zoo.outcome import Outcome, TilingOutcome
+from tests.zoo.suite import known_outcomes
 
 
 def _refused(name: str, *operators: str) -> Outcome:
@@ -57,3 +60,16 @@ def test_a_worker_that_takes_too_long_is_killed() -> None:
     with pytest.raises(WorkerError, match=r"no answer after 0\.5 s") as raised:
         call_in_process(time.sleep, 60, timeout_seconds=0.5)
     assert raised.value.kind == "timed out"
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    exact = TilingOutcome(tiling="strips", kind="exact", num_segments=2, left_strips={"mean": 1})
+    outcomes = [
+        Outcome(package="timm", name="a", shape=(1, 3, 8, 8), kind="exact", tilings=(exact,), commit="1234567"),
+        _refused("b", "pad"),
+    ]
+    file = tmp_path / "zoo.json"
+    file.write_text(json.dumps({"results": [outcome.to_json() for outcome in outcomes]}))
+    assert known_outcomes(file, ()) == {"timm/a": outcomes[0], "timm/b": outcomes[1]}
+    assert known_outcomes(file, ("refused",)) == {"timm/a": outcomes[0]}
+    assert known_outcomes(None, ()) == {}

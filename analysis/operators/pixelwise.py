@@ -9,7 +9,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 
-__all__ = ["FLOATING", "Affine", "Binary", "Cast", "Cat", "Detached", "Drawn", "FrozenNorm", "OverPixels", "Pointwise", "Rowwise"]
+__all__ = ["FLOATING", "Affine", "Binary", "Cast", "Cat", "Detached", "Drawn", "FrozenNorm", "LookUp", "OverPixels", "Pointwise", "Rowwise"]
 
 FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
@@ -75,6 +75,17 @@ class AlongChannels(Operator):
         if not dims or any(not 1 <= dim % rank < rank - graph.axes.count for dim in dims):
             return [f"{node.label}: along dimension {given} of {rank}; only dimensions of channels stay within a strip"]
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUp(AlongChannels):
+    """Channels that each pixel's own labels name."""
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        whole = [name for name in node.operands if name not in streamed]
+        if whole:
+            return [f"{node.label}: operand {whole[0]} is not an image of the same size; make it from one (torch.zeros_like)"]
+        return AlongChannels.problems(self, node, graph, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

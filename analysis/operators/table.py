@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft.analysis.graph import Graph, Node, refs_in
+from sft.analysis.losses import ELEMENT_LOSSES
 from sft.analysis.masks import MASK_TARGETS
 from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import ChannelPad, Pad, Slice
@@ -24,6 +25,7 @@ from sft.analysis.operators.pixelwise import (
     Detached,
     Drawn,
     FrozenNorm,
+    LookUp,
     OverPixels,
     Pointwise,
     Rowwise,
@@ -181,6 +183,10 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.affine": Affine(),
     "sft.dropout": Drawn(name="dropout"),
     "sft.mask": Drawn(name="mask"),
+    **dict.fromkeys(sorted(ELEMENT_LOSSES), _ROW),
+    **dict.fromkeys(("sft.one_hot", "sft.filled", "sft.cross_entropy", "sft.nll", "sft.label_weight"), _CHANNELS),
+    **{f"aten.{name}_like.default": _CHANNELS for name in ("zeros", "ones", "full")},
+    **dict.fromkeys(("aten.gather.default", "aten.scatter.value", "aten.scatter.src"), LookUp()),
     "aten.prelu.default": _CHANNELS,
     "sft.rearrange": _CHANNELS,
     "sft.channel_norm": _CHANNELS,
@@ -270,9 +276,15 @@ def refusal(node: Node, graph: Graph) -> str | None:
     return None
 
 
+#: What comes out of these depends on no value that they read, or is not to.
+_CONSTANT = frozenset(
+    {"sft.mask", "sft.label_weight", "aten.detach.default", *(f"aten.{name}_like.default" for name in ("zeros", "ones", "full"))}
+)
+
+
 def is_differentiable(node: Node) -> bool:
     """Whether a gradient passes through an operator at all: none passes through a drawn mask, whole numbers, or ``detach``."""
-    return node.target not in ("sft.mask", "aten.detach.default") and (node.dtype in FLOATING or node.dtype.startswith("complex"))
+    return node.target not in _CONSTANT and (node.dtype in FLOATING or node.dtype.startswith("complex"))
 
 
 def window_of(node: Node, axis: int) -> Window | None:
@@ -311,6 +323,7 @@ ALONG: dict[str, Along] = {
     "aten.slice.Tensor": Along(default=0),
     "aten.select.int": Along(drops=True),
     "aten.index_select.default": Along(),
+    **dict.fromkeys(("aten.gather.default", "aten.scatter.value", "aten.scatter.src"), Along()),
 }
 #: Operators of single elements of their operands, which broadcast.
 ELEMENTWISE = frozenset(target for target, row in _TABLE.items() if row in (_POINTWISE, _BINARY, _ROW, Detached()) or target in CASTS)

@@ -119,7 +119,7 @@ def aligned(self: Tensor, shape: Sequence[int]) -> Tensor:
 
 def restored(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
     """An image in the order of dimensions that the model has it in."""
-    return self.permute(*order).clone(memory_format=torch.contiguous_format).view(*shape)
+    return self.permute(*order).clone(memory_format=torch.contiguous_format).view(tuple(shape))
 
 
 def expanded(self: Tensor, channels: Sequence[int]) -> Tensor:
@@ -208,6 +208,39 @@ def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
     return v * (g / (v * v).sum(dims, keepdim=dim != -1).sqrt())
 
 
+def one_hot(self: Tensor, num_classes: int) -> Tensor:
+    """Labels ``[N, 1, axes...]`` as channels of zeros and a one, ``[N, num_classes, axes...]``."""
+    classes = torch.arange(num_classes, device=self.device).view(num_classes, *[1] * (self.dim() - 2))
+    return (self == classes).to(self.dtype)
+
+
+def filled(self: Tensor, channels: int, value: float, dtype: str) -> Tensor:
+    """So many channels of one value, as large as an image."""
+    return self.new_full((self.shape[0], channels, *self.shape[2:]), value, dtype=getattr(torch, dtype))
+
+
+def cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
+    """Cross-entropy of each pixel, ``[N, 1, axes...]``, given labels of that shape or probabilities of the classes."""
+    labels = target if target.is_floating_point() else target.squeeze(1)
+    options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return torch.nn.functional.cross_entropy(self, labels, reduction="none", **options).unsqueeze(1)
+
+
+def nll(self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The negative of the channel that each pixel's label names, ``[N, 1, axes...]``."""
+    found = torch.nn.functional.nll_loss(self, target.squeeze(1), weight=weight, ignore_index=ignore_index, reduction="none")
+    return found.unsqueeze(1)
+
+
+def label_weight(self: Tensor, weight: Tensor | None, ignore_index: int, dtype: str) -> Tensor:
+    """What each pixel's label weighs in a mean, ``[N, 1, axes...]``: nothing where it is ignored."""
+    counts = self != ignore_index
+    kind = getattr(torch, dtype)
+    if weight is None:
+        return counts.to(kind)
+    return torch.where(counts, weight.to(kind)[torch.where(counts, self, torch.zeros_like(self))], torch.zeros((), dtype=kind))
+
+
 def _wide(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
@@ -241,5 +274,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.unfolded": unfolded,
     "sft.kernel_rows": kernel_rows,
     "sft.overlap_add": overlap_add,
+    "sft.one_hot": one_hot,
+    "sft.filled": filled,
+    "sft.cross_entropy": cross_entropy,
+    "sft.nll": nll,
+    "sft.label_weight": label_weight,
     "aten._weight_norm.default": weight_norm,
 }

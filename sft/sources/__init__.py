@@ -3,6 +3,7 @@
 from sft.sources.array import ArraySource
 from sft.sources.host import Layout
 from sft.sources.image import Image, check_region, read_strips
+from sft.sources.labels import LabelSource
 from sft.sources.load import load_tensor
 from sft.sources.normalized import Normalized
 from sft.sources.sink import ArraySink, RowSink
@@ -14,6 +15,7 @@ __all__ = [
     "ArraySink",
     "ArraySource",
     "Image",
+    "LabelSource",
     "Layout",
     "Normalized",
     "RowSink",

@@ -17,7 +17,7 @@ from sft.sources.host import AnyArray, HostArray, Layout, as_host_array, axis_or
 from sft.sources.normalize import Normalizer
 from sft.sources.source import check_rows
 
-__all__ = ["ArraySource"]
+__all__ = ["ArraySource", "map_file"]
 
 _PIXEL_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -57,7 +57,7 @@ class ArraySource:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
-        self._given: HostArray = as_host_array(array if self.path is None else _map_file(self.path), "read rows from")
+        self._given: HostArray = as_host_array(array if self.path is None else map_file(self.path), "read rows from")
         if not dtype.is_floating_point:
             raise InputError(f"cannot read {self._name} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
         pixel_dtype = _pixel_dtype(self._given, self._name)
@@ -117,7 +117,12 @@ def _rebuild(array: HostArray | Path, layout: Layout, mean: tuple[float, ...], s
     return ArraySource(array, layout=layout, mean=mean, std=std, dtype=dtype)
 
 
-def _map_file(path: Path) -> AnyArray:
+def map_file(path: Path) -> AnyArray:
+    """A ``.npy`` file as a mapped array.
+
+    Raises:
+        SourceError: there is no such file, or it is no array.
+    """
     if not path.exists():
         raise SourceError(f"cannot map {path}: there is no such file. Check the path.")
     try:
@@ -139,6 +144,6 @@ def _pixel_dtype(array: HostArray, name: str) -> torch.dtype:
     if dtype is None or array.dtype.fields is not None:
         raise InputError(
             f"cannot read pixels of {array.dtype} from {name}: supported are {', '.join(_PIXEL_DTYPES)} and torch.bfloat16. "
-            "Convert it, strip by strip if it is large."
+            "Convert it, strip by strip if it is large; labels of whole numbers want a sft.sources.LabelSource."
         )
     return dtype

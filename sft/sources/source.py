@@ -42,7 +42,7 @@ class Source(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Floating-point type that the network gets."""
+        """Type that the network gets: of labels ``torch.int64``, else a floating-point type."""
         ...
 
     def rows(self, interval: Interval, out: Tensor) -> None:
@@ -50,8 +50,9 @@ class Source(Protocol):
 
         Args:
             interval: rows inside ``[0, H)``; an empty one writes nothing.
-            out: CPU tensor of shape ``[N, C, len(interval), W]`` and any floating-point type, usually `dtype`. Channels last
-                (each batch element's rows contiguous) is the fast layout; every other is right too. All of it is overwritten.
+            out: CPU tensor of shape ``[N, C, len(interval), W]`` and any floating-point type (of labels: `dtype`), usually `dtype`.
+                Channels last (each batch element's rows contiguous) is the fast layout; every other is right too. All of it is
+                overwritten.
 
         Raises:
             InputError: the interval or ``out`` does not fit; nothing was written.
@@ -65,8 +66,10 @@ class _HasShape(Protocol):
     def shape(self) -> tuple[int, int, int, int]: ...
 
 
-def check_rows(name: str, shape: tuple[int, int, int, int], interval: Interval, out: Tensor) -> None:
+def check_rows(name: str, shape: tuple[int, int, int, int], interval: Interval, out: Tensor, *, dtype: torch.dtype | None = None) -> None:
     """Refuse an interval outside the image, or a destination that it does not fit; every source calls this first.
+
+    ``dtype`` is that of sources that fill no other.
 
     >>> check_rows("scan", (1, 3, 10, 8), Interval(4, 6), torch.empty(1, 3, 2, 8))
     >>> check_rows("scan", (1, 3, 10, 8), Interval(8, 11), torch.empty(1, 3, 3, 8))  # doctest: +ELLIPSIS
@@ -86,7 +89,9 @@ def check_rows(name: str, shape: tuple[int, int, int, int], interval: Interval, 
     expected = (num, channels, len(interval), width_px)
     if tuple(out.shape) != expected:
         raise InputError(f"cannot read {rows} of {name} into shape {tuple(out.shape)}: they have shape {expected}. Allocate that.")
-    if out.device.type != "cpu" or not out.dtype.is_floating_point or out.layout is not torch.strided:
+    if dtype is not None and out.dtype is not dtype:
+        raise InputError(f"cannot read {rows} of {name} into a tensor of {out.dtype}: it holds {dtype}. Use that.")
+    if out.device.type != "cpu" or (dtype is None and not out.dtype.is_floating_point) or out.layout is not torch.strided:
         raise InputError(
             f"cannot read {rows} of {name} into a tensor of {out.dtype} on {out.device}: pixels are normalised on the host into "
             "fractions. Use a floating-point CPU tensor and copy it to the device."

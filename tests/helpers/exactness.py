@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -145,22 +145,24 @@ def _worst(errors: Mapping[str, float], tolerance: float, what: str) -> float:
     return max(errors.values(), default=0.0)
 
 
-def _measured_step(net: nn.Module, x: Tensor, *, input_grad: bool) -> None:
-    """One training step whose input, outputs and output gradients are its own: what a plan's peak speaks of."""
-    x = x.clone().requires_grad_(input_grad)
+def _measured_step(net: nn.Module, x: Tensor, others: Sequence[Tensor], *, input_grad: bool) -> None:
+    """One training step whose inputs, outputs and output gradients are its own: what a plan's peak speaks of."""
+    x, others = x.clone().requires_grad_(input_grad), [other.clone() for other in others]
     # A tensor that the model returns twice gets one gradient: a plan counts values, not how often the caller sums.
-    outputs = {id(y): y for y in _leaves(net(x))}
+    outputs = {id(y): y for y in _leaves(net(x, *others))}
     wanted = [y for y in outputs.values() if y.requires_grad]
     _backward(wanted, [torch.ones_like(y) for y in wanted])
 
 
-def plan_of(net: nn.Module, x: Tensor) -> sft.Plan:
-    """The plan by which the compiled model ``net`` would run ``x``."""
-    plan: sft.Plan = cast(Any, net).plan_for(x)
+def plan_of(net: nn.Module, *inputs: Tensor) -> sft.Plan:
+    """The plan by which the compiled model ``net`` would run these inputs."""
+    plan: sft.Plan = cast(Any, net).plan_for(*inputs)
     return plan
 
 
-def assert_within_budget(net: nn.Module, x: Tensor, *, budget: int | str, input_grad: bool = True) -> tuple[int, int, sft.Plan]:
+def assert_within_budget(
+    net: nn.Module, x: Tensor, *others: Tensor, budget: int | str, input_grad: bool = True
+) -> tuple[int, int, sft.Plan]:
     """Assert measured peak <= projected peak, projected tight, total <= budget, FLOPs as planned.
 
     The parameters' ``.grad`` are None before each of the two runs, so that accumulators and ``.grad`` are measured too.
@@ -168,13 +170,13 @@ def assert_within_budget(net: nn.Module, x: Tensor, *, budget: int | str, input_
     Returns:
         Measured peak in bytes, counted FLOPs, and the plan.
     """
-    plan = plan_of(net, x.detach().clone().requires_grad_(input_grad))
+    plan = plan_of(net, x.detach().clone().requires_grad_(input_grad), *others)
     net.zero_grad(set_to_none=True)
     with sft.measure_peak("cpu") as peak:
-        _measured_step(net, x, input_grad=input_grad)
+        _measured_step(net, x, others, input_grad=input_grad)
     net.zero_grad(set_to_none=True)
     with FlopCounterMode(display=False) as counter:
-        _measured_step(net, x, input_grad=input_grad)
+        _measured_step(net, x, others, input_grad=input_grad)
     net.zero_grad(set_to_none=True)
 
     measured, projected = peak.num_bytes, plan.projected_peak_bytes
@@ -191,7 +193,7 @@ def assert_within_budget(net: nn.Module, x: Tensor, *, budget: int | str, input_
 def assert_exact(
     model: nn.Module,
     x: Tensor,
-    *,
+    *others: Tensor,
     budget: int | str = "4GiB",
     options: sft.Options | None = None,
     tolerance: float = 1e-10,
@@ -208,6 +210,7 @@ def assert_exact(
     Args:
         model: any module whose outputs are tensors in nested tuples, lists and dicts; its training flags are kept.
         x: the input; converted to float64.
+        others: further inputs without a gradient; numbers that are not whole are converted, too.
         budget: what the compiled model may use.
         options: passed on to ``sft.compile``.
         tolerance: largest relative error, by the rule in this module's docstring.
@@ -220,8 +223,9 @@ def assert_exact(
     """
     generator = torch.Generator().manual_seed(seed)
     eager = with_positional_dropout(copy.deepcopy(model).double())
-    net = sft.compile(copy.deepcopy(model).double(), tuple(x.shape), budget=budget, options=options)
     x = x.detach().double()
+    others = tuple(other.double() if other.is_floating_point() else other for other in others)
+    net = sft.compile(copy.deepcopy(model).double(), [x, *others], budget=budget, options=options)
     worst = dict.fromkeys(("output", "input_grad", "param_grad", "buffer", "param"), 0.0)
 
     for step in range(steps):
@@ -231,11 +235,11 @@ def assert_exact(
 
         if reseed(eager, seed_of(seed + step)):
             torch.manual_seed(seed + step)
-        tree_eager = eager(x_eager)
+        tree_eager = eager(x_eager, *others)
         y_eager = _leaves(tree_eager)
         gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in y_eager]
         with poisoned():
-            tree_ours = net(x_ours)
+            tree_ours = net(x_ours, *others)
         y_ours = _leaves(tree_ours)
         assert pytree.tree_structure(tree_ours) == pytree.tree_structure(tree_eager), "the outputs' structure differs"
         assert [y.requires_grad for y in y_ours] == [y.requires_grad for y in y_eager], "which outputs require grad differs"
@@ -271,7 +275,7 @@ def assert_exact(
         moved = gradient_errors(dict(net.named_parameters()), dict(eager.named_parameters()))
         worst["param"] = max(worst["param"], _worst(moved, tolerance, at + "parameter after the update"))
 
-    measured, flops, plan = assert_within_budget(net, x, budget=budget, input_grad=input_grad)
+    measured, flops, plan = assert_within_budget(net, x, *others, budget=budget, input_grad=input_grad)
     return ExactReport(
         output_error=worst["output"],
         input_grad_error=worst["input_grad"],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 __all__ = ["FAILURES", "KINDS", "Kind", "Outcome", "TilingOutcome"]
 
@@ -58,6 +58,23 @@ class Outcome:
     seconds: float = 0.0
     """Of the case's process, building the model included."""
     tilings: tuple[TilingOutcome, ...] = ()
+    commit: str = ""
+    """Of the code that ran it: a resumed run may hold outcomes of several."""
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Outcome:
+        """What :meth:`to_json` wrote."""
+        tilings = tuple(TilingOutcome(**{**tiling, "problems": tuple(tiling["problems"])}) for tiling in data["tilings"])
+        return cls(**{**data, "shape": tuple(data["shape"]), "tilings": tilings})
+
+    def to_json(self) -> dict[str, Any]:
+        """For a JSON file."""
+        return asdict(self)
+
+    @property
+    def label(self) -> str:
+        """Of the case."""
+        return f"{self.package}/{self.name}"
 
     @property
     def problems(self) -> tuple[str, ...]:

@@ -1,17 +1,19 @@
 """All cases, each in a process of its own, and the tables that are made of them.
 
-The files are written again after every case, so that an interrupted run leaves what it had.
+The files are written again after every case, so that an interrupted run leaves what it had; ``--resume`` goes on from there, and with
+``--redo`` runs once more what has been mended since.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import replace
 from fnmatch import fnmatch
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
@@ -30,7 +32,7 @@ from .models import CASES
 from .outcome import FAILURES, KINDS, Outcome
 from .worker import Question, check
 
-__all__ = ["main"]
+__all__ = ["known_outcomes", "main"]
 
 _NOTES = """\
 Each model in training mode and float64 against eager PyTorch: outputs, the gradients of every parameter and of the input, buffers, and
@@ -58,6 +60,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=positive_int, default=2, help="cases at a time (default: 2)")
     parser.add_argument("--timeout", type=positive_int, default=240, help="processor seconds that a case may take (default: 240)")
     parser.add_argument("--memory-gib", type=positive_int, default=9, help="memory that a case may allocate (default: 9)")
+    parser.add_argument("--resume", type=Path, metavar="JSON", help="take over the outcomes of an earlier run and run what it lacks")
+    parser.add_argument("--redo", nargs="+", choices=KINDS, default=(), help="outcomes of the earlier run that are not taken over")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     add_common_arguments(parser)
     parser.set_defaults(threads=1)  # at these sizes a second case is worth more than a second thread
@@ -66,6 +70,14 @@ def _parse_arguments() -> argparse.Namespace:
 
 def _selected(patterns: Sequence[str] | None) -> list[Case]:
     return [case for case in CASES if patterns is None or any(fnmatch(case.label, pattern) for pattern in patterns)]
+
+
+def known_outcomes(resume: Path | None, redo: Sequence[str]) -> dict[str, Outcome]:
+    """Outcomes of an earlier run, by label: those of kinds that need not be found again."""
+    if resume is None:
+        return {}
+    earlier = [Outcome.from_json(result) for result in json.loads(resume.read_text())["results"]]
+    return {outcome.label: outcome for outcome in earlier if outcome.kind not in redo}
 
 
 def _fork_server() -> ForkServerContext:
@@ -157,12 +169,12 @@ def _ends(outcomes: Iterable[Outcome]) -> list[list[str]]:
     for outcome in outcomes:
         if outcome.kind in ("exact", "exact, whole"):
             for operator in outcome.tilings[0].left_strips:
-                models.setdefault(operator, []).append(f"{outcome.package}/{outcome.name}")
+                models.setdefault(operator, []).append(outcome.label)
     return [[name, str(len(which)), ", ".join(which)] for name, which in sorted(models.items(), key=lambda item: -len(item[1]))]
 
 
 def _failures(outcome: Outcome) -> list[list[str]]:
-    label = f"{outcome.package}/{outcome.name}"
+    label = outcome.label
     if not outcome.tilings:
         return [[label, outcome.kind, "", _short(outcome.message)]]
     return [[label, tiling.kind, tiling.tiling, _short(tiling.message)] for tiling in outcome.tilings if tiling.kind in FAILURES]
@@ -171,8 +183,8 @@ def _failures(outcome: Outcome) -> list[list[str]]:
 def _save(stem: Path, outcomes: Sequence[Outcome], args: argparse.Namespace, about: dict[str, str | int]) -> tuple[list[Table], str]:
     raw: dict[str, Any] = {
         "environment": about,
-        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "list")},
-        "results": [asdict(outcome) for outcome in outcomes],
+        "settings": {name: value for name, value in vars(args).items() if name not in ("out", "list", "resume")},
+        "results": [outcome.to_json() for outcome in outcomes],
     }
     tables = _tables(outcomes)
     return tables, write_results(stem, raw, tables, _NOTES, None)
@@ -190,16 +202,17 @@ def main() -> int:
     stem = result_stem(args.out, "zoo" if args.only is None else "zoo-part")
     about = environment(args.threads)
     context = _fork_server()
-    done: dict[str, Outcome] = {}
+    done = {label: outcome for label, outcome in known_outcomes(args.resume, args.redo).items() if label in {case.label for case in cases}}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(args.jobs) as pool:
-        task = progress.add_task("zoo", total=len(cases))
-        futures = {pool.submit(_run, case, context, args): case for case in cases}
+        task = progress.add_task("zoo", total=len(cases), completed=len(done))
+        futures = {pool.submit(_run, case, context, args): case for case in cases if case.label not in done}
         for future in as_completed(futures):
-            outcome = done[futures[future].label] = future.result()
+            outcome = done[futures[future].label] = replace(future.result(), commit=str(about["commit"]))
             progress.console.print(f"{futures[future].label}: {outcome.kind} ({outcome.seconds:.0f} s)", markup=False)
             progress.advance(task)
-            tables, written = _save(stem, [done[case.label] for case in cases if case.label in done], args, about)
+            _save(stem, [done[case.label] for case in cases if case.label in done], args, about)
+    tables, written = _save(stem, [done[case.label] for case in cases if case.label in done], args, about)
     for table in tables:
         if table.headers is not _HEADERS:  # one line a model is for the file
             console.print(table.terminal())

@@ -1,0 +1,233 @@
+"""Following how a model's values lie in images, while its permutes and reshapes vanish.
+
+The graph that is built holds every image in one order of dimensions (:mod:`sft.analysis.layout`); for each value of the model it is known
+in which node of that graph it lies, and how. Permutes and reshapes only change that knowledge. Where channels are split or merged the
+image is rearranged within each pixel (``sft.rearrange``); pixels that become channels, and channels that become pixels, are ``sft.folded``
+and ``sft.unfolded`` images. Whoever needs a value as the model has it gets it restored as a whole (``sft.restored``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import sympy as sp
+
+from sft.analysis.graph import Graph, Node, Ref, map_refs
+from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
+
+__all__ = ["PERMUTES", "RESHAPES", "Following", "Image", "same_shape"]
+
+RESHAPES = frozenset(
+    {
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten._unsafe_view.default",
+        "aten.flatten.using_ints",
+        "aten.unflatten.int",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+        "aten.squeeze.default",
+        "aten.unsqueeze.default",
+        "aten.view_as.default",
+        "aten.reshape_as.default",
+    }
+)
+PERMUTES = frozenset({"aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.movedim.int", "aten.swapaxes.default"})
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """A value of the model that lies in an image: the node of the new graph that holds it, and how."""
+
+    node: str
+    layout: Layout
+
+
+class Following:
+    """A graph being rebuilt, and where the model's values are in it.
+
+    Attributes:
+        graph: the model's.
+        axes: of its images.
+        nodes: the new graph so far.
+        images: by the model's value.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.axes = graph, graph.axes
+        self.nodes: dict[str, Node] = {}
+        self.images: dict[str, Image] = {}
+
+    # -- values -----------------------------------------------------------------------------------------------------
+
+    def put(self, node: Node, layout: Layout) -> bool:
+        """Add a node that makes an image, in which the model's value of that name lies."""
+        self.nodes[node.name] = node
+        self.images[node.name] = Image(node.name, layout)
+        return True
+
+    def shape(self, name: str) -> tuple[Any, ...]:
+        return self.nodes[name].shape
+
+    def rearranged(self, node: Node, change: Rearrangement, source: str, name: str) -> None:
+        """Add the node that moves the channels of ``source``."""
+        old = self.nodes[source]
+        shape = (old.shape[0], *change.shape, *self.axes.of(old.shape))
+        arguments = (
+            ("self", Ref(source)),
+            ("split", change.split),
+            ("order", change.order),
+            ("shape", change.shape),
+            ("axes", self.axes.count),
+        )
+        self.nodes[name] = replace(node, name=name, target="sft.rearrange", shape=shape, arguments=arguments)
+
+    def follow(self, node: Node, image: Image) -> bool:
+        """Say that the model's value ``node`` is an image, with channels merged that the model has merged."""
+        found = merged(image.layout, self.shape(image.node), self.axes)
+        if found is not None and found.rearrangement is not None:
+            name = f"{node.name}__merged"
+            self.rearranged(node, found.rearrangement, image.node, name)
+            image = Image(name, found.layout)
+        self.images[node.name] = self._unfolded(node, image)
+        return True
+
+    def _unfolded(self, node: Node, image: Image) -> Image:
+        """The image with those channels as pixels that the model has as pixels."""
+        old = self.nodes[image.node]
+        first_axis = len(old.shape) - self.axes.count
+        places = image.layout.axes_taking_channels(first_axis)
+        if places is None or len(places) != self.axes.count:
+            return image
+        taken = {dim for dims in places for dim in dims}
+        named = {dim for group in image.layout.groups for dim in group}
+        # A dimension of extent 1 that the value does not have goes.
+        rest = tuple(dim for dim in range(1, first_axis) if dim not in taken and (dim in named or old.shape[dim] != 1))
+        factors = tuple(math.prod(int(old.shape[dim]) for dim in dims) for dims in places)
+        grown = tuple(extent * factor for extent, factor in zip(self.axes.of(old.shape), factors, strict=True))
+        name = f"{node.name}__unfolded"
+        arguments = (("self", Ref(image.node)), ("rest", rest), ("places", places), ("factors", factors))
+        shape = (old.shape[0], *([old.shape[dim] for dim in rest] or [1]), *grown)
+        self.nodes[name] = replace(node, name=name, target="sft.unfolded", shape=shape, arguments=arguments)
+        number = {dim: 1 + at for at, dim in enumerate(rest)}
+        number.update({0: 0, **{first_axis + axis: 1 + max(1, len(rest)) + axis for axis in range(self.axes.count)}})
+        groups = (tuple(number[dim] for dim in group if dim not in taken) for group in image.layout.groups)
+        return Image(name, Layout(tuple(groups)))
+
+    def _folded(self, node: Node, image: Image) -> Image | None:
+        """The image with those pixels as channels that a reshape to the shape of ``node`` takes apart; ``None`` if it takes none."""
+        old = self.nodes[image.node]
+        first_axis, extents = len(old.shape) - self.axes.count, self.axes.of(old.shape)
+        factors = tuple(_split_factor(extent, node.shape) for extent in extents)
+        if all(factor == 1 for factor in factors):
+            return None
+        name = f"{node.name}__folded"
+        shape = (*old.shape[:first_axis], *factors, *(_divided(e, f) for e, f in zip(extents, factors, strict=True)))
+        self.nodes[name] = replace(
+            node, name=name, target="sft.folded", shape=shape, arguments=(("self", Ref(image.node)), ("factors", factors))
+        )
+        groups = []
+        for group in image.layout.groups:
+            apart: list[int] = []
+            for dim in group:
+                apart += [dim] if dim < first_axis else [dim + self.axes.count, dim]
+            groups.append(tuple(apart))
+        return Image(name, Layout(tuple(groups)))
+
+    def keep(self, node: Node) -> None:
+        """Take an operator over as it is, on the model's own values."""
+        arguments = tuple((key, map_refs(value, lambda name: Ref(self.plain_name(name)))) for key, value in node.arguments)
+        kept = replace(node, arguments=arguments)
+        self.nodes[node.name] = kept
+        images = [self.nodes[self.images[name].node] for name in node.operands if name in self.images]
+        if self._is_image_of(kept, images):
+            self.images[node.name] = Image(node.name, Layout.plain(len(node.shape)))
+
+    def _is_image_of(self, node: Node, images: Sequence[Node]) -> bool:
+        """Whether a value may lie as an image does: anything with as many dimensions, along which images vary."""
+        if len(node.shape) < self.axes.rank:
+            return False
+        return any(node.shape[0] == image.shape[0] for image in images) and not all(extent == 1 for extent in self.axes.of(node.shape))
+
+    def plain_name(self, name: str) -> str:
+        """The node that holds a value in the model's order."""
+        image = self.images.get(name)
+        if image is None:
+            return name
+        rank = len(self.shape(image.node))
+        if image.layout == Layout.plain(rank):
+            return image.node
+        restored = f"{name}__restored"
+        if restored not in self.nodes:
+            model, order = self.graph[name], [dim for group in image.layout.groups for dim in group]
+            order += [dim for dim in range(rank) if dim not in order]
+            arguments = (("self", Ref(image.node)), ("order", tuple(order)), ("shape", model.shape))
+            self.nodes[restored] = replace(model, name=restored, target="sft.restored", arguments=arguments, effect="")
+        return restored
+
+    # -- permutes and reshapes; each says whether it was followed ---------------------------------------------------
+
+    def only_image(self, node: Node) -> Image:
+        return self.images[next(name for name in node.operands if name in self.images)]
+
+    def permute(self, node: Node) -> bool:
+        image = self.only_image(node)
+        rank = len(image.layout.groups)
+        order = list(range(rank))
+        if node.target == "aten.permute.default":
+            order = [dim % rank for dim in node.argument("dims")]
+        elif node.target == "aten.movedim.int":
+            order.insert(node.argument("destination") % rank, order.pop(node.argument("source") % rank))
+        else:
+            a, b = (node.argument("dim0", 0), node.argument("dim1", 1)) if node.target != "aten.swapaxes.default" else _pair(node)
+            order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
+        return self.follow(node, Image(image.node, image.layout.permuted(order)))
+
+    def reshape(self, node: Node) -> bool:
+        image = self.images.get(node.operands[0])
+        if image is None:
+            return False
+        found = reshaped(image.layout, self.shape(image.node), node.shape, self.axes)
+        if found is None:
+            folded = self._folded(node, image)
+            if folded is None:
+                return False
+            image = folded
+            found = reshaped(image.layout, self.shape(image.node), node.shape, self.axes)
+            if found is None:
+                return False
+        held = image.node
+        if found.rearrangement is not None:
+            held = f"{node.name}__split"
+            self.rearranged(node, found.rearrangement, image.node, held)
+        return self.follow(node, Image(held, found.layout))
+
+
+def _split_factor(extent: Any, shape: Sequence[Any]) -> int:
+    """How many pixels of an axis become a dimension of their own, where a shape has ``extent / factor, factor`` side by side; else 1."""
+    for size, factor in pairwise(shape):
+        if (
+            isinstance(factor, int)
+            and factor > 1
+            and size == _divided(extent, factor)
+            and not (isinstance(extent, int) and extent % factor)
+        ):
+            return factor
+    return 1
+
+
+def _divided(extent: Any, factor: int) -> Any:
+    return extent // factor if isinstance(extent, int) else sp.floor(extent / sp.Integer(factor)) if factor != 1 else extent
+
+
+def _pair(node: Node) -> tuple[int, int]:
+    return node.argument("axis0"), node.argument("axis1")
+
+
+def same_shape(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Whether two shapes are equal for every size of the image."""
+    return len(first) == len(second) and all(sp.simplify(sp.sympify(a) - sp.sympify(b)) == 0 for a, b in zip(first, second, strict=True))

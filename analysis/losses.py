@@ -1,0 +1,103 @@
+"""Losses taken apart: a value for each pixel, which streams like an activation, and the sum or mean of these, a global value.
+
+So a loss inside the compiled model needs neither the model's output nor its gradient as a whole: both exist strip by strip.
+
+* Losses of single elements (``mse_loss``, ``binary_cross_entropy_with_logits``, ...) are themselves with ``reduction="none"``.
+* Cross-entropy and negative log-likelihood look up the channel that a pixel's label names: ``sft.cross_entropy`` and ``sft.nll`` make an
+  image of one channel. Their mean divides by the sum of the labels' weights, ``sft.label_weight``, another such image.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sft.analysis.graph import Node, Ref
+from sft.analysis.reduced import Chain, pooled
+
+__all__ = ["ELEMENT_LOSSES", "LABEL_LOSSES", "NONE", "label_loss", "of_elements", "reduced_loss", "reduction_of"]
+
+#: ``torch.nn._reduction``'s numbers.
+NONE, MEAN, SUM = 0, 1, 2
+
+#: Losses of single elements of their operands, which broadcast.
+ELEMENT_LOSSES = frozenset(
+    f"aten.{name}.default"
+    for name in (
+        "mse_loss",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "binary_cross_entropy",
+        "binary_cross_entropy_with_logits",
+        "kl_div",
+        "soft_margin_loss",
+        "poisson_nll_loss",
+    )
+)
+#: Losses that look up a channel of each pixel, and the operator on images that does.
+LABEL_LOSSES = {
+    "aten.cross_entropy_loss.default": "sft.cross_entropy",
+    "aten.nll_loss_nd.default": "sft.nll",
+    "aten.nll_loss2d.default": "sft.nll",
+    "aten.nll_loss.default": "sft.nll",
+}
+
+
+def reduction_of(node: Node) -> int:
+    """The number of a loss' reduction."""
+    given = node.argument("reduction", MEAN)
+    assert isinstance(given, int)
+    return given
+
+
+def of_elements(node: Node) -> Node:
+    """A loss of single elements before its reduction, under a name of its own unless there is none."""
+    kept = tuple((key, value) for key, value in node.arguments if key != "reduction")
+    name = node.name if reduction_of(node) == NONE else f"{node.name}__each"
+    return replace(node, name=name, arguments=(*kept, ("reduction", NONE)))
+
+
+def reduced_loss(node: Node, each: Node, num_axes: int) -> tuple[Node, ...]:
+    """The sum or mean of all elements of an image, as the value of ``node``."""
+    chain = Chain(node)
+    pooled(
+        chain, each, num_axes, range(len(each.shape) - num_axes), "aten.mean.dim" if reduction_of(node) == MEAN else "aten.sum.dim_IntList"
+    )
+    return chain.finish()
+
+
+def label_loss(node: Node, image: Node, target: Node, num_axes: int) -> tuple[Node, ...]:
+    """Cross-entropy or negative log-likelihood of images; with a reduction its last node is the number, else an image of one channel.
+
+    Args:
+        node: the model's operator.
+        image: scores (or log-probabilities) of the classes, ``[N, classes, axes...]``.
+        target: labels, ``[N, 1, axes...]``, or probabilities of the classes, laid out as the scores are.
+        num_axes: axes of the images.
+    """
+    chain, reduction = Chain(node), reduction_of(node)
+    shape = (image.shape[0], 1, *image.shape[2:])
+    has_labels = not _is_floating(target)
+    weight, ignored = node.argument("weight"), ("ignore_index", node.argument("ignore_index", -100))
+    given = [("self", Ref(image.name)), ("target", Ref(target.name)), ("weight", weight), ignored]
+    if LABEL_LOSSES[node.target] == "sft.cross_entropy":
+        given.append(("label_smoothing", node.argument("label_smoothing", 0.0)))
+    each = chain.add("each", LABEL_LOSSES[node.target], shape, given)
+    if reduction == NONE:
+        return chain.finish()
+    rest = range(len(shape) - num_axes)
+    if reduction == SUM or not has_labels:  # the mean over probabilities is one over pixels
+        pooled(chain, each, num_axes, rest, "aten.sum.dim_IntList" if reduction == SUM else "aten.mean.dim")
+        return chain.finish()
+    wide = chain.cast(each, "float32" if each.dtype in ("float16", "bfloat16") else each.dtype, "wide")
+    total = pooled(chain, wide, num_axes, rest, "aten.sum.dim_IntList")
+    arguments = (("self", Ref(target.name)), ("weight", weight), ignored, ("dtype", total.dtype))
+    weighed = chain.add("weights", "sft.label_weight", shape, arguments, total.dtype)
+    weights = pooled(chain, weighed, num_axes, rest, "aten.sum.dim_IntList", "weights_")
+    mean = chain.add("mean", "aten.div.Tensor", (), (("self", Ref(total.name)), ("other", Ref(weights.name))), total.dtype)
+    chain.cast(mean, node.dtype, "rounded")
+    return chain.finish()
+
+
+def _is_floating(node: Node) -> bool:
+    return node.dtype.startswith(("float", "bfloat"))

@@ -1,0 +1,91 @@
+"""Labels: whole numbers for every pixel, read in strips beside the image and handed out as they are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.analysis.interval import Interval
+from sft.errors import InputError
+from sft.sources.array import map_file
+from sft.sources.host import HostArray, as_host_array, check_mapping, release_pages
+from sft.sources.source import check_rows
+
+__all__ = ["LabelSource"]
+
+
+class LabelSource:
+    """A label map in memory, in a memmap or in a ``.npy`` file as a `sft.sources.Source` of ``torch.int64``.
+
+    Nothing is scaled, as the bytes of an image would be. The array must not change between the forward and the backward pass.
+
+    >>> source = LabelSource(np.array([[0, 1], [7, 255]], np.uint8))
+    >>> out = torch.empty(1, 1, 1, 2, dtype=torch.int64)
+    >>> source.rows(Interval(1, 2), out)
+    >>> source.shape, out.tolist()
+    ((1, 1, 2, 2), [[[[7, 255]]]])
+
+    Args:
+        array: whole numbers or booleans ``[H, W]``, ``[N, H, W]`` or ``[N, 1, H, W]``; or the path of a ``.npy`` file of these.
+
+    Raises:
+        InputError: wrong type, rank, dtype or extent.
+        SourceError: the file cannot be mapped.
+    """
+
+    dtype = torch.int64
+
+    def __init__(self, array: HostArray | str | os.PathLike[str]) -> None:
+        self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
+        given = as_host_array(array if self.path is None else map_file(self.path), "read labels from")
+        name = "array" if self.path is None else str(self.path)
+        if not isinstance(given, np.ndarray) or given.dtype.kind not in "uib":
+            raise InputError(
+                f"cannot read labels of {given.dtype} from {name}: labels are whole numbers. Convert them, or use ArraySource."
+            )
+        shape = given.shape if len(given.shape) != 4 else (given.shape[0], *given.shape[2:])
+        if len(shape) not in (2, 3) or min(given.shape) < 1 or (len(given.shape) == 4 and given.shape[1] != 1):
+            raise InputError(f"cannot read labels from {name} of shape {given.shape}: give [H, W], [N, H, W] or [N, 1, H, W], none empty.")
+        self._given, self._name = given, name
+        #: a view [N, H, W]
+        self._labels = given.reshape(shape) if len(shape) == 3 else given[None]
+        num, height_px, width_px = self._labels.shape
+        self.shape: tuple[int, int, int, int] = (num, 1, height_px, width_px)
+
+    def __repr__(self) -> str:
+        return f"LabelSource({self._name}, shape={self.shape})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LabelSource, (self._given if self.path is None else self.path,)
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        """Fill ``out`` with rows; see `sft.sources.Source`.
+
+        Raises:
+            InputError: the interval or ``out`` does not fit; nothing was written.
+            SourceError: the mapped file was cut short.
+        """
+        check_rows(self._name, self.shape, interval, out, dtype=self.dtype)
+        if not interval:
+            return
+        check_mapping(self._given, self._name)
+        for sample in range(self.shape[0]):
+            labels = self._labels[sample, interval.start : interval.stop]
+            out[sample, 0].numpy()[...] = labels
+            release_pages(labels[..., None])
+
+    def samples(self, batch: Interval) -> LabelSource:
+        """The source of some batch elements: a view.
+
+        Raises:
+            InputError: there are no such elements.
+        """
+        num = self.shape[0]
+        if not batch or not Interval(0, num).contains(batch):
+            raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {self}: it has {num}. Stay inside them.")
+        return LabelSource(self._labels[batch.start : batch.stop])

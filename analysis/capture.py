@@ -24,11 +24,12 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from sft.analysis.exported import bounds_of, graph_of, guards_of
+from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
-from sft.analysis.norms import CUMULATIVE
+from sft.analysis.preparation import hooks_aside, on_fake_tensors, prepared
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "dropping_channels", "is_channels_last", "outputs_channels_last"]
+__all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_last", "outputs_channels_last"]
 
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -97,7 +98,7 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
     # The caller may be in inference mode, or under autocast with a cache of casts.
-    with torch.inference_mode(False), _autocast(device, autocast), _momenta_known(model), _attributes_kept(model):
+    with torch.inference_mode(False), _autocast(device, autocast), prepared(model):
         program = _export(model, shapes, dtypes, device)
     return Capture(
         graph=graph_of(program),
@@ -128,52 +129,6 @@ def attribute_of(model: nn.Module, path: str) -> torch.Tensor | None:
     for part in path.split("."):
         value = getattr(value, part, None)
     return value if isinstance(value, torch.Tensor) else None
-
-
-@contextlib.contextmanager
-def dropping_channels(model: nn.Module, lacking: Sequence[bool]) -> Iterator[None]:
-    """Let the model take, for inputs that lack channels, images of one channel: it is taken away before the model sees them.
-
-    So labels ``[N, H, W]`` are images ``[N, 1, H, W]`` to everything else.
-    """
-    if not any(lacking):
-        yield
-        return
-
-    def drop(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        return tuple(value.squeeze(1) if lacks else value for value, lacks in zip(inputs, lacking, strict=True))
-
-    with model.register_forward_pre_hook(drop, prepend=True):
-        yield
-
-
-@contextlib.contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back tensors that modules hold as plain attributes; hooks that compute a weight leave fake ones there."""
-    held = [(module, {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, tensors in held:
-            vars(module).update(tensors)
-
-
-@contextlib.contextmanager
-def _momenta_known(model: nn.Module) -> Iterator[None]:
-    """Give BatchNorms that average over all batches so far a number for their momentum, which would depend on a buffer's value."""
-    # Out of training the momentum goes nowhere.
-    averaging = [
-        module
-        for module in model.modules()
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is None and module.training
-    ]
-    try:
-        for module in averaging:
-            module.momentum = CUMULATIVE
-        yield
-    finally:
-        for module in averaging:
-            module.momentum = None
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
@@ -228,7 +183,8 @@ def _exported(
 ) -> ExportedProgram:
     with contextlib.nullcontext() if device.type == "meta" else FakeTensorMode():
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
-    exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
+    with grad_modes_followed(model):
+        exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
     decomposed: ExportedProgram = exported.run_decompositions({})
     return decomposed
@@ -238,24 +194,25 @@ def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
     """Decomposing forgets under which grad mode an operator ran: its gradient would come out where eager has none.
 
     Raises:
-        UnsupportedError: the model switches the grad mode.
+        UnsupportedError: the exporter has seen a switch, so it was not `forward` that made it.
     """
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule) and any("set_grad_enabled" in str(node.target) for node in module.graph.nodes):
             raise UnsupportedError(
                 [
-                    f"{type(model).__name__}: `forward` switches the grad mode (torch.no_grad, enable_grad), which capture cannot follow; "
-                    "move that part out of `forward`, or freeze its parameters with requires_grad_(False)"
+                    f"{type(model).__name__}: a hook of the model itself switches the grad mode (torch.nn.utils.spectral_norm does), and "
+                    "runs outside of what is compiled. Use torch.nn.utils.parametrizations.spectral_norm, or nn.Sequential(model)"
                 ]
             )
 
 
 def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> str | None:
     """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
-    with _quiet(), FakeTensorMode(allow_non_fake_inputs=True):
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _quiet():
         try:
             device = next((p.device for p in model.parameters()), torch.device("cpu"))
-            with torch.no_grad():
+            with torch.enable_grad(), mode, on_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
                 model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
         except RuntimeError as error:
             message = str(error).strip().splitlines()
@@ -287,12 +244,11 @@ def outputs_channels_last(
     """
     mode = FakeTensorMode()
     layouts = [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
-    with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast):
+    with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), hooks_aside(model):
         try:
-            state: dict[str, torch.Tensor] = {name: mode.from_tensor(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
-            with mode:
+            with mode, on_fake_tensors(model, mode):
                 inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
-                outputs = pytree.tree_leaves(torch.func.functional_call(model, state, tuple(inputs)))
+                outputs = pytree.tree_leaves(model(*inputs))
         except Exception:
             return None
     return tuple(isinstance(out, torch.Tensor) and is_channels_last(out) for out in outputs)

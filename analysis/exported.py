@@ -136,6 +136,7 @@ class _GraphBuilder:
         self._alias: dict[str, str] = {}
         self._casts: dict[tuple[str, torch.dtype], str] = {}
         self._scalars: dict[str, Any] = {}
+        self._attached: set[str] = set()  # values that follow from parameters or inputs, and not through `detach` alone
 
     def add(self, fx_node: torch.fx.Node) -> None:
         """Take over one node."""
@@ -177,6 +178,10 @@ class _GraphBuilder:
             module_path=module_path,
             effect=effect,
         )
+        if kind in ("input", "parameter", "buffer") or (
+            target != _DETACH and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments)))
+        ):
+            self._attached.add(name)
 
     def _add_outputs(self, fx_node: torch.fx.Node) -> None:
         returned = fx_node.args[0]
@@ -213,6 +218,11 @@ class _GraphBuilder:
     def _add_operator(self, fx_node: torch.fx.Node, value: Any) -> None:
         arguments = [(name, self._convert(argument)) for name, argument in _named_arguments(fx_node)]
         target = str(fx_node.target)
+        if target == "aten.copy.default" and all(_is_like(value, source) for source in fx_node.args[:2]):
+            self._alias[fx_node.name] = next(refs_in(arguments[1][1]))
+            return
+        if target == _DETACH and self._attached.isdisjoint(refs_in(arguments[0][1])):
+            target = _ALIAS  # cut off already
         if target in _IDENTITY or (target in _CASTS and value.dtype == _dtype_of(fx_node.args[0])):
             self._alias[fx_node.name] = next(refs_in(tuple(argument for _, argument in arguments)))
             return
@@ -238,14 +248,22 @@ class _GraphBuilder:
         return _extent(value) if isinstance(value, torch.SymInt) else value
 
 
+def _is_like(value: torch.Tensor, fx_node: Any) -> bool:
+    """Whether a value has another's shape and element type."""
+    other = fx_node.meta["val"]
+    return bool(other.dtype == value.dtype and tuple(map(_extent, other.shape)) == tuple(map(_extent, value.shape)))
+
+
 def _dtype_of(fx_node: Any) -> torch.dtype:
     dtype = fx_node.meta["val"].dtype
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
+_DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
+
 #: Copies and markers that change neither values nor gradients.
-_IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", "aten.alias.default", "aten.lift_fresh_copy.default"})
+_IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", _ALIAS, "aten.lift_fresh_copy.default"})
 
 #: Casts, which change nothing where the type is the same already.
 _CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})

@@ -23,7 +23,7 @@ an image.
 
 **Refused** (`sft.UnsupportedError`): random numbers that do not follow positions (`torch.rand` in the model; dropout in all
 forms is fine), sizes that depend on values, operators that write into their operands where the exporter leaves such,
-`torch.no_grad` inside `forward`.
+autograd functions with a backward of their own, in-place writes that autograd would not notice.
 """
 
 

@@ -8,7 +8,8 @@ engine sits in a slot of its own, outside that dictionary, so ``state_dict`` and
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +24,7 @@ from sft.inputs import is_readable
 from sft.options import Options
 from sft.outputs import Destination, Output, resolve_output
 from sft.plan.types import Plan
+from sft.surroundings import not_compiled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.units import parse_bytes
 
 __all__ = ["CheckReport", "check", "compile", "plan"]
@@ -203,12 +205,33 @@ def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
     return tuple(shapes)
 
 
+class _Replaceable:
+    """A method that tools replace on an instance (``net.forward = wrapped``): kept apart from the dictionary, which is the model's, too."""
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+
+    def __get__(self, net: Any, owner: type | None = None) -> Any:
+        if net is None:
+            return self._method
+        return net._sft_forward or types.MethodType(self._method, net)
+
+    def __set__(self, net: Any, replacement: Callable[..., Any]) -> None:
+        object.__setattr__(net, "_sft_forward", replacement)
+
+    def __delete__(self, net: Any) -> None:
+        object.__setattr__(net, "_sft_forward", None)
+
+
 class _Compiled:
     """What a compiled module adds to its model's class."""
 
     __slots__ = ()
     _sft_engine: Engine
+    _sft_forward: Callable[..., Any] | None
 
+    @_Replaceable
+    @not_compiled
     def forward(self, *inputs: Any, input_grad: Any = None, **keywords: Any) -> Any:
         """The model's output.
 
@@ -218,19 +241,20 @@ class _Compiled:
         would notice a change.
 
         Args:
-            inputs: of shape ``[N, C, H, W]``; arrays also with other orders of axes, see `sft.sources.ArraySource`.
+            inputs: of shape ``[N, C, H, W]``; arrays also with other orders of axes, see `sft.sources.ArraySource`. By position, or by the
+                names that the model's own ``forward`` has for them.
             input_grad: a writable array (or `sft.sources.RowSink`) of the input's shape that the backward pass fills with the
                 input's gradient, strip by strip: what it held is replaced. For several inputs a sequence, None where no gradient is
                 wanted. If the backward pass fails, its content is undefined. Default: `None`
 
         Raises:
             InputError: an argument is wrong; nothing was changed.
+            UnsupportedError: somebody traces the call instead of running it.
             SourceError: rows cannot be read, or an output cannot be written; nothing was changed.
             BudgetError: no plan fits.
         """
-        if keywords:
-            raise InputError(f"keyword inputs {sorted(keywords)} are not supported; pass tensors by position")
-        return self._sft_engine.run(inputs, input_grad)
+        refuse_tracing(inputs)
+        return self._sft_engine.run(positional_inputs(self._sft_engine.model, inputs, keywords), input_grad)
 
     @property
     def last_reading(self) -> Reading | None:
@@ -255,6 +279,14 @@ class _Compiled:
             raise InputError(f"plan_for needs every extent, got {inputs!r}")
         return self._sft_engine.plan_for_shapes(shapes)
 
+    def __prepare_scriptable__(self) -> Any:
+        """What ``torch.jit.script`` asks for."""
+        refuse_wrapping("torch.jit.script", "script the original model")
+
+    def _replicate_for_data_parallel(self) -> Any:
+        """What ``nn.DataParallel`` asks for, with more than one device."""
+        refuse_wrapping("nn.DataParallel", "use nn.parallel.DistributedDataParallel")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = self._sft_engine
         return _rebuild(copy.deepcopy(engine.model, memo), *_settings(engine))
@@ -278,6 +310,7 @@ def _wrap(model: nn.Module, engine: Engine) -> Any:
     net = cls.__new__(cls)
     object.__setattr__(net, "__dict__", model.__dict__)
     object.__setattr__(net, "_sft_engine", engine)
+    object.__setattr__(net, "_sft_forward", None)
     return net
 
 
@@ -286,5 +319,5 @@ def _compiled_class(cls: Any) -> type[nn.Module]:
     return type(
         cls.__name__,
         (_Compiled, cls),
-        {"__slots__": ("_sft_engine",), "__module__": cls.__module__, "__doc__": cls.__doc__},
+        {"__slots__": ("_sft_engine", "_sft_forward"), "__module__": cls.__module__, "__doc__": cls.__doc__},
     )

@@ -9,18 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
 from sft.analysis.annotate import annotated
 from sft.analysis.canonical import canonical
-from sft.analysis.capture import Capture, attribute_of, capture, dropping_channels, is_channels_last, outputs_channels_last
+from sft.analysis.capture import Capture, attribute_of, capture, is_channels_last, outputs_channels_last
+from sft.analysis.gradients import reached_by_gradients, with_buffers_kept
 from sft.analysis.graph import Graph
 from sft.analysis.masks import with_positional_masks
 from sft.analysis.norms import with_norms_apart
 from sft.analysis.operators import differentiable_operands
 from sft.analysis.phases import Phases, find_phases
+from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
 from sft.analysis.transposed import with_overlaps_apart
 from sft.analysis.wrapped import with_wraps_apart
 from sft.errors import InputError, UnsupportedError
@@ -44,8 +44,6 @@ Shape = tuple[int, ...]
 
 
 #: Captures and plans that are kept; an attribute that changes at every call must not fill the memory.
-#: Hooks that only compute a weight, which the capture follows.
-_NORMS_OF_WEIGHTS = (WeightNorm, SpectralNorm)
 _MAX_CAPTURES, _MAX_PLANS = 16, 128
 
 
@@ -164,16 +162,14 @@ class Engine:
                 if tensor is not None:
                     tensors[node.name] = tensor
             elif node.kind == "parameter":
-                tensors[node.name] = self.model.get_parameter(node.target)
+                tensors[node.name] = _held(self.model, node.target)
             elif node.kind == "buffer":
                 tensors[node.name] = self.model.get_buffer(node.target)
             elif node.kind == "seed":
                 tensors[node.name] = _signed(draw_seed())
             elif node.kind != "operator":
                 constant = ready.captured.capture.constants.get(node.target)
-                tensor = attribute_of(self.model, node.target) if constant is None else constant
-                assert tensor is not None
-                tensors[node.name] = tensor
+                tensors[node.name] = _held(self.model, node.target) if constant is None else constant
         paths = {path for _, path in ready.captured.capture.graph.updates}
         return Leaves(
             names=tuple(tensors),
@@ -260,7 +256,7 @@ class Engine:
                 ("backward hook", module._backward_hooks),
                 ("backward pre-hook", module._backward_pre_hooks),
             )
-            if any(not isinstance(hook, _NORMS_OF_WEIGHTS) for hook in hooks.values())
+            if any(not isinstance(hook, NORMS_OF_WEIGHTS) for hook in hooks.values())
         ]
         if problems:
             raise UnsupportedError(problems)
@@ -342,7 +338,7 @@ class Engine:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         with dropping_channels(self.model, traced.lacking_channels):
             found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
-        found = replace(found, graph=_apart(found.graph))
+        found = replace(found, graph=with_buffers_kept(_apart(found.graph)))
         captured = _Captured(found, find_phases(found.graph), traced)
         self._refuse_unbatched(found.graph, kind.shapes)
         symbols = found.bind(kind.shapes)
@@ -368,20 +364,19 @@ class Engine:
         if not kind.with_grad:
             return frozenset()
         found: set[str] = set()
-        # A buffer's next value is no output: what only leads there has no gradient.
-        leading = phases.graph.ancestors(phases.graph.outputs)
+        reached = reached_by_gradients(phases.graph)
         arriving = iter(kind.input_grads)
         for node in phases.graph.nodes:
             if node.kind == "input":
                 needs = next(arriving)
             elif node.kind == "parameter":
-                needs = self.model.get_parameter(node.target).requires_grad
+                needs = node.name in reached and _held(self.model, node.target).requires_grad
             elif node.kind == "buffer":
-                needs = self.model.get_buffer(node.target).requires_grad
+                needs = node.name in reached and self.model.get_buffer(node.target).requires_grad
             elif node.kind in ("constant", "seed"):
                 needs = False
             else:
-                needs = node.name in leading and any(name in found for name in differentiable_operands(node))
+                needs = node.name in reached and any(name in found for name in differentiable_operands(node))
             if needs:
                 found.add(node.name)
         return frozenset(found)
@@ -428,3 +423,10 @@ def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
 def _signed(seed: int) -> torch.Tensor:
     """A seed of 64 bits as a tensor, its two's complement."""
     return torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
+
+
+def _held(model: nn.Module, path: str) -> torch.Tensor:
+    """A tensor of the model; a parameter, too, whose place may have another tensor in a ``functional_call``."""
+    value = attribute_of(model, path)
+    assert value is not None
+    return value

@@ -16,6 +16,7 @@ __all__ = [
     "Binary",
     "Cast",
     "Cat",
+    "Detached",
     "Drawn",
     "FrozenNorm",
     "LookUp",
@@ -35,6 +36,16 @@ class Pointwise(Operator):
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (False, True) if node.target in ("aten.relu.default", "aten.leaky_relu.default") else (True, True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached(Operator):
+    """The value itself, without a gradient."""
+
+    name: str = "detached"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

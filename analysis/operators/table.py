@@ -23,6 +23,7 @@ from sft.analysis.operators.pixelwise import (
     Binary,
     Cast,
     Cat,
+    Detached,
     Drawn,
     FrozenNorm,
     LookUp,
@@ -175,6 +176,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.{name}": _POINTWISE for name in _UNARY_OVERLOADS},
     **dict.fromkeys(_ROWWISE, _ROW),
     **dict.fromkeys(CASTS, Cast()),
+    "aten.detach.default": Detached(),
     "aten.cat.default": Cat(),
     "aten._native_batch_norm_legit_no_training.default": FrozenNorm(),
     "sft.moments": Moments(),
@@ -340,4 +342,4 @@ ALONG: dict[str, Along] = {
     **dict.fromkeys(("aten.gather.default", "aten.scatter.value", "aten.scatter.src"), Along()),
 }
 #: Operators of single elements of their operands, which broadcast.
-ELEMENTWISE = frozenset(target for target, row in _TABLE.items() if row in (_POINTWISE, _BINARY, _ROW) or target in CASTS)
+ELEMENTWISE = frozenset(target for target, row in _TABLE.items() if row in (_POINTWISE, _BINARY, _ROW, Detached()) or target in CASTS)

@@ -21,11 +21,13 @@ from typing import Any
 
 import torch
 
+from sft.errors import UnsupportedError
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
+from sft.surroundings import refuse_batched
 from sft.walk.region import Region
 
 __all__ = ["Leaves", "autocast_off", "run_region"]
@@ -120,17 +122,24 @@ class _RegionFunction(torch.autograd.Function):
         return results
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(["(the compiled model): forward-mode derivatives have no strips; use the plain model, or backward mode"])
+
+    @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        refuse_batched(grads)
         arriving = list(grads)
+        # What a second derivative could be asked for: all that the gradients are a function of.
+        watched = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad] if torch.is_grad_enabled() else []
         del grads  # each gradient lives as long as the backward pass needs it
         with torch.no_grad():
             found = _differentiate(ctx, arriving)
         if not torch.is_grad_enabled():
             return (None, None, None, *found)
         # create_graph=True. Torch's own once_differentiable lets gradients through as constants where the incoming gradient is one.
-        delayed: Any = torch._C._functions.DelayedError(_TWICE, len(found))
-        given = delayed(*(None if grad is None else grad.detach().requires_grad_() for grad in found))
-        return (None, None, None, *(given if isinstance(given, tuple) else (given,)))
+        delayed: Any = torch._C._functions.DelayedError(_TWICE, len(found) + len(watched))
+        given = delayed(*(None if grad is None else grad.detach().requires_grad_() for grad in found), *watched)
+        return (None, None, None, *(given if isinstance(given, tuple) else (given,))[: len(found)])
 
 
 _TWICE = (

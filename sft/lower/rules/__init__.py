@@ -9,7 +9,7 @@ from sft.lower.rules.adaptive import AdaptiveMax
 from sft.lower.rules.base import Rule
 from sft.lower.rules.beside import Beside
 from sft.lower.rules.borders import Pad, Slice
-from sft.lower.rules.casts import Cast
+from sft.lower.rules.casts import Cast, Detached
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.extremes import Extremes, Peak
 from sft.lower.rules.joins import Binary, Cat
@@ -48,6 +48,7 @@ _RULES: dict[str, Rule] = {
     "affine": Affine(),
     "cast": Cast(),
     "beside": Beside(),
+    "detached": Detached(),
     "sum": Sum(),
     "mean": Mean(),
     "extremes": Extremes(),

@@ -1,14 +1,15 @@
-"""Casts between floating-point types, on strips and on whole tensors."""
+"""Casts between floating-point types, on strips and on whole tensors, and values that are cut off from their gradient."""
 
 from __future__ import annotations
 
 import torch
 
+from sft.errors import InternalError
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["Cast"]
+__all__ = ["Cast", "Detached"]
 
 aten = torch.ops.aten
 
@@ -35,3 +36,20 @@ class Cast(Rule):
         # Emitted also where the types agree: a whole gradient may arrive in either of two.
         back = ctx.emitter.call(aten._to_copy.default, grad, shape=grad.shape, dtype=dtype, keywords={"dtype": dtype})
         ctx.add_grad(image, back, owned=True)
+
+
+class Detached(Rule):
+    """``x.detach()``: the operand's memory under another name, which no gradient arrives at."""
+
+    saves_input = False
+    in_place = True
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        operand = ctx.operand_slot(ctx.node.argument("self"))
+        if ctx.destination is not None:
+            return ctx.emitter.copy(ctx.destination, operand)
+        # A view, and no second owner: who reads it must not write over it.
+        return ctx.emitter.call(aten.alias.default, operand, shape=operand.shape, view_of=operand)
+
+    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
+        raise InternalError(f"{ctx.node.label}: a gradient arrives at a detached value")

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import Ref, map_refs, refs_in
-from sft.errors import InternalError
+from sft.errors import InternalError, UnsupportedError
 from sft.lower.context import NodeContext
 from sft.lower.functions import FUNCTIONS
 from sft.lower.program import DEVICE, Slot
@@ -325,14 +325,19 @@ class TracedWhole(_Traced):
         slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.whole(name) for name in names]
         if self._is_foreign(ctx):
             slots = [self._contiguous(ctx, slot) if self._is_made(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
-        trace = _trace_whole(
-            ctx.node.target,
-            ctx.node.arguments,
-            names,
-            tuple(s.shape for s in slots),
-            tuple(s.dtype for s in slots),
-            tuple(name in ctx.scope.requires_grad for name in names),
-        )
+        try:
+            trace = _trace_whole(
+                ctx.node.target,
+                ctx.node.arguments,
+                names,
+                tuple(s.shape for s in slots),
+                tuple(s.dtype for s in slots),
+                tuple(name in ctx.scope.requires_grad for name in names),
+            )
+        except RuntimeError as error:
+            if "derivative" not in str(error):
+                raise
+            raise UnsupportedError([f"{ctx.node.label}: {error}; put x.detach() in front of it, or use another operator"]) from error
         values = dict(enumerate(slots))
         self._replay(ctx, trace.forward, values, None)
         ctx.saved.update(trace=trace, values=values, names=names)

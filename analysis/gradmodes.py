@@ -1,0 +1,193 @@
+"""What a model's ``forward`` does with autograd besides calling operators: it switches the grad mode, writes past it, replaces it.
+
+A graph has no grad modes. ``torch.export`` keeps them as calls of inner graphs, loses them where autocast is switched around them, and
+forgets them altogether when it decomposes; gradients would come out where eager PyTorch has none. So the exporter is not told: while
+``forward`` runs for it, the switches take effect, and every tensor that is made under ``torch.no_grad`` is detached where it is made.
+That is all that the mode does, with one exception, which is refused: a tensor of the outside that is written to under ``torch.no_grad``,
+or through ``x.detach()``, keeps its gradient, that of the value before.
+
+An autograd function with a backward of its own is refused, too, and so are hooks on tensors: a graph has the operators' own derivatives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from sft.errors import UnsupportedError
+
+__all__ = ["grad_modes_followed"]
+
+
+@contextlib.contextmanager
+def grad_modes_followed(model: nn.Module) -> Iterator[None]:
+    """While this is on, ``model.forward`` detaches what it makes under ``torch.no_grad``, and does not show the switches to modes around.
+
+    Calls raise UnsupportedError where that is not what the mode does.
+    """
+    inner = model.forward
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.set_grad_enabled(torch.is_grad_enabled()), _functions_refused(), _Detaching(model):
+            return inner(*args, **kwargs)
+
+    own = vars(model).get("forward")
+    vars(model)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(model)["forward"]
+        if own is not None:
+            vars(model)["forward"] = own
+
+
+@contextlib.contextmanager
+def _functions_refused() -> Iterator[None]:
+    """Refuse autograd functions in this thread; that of ``torch.utils.checkpoint`` computes what it is given, and is stepped into."""
+    original, thread = vars(torch.autograd.Function)["apply"], threading.get_ident()
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return original.__get__(None, cls)(*args, **kwargs)
+        if cls is CheckpointFunction:
+            run, _, *operands = args
+            return run(*operands)
+        raise UnsupportedError(
+            [
+                f"{cls.__module__}.{cls.__qualname__}: a torch.autograd.Function has a backward of its own, which the capture cannot see; "
+                "write it with operators and x.detach(), or leave it out of the compiled model"
+            ]
+        )
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # put back below
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+
+
+class _Detaching(TorchFunctionMode):
+    """Detaches the results of calls under ``torch.no_grad``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model_name = type(model).__name__
+        self._buffers = {_memory(buffer) for buffer in model.buffers()}
+        self._unwatched: set[int] = set()  # other memory that autograd does not know of: what is made of nothing, or under torch.no_grad
+        self._aliases: set[int] = set()  # identities of detached tensors whose memory autograd knows of
+        self._kept: list[Tensor] = []  # so that neither their memory nor their identity gets a second owner
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch._C._set_grad_enabled:
+            with torch._C.DisableTorchFunction():
+                return func(*args)
+        kwargs = kwargs or {}
+        self._refuse_calls(func, args)
+        if func == _DATA:
+            func = Tensor.detach  # the exporter takes x.data for a constant
+        given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        targets = [] if torch.is_grad_enabled() else _targets(func, args, kwargs)
+        if targets:  # what is written must not bring its gradient along
+            args, kwargs = pytree.tree_map(lambda value: value if _is_among(value, targets) else _detached(value), (args, kwargs))
+        versions = [_version(value) for value in given]
+        made = func(*args, **kwargs)
+        self._check_written([value for value, version in zip(given, versions, strict=True) if _version(value) != version], func)
+        if torch.is_grad_enabled():
+            self._note(func, made, given)
+            return made
+        memories = {_memory(value) for value in given}
+        return pytree.tree_map(lambda value: value if _is_among(value, given) else self._result(value, memories), made)
+
+    def _refuse_calls(self, func: Any, args: Any) -> None:
+        name = _name(func)
+        if name in _HOOKS:
+            self._refuse(f"calls {name} on a tensor: hooks inside a compiled model do not run; register it on an output or a parameter")
+        if func in _DIFFERENTIATING:
+            self._refuse(f"differentiates inside ({name}), which the capture cannot follow; do it outside, with the plain model")
+        if func == _SET_DATA or name == "detach_":
+            what = "detaches in place (detach_)" if name == "detach_" else "sets x.data of"
+            self._refuse(f"{what} a tensor of shape {tuple(args[0].shape)}, which the exporter does not see; write x = x.detach()")
+
+    def _check_written(self, written: list[Tensor], func: Any) -> None:
+        for value in written:
+            memory, shape = _memory(value), tuple(value.shape)
+            if id(value) in self._aliases:
+                self._refuse(f"writes in place ({_name(func)}) through x.detach() or x.data, which autograd does not notice; {_INSTEAD}")
+            if torch.is_grad_enabled():
+                self._unwatched.discard(memory)
+            elif memory not in self._buffers and memory not in self._unwatched:
+                self._refuse(
+                    f"writes in place ({_name(func)}), under torch.no_grad, into a tensor of shape {shape} made outside of it, whose "
+                    f"gradient would be that of the value before; {_INSTEAD}"
+                )
+
+    def _result(self, value: Any, memories: set[int]) -> Any:
+        if isinstance(value, Tensor) and _memory(value) not in memories:
+            self._own(value)
+        return _detached(value)
+
+    def _own(self, value: Tensor) -> None:
+        self._unwatched.add(_memory(value))
+        self._kept.append(value)
+
+    def _note(self, func: Any, made: Any, given: list[Tensor]) -> None:
+        """Remember memory that is nobody's, and detached tensors whose memory is somebody's."""
+        is_fresh = not given or _name(func).endswith("_like") or _name(func).startswith("new_")
+        is_cut_off = func is Tensor.detach or any(id(value) in self._aliases for value in given)
+        for value in pytree.tree_leaves(made) if is_fresh or is_cut_off else ():
+            if not isinstance(value, Tensor):
+                continue
+            if is_fresh:
+                self._own(value)
+            elif _memory(value) not in self._unwatched | self._buffers and any(_memory(value) == _memory(operand) for operand in given):
+                self._aliases.add(id(value))
+                self._kept.append(value)
+
+    def _refuse(self, what: str) -> None:
+        raise UnsupportedError([f"{self._model_name}: `forward` {what}"])
+
+
+_DIFFERENTIATING = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+_HOOKS = frozenset({"register_hook", "register_post_accumulate_grad_hook"})
+_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]  # a getset descriptor
+_INSTEAD = "return a new tensor, or write to a clone made under torch.no_grad"
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    """The tensors that a call by its name writes to."""
+    name = _name(func)
+    found = list(pytree.tree_leaves(kwargs.get("out")))
+    if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__":
+        found += args[:1]
+    return [value for value in found if isinstance(value, Tensor)]
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()) else value
+
+
+def _is_among(value: Any, tensors: list[Tensor]) -> bool:
+    return any(value is tensor for tensor in tensors)
+
+
+def _version(value: Tensor) -> int:
+    """How often a tensor was written to; nobody counts for inference tensors, which have no gradient either."""
+    return 0 if value.is_inference() else value._version
+
+
+def _memory(value: Tensor) -> int:
+    return int(value.untyped_storage()._cdata)

@@ -1,0 +1,101 @@
+"""What else may be around a call of a compiled model: transforms and tracers that would not see what it computes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from sft.errors import InputError, UnsupportedError
+
+__all__ = ["not_compiled", "positional_inputs", "refuse_batched", "refuse_tracing", "refuse_wrapping"]
+
+CallableT = TypeVar("CallableT", bound=Callable[..., Any])
+
+_STREAMED = "which cannot see a compiled model: its strips are computed outside of what is traced"
+
+
+def refuse_tracing(inputs: Sequence[Any]) -> None:
+    """Whether this is a call at all, and not one that somebody records.
+
+    Raises:
+        UnsupportedError: naming who does, and what to use instead.
+    """
+    found = None
+    if torch._C._is_tracing():
+        found = f"torch.jit.trace, {_STREAMED}; trace the original model"
+    elif any(isinstance(value, torch.fx.Proxy) for value in inputs):
+        found = f"torch.fx, {_STREAMED}; trace the original model"
+    elif torch.compiler.is_exporting():
+        found = f"torch.export or another sft.compile, {_STREAMED}; export or compile the original model, as a whole"
+    elif torch._C._functorch.peek_interpreter_stack() is not None:
+        found = (
+            "a transform of torch.func (grad, vmap, jvp, ...), which differentiates or batches operators one by one. Use "
+            "torch.autograd.grad on net(x) or on torch.func.functional_call(net, parameters, (x,)), and a batch instead of vmap"
+        )
+    if found is not None:
+        raise UnsupportedError([f"(the compiled model): called inside {found}"])
+
+
+def refuse_batched(tensors: Sequence[torch.Tensor | None]) -> None:
+    """Refuse gradients that stand for several at once (``is_grads_batched=True``, ``vectorize=True``).
+
+    Raises:
+        UnsupportedError: one of the tensors is such.
+    """
+    functorch = torch._C._functorch
+    if any(t is not None and (functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t)) for t in tensors):
+        raise UnsupportedError(
+            ["(the compiled model): batched gradients (is_grads_batched, vectorize) have no strips; call backward once for each of them"]
+        )
+
+
+def not_compiled(method: CallableT) -> CallableT:
+    """Make ``torch.compile`` leave a method, and all that it calls, as it is; the code around it is compiled in parts."""
+
+    disabled: list[Any] = []
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # torch.compiler.disable loads the compiler, which takes a second: not before somebody else has loaded it.
+        if "torch._dynamo" not in sys.modules:
+            return method(*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(method))
+        return disabled[0](*args, **kwargs)
+
+    vars(wrapper)["_torchdynamo_disable"] = True
+    vars(wrapper)["_torchdynamo_disable_msg"] = "a compiled model of sft runs as it is"
+    return cast(CallableT, wrapper)
+
+
+def refuse_wrapping(what: str, instead: str) -> None:
+    """Say that a wrapper cannot take a compiled model.
+
+    Raises:
+        UnsupportedError: always.
+    """
+    raise UnsupportedError([f"(the compiled model): {what} cannot take it; {instead}"])
+
+
+def positional_inputs(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A call's inputs in the order of the model's ``forward``.
+
+    Raises:
+        InputError: a keyword that ``forward`` has not, one that it takes by name only, or one after an input that is left out.
+    """
+    if not keywords:
+        return tuple(inputs)
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*inputs, **keywords)
+    except TypeError as error:
+        raise InputError(f"keyword inputs {sorted(keywords)}: {error}; forward takes {signature}") from error
+    if bound.kwargs:
+        raise InputError(f"keyword inputs {sorted(bound.kwargs)} have no position in forward{signature} without what comes before them")
+    return bound.args

@@ -215,14 +215,10 @@ class _Detached(nn.Module):
         return x * x.mean((2, 3), keepdim=True).detach()
 
 
-def test_grad_modes_inside_the_model() -> None:
-    """Capture forgets them; a gradient where eager has none would be silently wrong."""
-    with pytest.raises(sft.UnsupportedError, match="no_grad"):
-        sft.compile(nn.Sequential(nn.Conv2d(3, 4, 3), _NoGradInside()), _SHAPE)
-
-
-def test_detach_inside_the_model() -> None:
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), _Detached()).double()
+@pytest.mark.parametrize("gate", [_NoGradInside, _Detached])
+def test_a_gate_without_a_gradient(gate: type[nn.Module]) -> None:
+    """Capture forgets grad modes; a gradient where eager has none would be silently wrong."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), gate()).double()
     assert_exact(net, image(*_SHAPE), options=sft.Options(tile=(5, None)))
 
 

@@ -214,6 +214,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "aten.sum.dim_IntList": (Sum(), AlongChannels()),
 }
 
+#: Draws masks of its own where it is given a probability.
+_DRAWS_IF_ASKED = frozenset({"aten.scaled_dot_product_attention.default"})
 _NO_ORDER = "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), other numbers outside the compiled model"
 _RANDOM = {
     "native_dropout": "use the dropped values, not the mask that it returns",
@@ -276,7 +278,7 @@ def refusal(node: Node, graph: Graph) -> str | None:
         kernel = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(kernel)):
             return f"{node.label}: dropout on the kernel itself has no positions in the image; drop its input or its output"
-    if node.effect == "draws":
+    if node.effect == "draws" and not (node.target in _DRAWS_IF_ASKED and not node.argument("dropout_p", 0.0)):
         name = node.target.removeprefix("aten.").split(".")[0]
         return f"{node.label} has no exact rule; {_RANDOM.get(name, _NO_ORDER)}"
     if node.effect == "writes":

@@ -392,7 +392,7 @@ class Engine:
 def _apart(graph: Graph) -> Graph:
     """The graph in the terms of the operator table."""
     graph = with_norms_apart(annotated(canonical(graph)))
-    return with_positional_masks(with_wraps_apart(with_overlaps_apart(graph)))
+    return with_positional_masks(with_wraps_apart(with_overlaps_apart(graph))).without_dead_operators()
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

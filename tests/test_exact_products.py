@@ -132,7 +132,8 @@ def test_no_flop_more_than_eager(block: str) -> None:
         assert _flops(net, x) == _flops(model, x)
 
 
-def test_products_of_pixels_with_pixels_run_whole() -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_products_of_pixels_with_pixels_run_whole(*, is_fused: bool) -> None:
     class Attention(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -141,9 +142,14 @@ def test_products_of_pixels_with_pixels_run_whole() -> None:
         def forward(self, x: Tensor) -> Tensor:
             x = self.before(x)
             y = x.flatten(2)
-            out: Tensor = self.after((y @ (y.transpose(1, 2) @ y).softmax(-1)).view(x.shape))
+            pixels = y.transpose(1, 2)
+            if is_fused:
+                y = nn.functional.scaled_dot_product_attention(pixels, pixels, pixels).transpose(1, 2)
+            else:
+                y = y @ (pixels @ y).softmax(-1)
+            out: Tensor = self.after(y.reshape(x.shape))
             return out
 
-    model = seeded(Attention)
+    model = seeded(Attention).train()
     report = assert_exact(model, image(2, 3, 9, 7), options=sft.Options(tile=(3, None)), steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["tiled", "whole", "tiled"]

@@ -169,6 +169,25 @@ def test_lengths_of_weights_by_hooks() -> None:
         torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
+class _Unread(nn.Module):
+    """A norm whose output nobody uses: only its statistics move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.norm, self.after = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        self.norm(y.relu())
+        out: Tensor = self.after(y)
+        return out
+
+
+def test_a_norm_that_nobody_reads() -> None:
+    report = assert_exact(_Unread().train(), image(1, 3, 15, 11), options=sft.Options(tile=(5, 3)))
+    assert len(report.plan.segments[0].nodes) == 4, "statistics alone need no second walk"
+
+
 def test_several_norms_in_turn() -> None:
     model = seeded(
         lambda: nn.Sequential(

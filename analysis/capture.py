@@ -171,7 +171,11 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequenc
 
 
 def _fixes_a_product(guard: sp.Basic) -> bool:
-    return isinstance(guard, sp.Eq) and guard.rhs.is_Integer and guard.rhs > 1 and len(guard.lhs.free_symbols) > 1
+    if not (isinstance(guard, sp.Eq) and guard.rhs.is_Integer and guard.rhs > 1 and len(guard.lhs.free_symbols) > 1):
+        return False
+    # Ratios of sizes, which an export also states, are the same for larger images.
+    small, large = (guard.lhs.subs(dict.fromkeys(guard.lhs.free_symbols, size)) for size in (2**12, 2**16))
+    return bool(small < large)
 
 
 def _exported(

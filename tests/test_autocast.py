@@ -20,8 +20,11 @@ from torch import Tensor, nn
 
 import sft
 
+from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact, assert_within_budget, plan_of
 from .helpers.models import chain, seeded
+
+captures = one_capture_a_model("name")
 
 _BATCH, _HEIGHT, _WIDTH = 1, 64, 32
 _SHAPE = (_BATCH, 3, _HEIGHT, _WIDTH)

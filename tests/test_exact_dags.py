@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, note
+from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 import sft
@@ -20,6 +20,7 @@ def _cases(draw: st.DrawFn) -> tuple[Dag, sft.Options]:
     return dag, draw(tilings(dag))
 
 
+@settings(max_examples=max(10, settings().max_examples // 2))
 @given(case=_cases())
 def test_any_dag_any_tiling(case: tuple[Dag, sft.Options]) -> None:
     dag, options = case

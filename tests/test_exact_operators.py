@@ -12,8 +12,11 @@ from torch import Tensor, nn
 
 import sft
 
+from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import Around, chain, image, seeded
+
+captures = one_capture_a_model("name", "how", "out_channels")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -224,7 +227,7 @@ def test_state_every_and_batch_tile(state_every: int | None, batch_tile: int) ->
     _check(seeded(lambda: Around(nn.MaxPool2d(3, 2, 1))), 3, state_every, batch_tile)
 
 
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(
     height=st.integers(7, 41),
     width=st.integers(7, 19),

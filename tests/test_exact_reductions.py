@@ -15,8 +15,11 @@ from torch import Tensor, nn
 import sft
 
 from .helpers.around import AroundFunction, assert_exact_in_strips, assert_streams, cases
+from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import seeded
+
+captures = one_capture_a_model("name")
 
 _MAX_POOLS = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
 

@@ -82,7 +82,7 @@ def _cases(draw: st.DrawFn) -> tuple[Net, Tensor, sft.Options]:
     return seeded(lambda: Net(how, axes, kernel, skip=skip)), x, draw(tiled_options(extents))
 
 
-@settings(max_examples=12)
+@settings(max_examples=7)
 @given(case=_cases())
 def test_any_resampling_any_tiling(case: tuple[Net, Tensor, sft.Options]) -> None:
     model, x, options = case
@@ -202,7 +202,7 @@ def test_dilated_head_at_odd_sizes(options: sft.Options) -> None:
     assert is_tiled(report.plan, "upsample")
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(
     kind=st.sampled_from(["nearest", "nearest exact", "linear", "cubic", "window"]),
     extent=st.integers(1, 200),

@@ -11,9 +11,12 @@ from torch import Tensor, nn
 
 import sft
 
+from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import chain, image, seeded
 from .helpers.plans import assert_tiled
+
+captures = one_capture_a_model("name")
 
 _TILES = {
     "strips": sft.Options(tile=(3, None), state_every=2),
@@ -110,7 +113,7 @@ class _Focus(nn.Module):
         return y
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     factor=st.integers(2, 3),
     by_hand=st.booleans(),

@@ -14,9 +14,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 
+from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact, assert_within_budget
 from .helpers.models import chain, image, seeded
 from .helpers.plans import assert_tiled
+
+captures = one_capture_a_model("use", "count", "kernel", "frozen")
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -216,7 +219,7 @@ def _uses(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data(), count=st.sampled_from([1, 2, 2, 3]), use=_uses())
 def test_any_use(data: st.DataObject, count: int, use: dict[str, Any]) -> None:
     most = {1: 40, 2: 14, 3: 5}[count]

@@ -9,7 +9,7 @@ from .helpers.exactness import assert_exact
 from .helpers.wild import WildNet, wild_tilings, wilds
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_random_network_is_exact(data: st.DataObject) -> None:
     wild = data.draw(wilds(), label="network")

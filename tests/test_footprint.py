@@ -21,7 +21,10 @@ from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
 from sft.walk.segments import TiledSegment
 
+from .helpers.captured import one_capture_a_model
 from .helpers.problems import problem_of
+
+captures = one_capture_a_model("name", "training")
 
 _MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: freeze_norm(resnet18(2, width=8)),

@@ -13,8 +13,11 @@ from torch import Tensor, nn
 
 import sft
 
+from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
+
+captures = one_capture_a_model("name")
 
 
 class SqueezeExcite(nn.Module):

@@ -14,8 +14,11 @@ from torch.nn.utils import parametrizations, weight_norm
 import sft
 
 from .helpers.around import AroundFunction, assert_exact_in_strips, assert_streams, cases
+from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
+
+captures = one_capture_a_model("name")
 
 
 class _Twice(nn.Module):

@@ -14,6 +14,10 @@ from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
 from sft.walk.region import Region
 
+from .helpers.captured import one_capture_a_model
+
+captures = one_capture_a_model()
+
 
 class _Skip(nn.Module):
     """A long skip (carried over many strips), strides, pools and a global value."""

@@ -27,6 +27,9 @@ class AroundFunction(nn.Module):
         self.layer = layer
         self.after = convolution(channels, 2, 3, padding=1)
 
+    def extra_repr(self) -> str:
+        return repr(self.layer)
+
     def forward(self, x: Tensor) -> Tensor:
         y = self.before(x)
         out: Tensor = self.after(y + self.layer(y))

@@ -1,32 +1,59 @@
-"""Captures that are made once: tests that plan one model in many ways would spend their time on it."""
+"""Captures that are made once: tests that plan one model in many ways would spend their time on it.
+
+A capture serves every size that it holds for, as it does inside a compiled module, so a model that is drawn at many sizes is captured
+once, too. What tells two models apart is what they print, their flags, and what the test says of them (``about``): a module that holds a
+function prints nothing of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from sft.analysis.capture import Capture, capture
 
-__all__ = ["remembered_captures"]
+__all__ = ["one_capture_a_model", "remembered_captures"]
 
-_KNOWN: dict[str, Capture] = {}
-
-
-def _remembered(model: nn.Module, *arguments: Any, **keywords: Any) -> Capture:
-    # A captured graph names parameters and does not hold them; what else tells two models apart is in what they print.
-    key = repr((type(model), model, model.training, arguments, keywords))
-    if key not in _KNOWN:
-        _KNOWN[key] = capture(model, *arguments, **keywords)
-    return _KNOWN[key]
+_KNOWN: dict[str, list[Capture]] = {}
 
 
 @contextmanager
-def remembered_captures() -> Iterator[None]:
-    """Capture models of one description once, until the block ends and in later blocks."""
+def remembered_captures(about: str = "") -> Iterator[None]:
+    """Capture models of one description once, until the block ends and in later blocks about the same."""
+
+    def remembered(model: nn.Module, shapes: Sequence[tuple[int, ...]], *arguments: Any, **keywords: Any) -> Capture:
+        # A captured graph names parameters and does not hold them.
+        flags = [module.training for module in model.modules()], [parameter.requires_grad for parameter in model.parameters()]
+        state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        key = repr((about, type(model), model, flags, state, [len(shape) for shape in shapes], arguments, keywords))
+        known = _KNOWN.setdefault(key, [])
+        found = next((one for one in known if one.bind(shapes) is not None), None)
+        if found is None:
+            found = capture(model, shapes, *arguments, **keywords)
+            known.append(found)
+        return found
+
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.engine.capture", _remembered)
+        patches.setattr("sft.engine.capture", remembered)
         yield
+
+
+def one_capture_a_model(*parameters: str) -> Callable[[pytest.FixtureRequest], Iterator[None]]:
+    """A fixture for all tests of a module: captures are remembered for each value of these parameters of the tests.
+
+    Args:
+        parameters: names of those that say which model a test builds.
+    """
+
+    @pytest.fixture(autouse=True)
+    def captures(request: pytest.FixtureRequest) -> Iterator[None]:
+        given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+        with remembered_captures(repr((request.module.__name__, [(name, given.get(name)) for name in parameters]))):
+            yield
+
+    return captures

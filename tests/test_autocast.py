@@ -24,7 +24,7 @@ from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact, assert_within_budget, plan_of
 from .helpers.models import chain, seeded
 
-captures = one_capture_a_model("name")
+captures = one_capture_a_model("options")
 
 _BATCH, _HEIGHT, _WIDTH = 1, 64, 32
 _SHAPE = (_BATCH, 3, _HEIGHT, _WIDTH)

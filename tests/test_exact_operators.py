@@ -16,7 +16,7 @@ from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import Around, chain, image, seeded
 
-captures = one_capture_a_model("name", "how", "out_channels")
+captures = one_capture_a_model("tiles", "rows", "state_every", "batch_tile")
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 

@@ -19,7 +19,7 @@ from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import seeded
 
-captures = one_capture_a_model("name")
+captures = one_capture_a_model("options")
 
 _MAX_POOLS = (F.adaptive_max_pool1d, F.adaptive_max_pool2d, F.adaptive_max_pool3d)
 

@@ -16,7 +16,7 @@ from .helpers.exactness import assert_exact
 from .helpers.models import chain, image, seeded
 from .helpers.plans import assert_tiled
 
-captures = one_capture_a_model("name")
+captures = one_capture_a_model("tiles")
 
 _TILES = {
     "strips": sft.Options(tile=(3, None), state_every=2),

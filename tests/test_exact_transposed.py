@@ -19,7 +19,7 @@ from .helpers.exactness import assert_exact, assert_within_budget
 from .helpers.models import chain, image, seeded
 from .helpers.plans import assert_tiled
 
-captures = one_capture_a_model("use", "count", "kernel", "frozen")
+captures = one_capture_a_model("tiles", "rows")
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -24,7 +24,7 @@ from sft.walk.segments import TiledSegment
 from .helpers.captured import one_capture_a_model
 from .helpers.problems import problem_of
 
-captures = one_capture_a_model("name", "training")
+captures = one_capture_a_model("rows")
 
 _MODELS: dict[str, Callable[[], nn.Module]] = {
     "resnet18": lambda: freeze_norm(resnet18(2, width=8)),

@@ -17,7 +17,7 @@ from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact, plan_of
 from .helpers.models import image, seeded
 
-captures = one_capture_a_model("name")
+captures = one_capture_a_model("share")
 
 _MODELS: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
     # name: builder, smallest extent, extents are multiples of

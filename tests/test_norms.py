@@ -17,7 +17,7 @@ from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
 
-captures = one_capture_a_model("name")
+captures = one_capture_a_model()
 
 
 class SqueezeExcite(nn.Module):

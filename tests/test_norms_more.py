@@ -18,7 +18,7 @@ from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
 
-captures = one_capture_a_model("name")
+captures = one_capture_a_model("options")
 
 
 class _Twice(nn.Module):

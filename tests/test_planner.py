@@ -22,7 +22,7 @@ from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import Branches, Residual, TinyUNet, image, seeded
 
-captures = one_capture_a_model("name")
+captures = one_capture_a_model("factor")
 
 _SMALL = {"residual": Residual, "branches": Branches, "unet": TinyUNet}
 _SHAPE = (1, 3, 96, 64)

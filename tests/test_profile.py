@@ -16,7 +16,7 @@ from sft.walk.region import Region
 
 from .helpers.captured import one_capture_a_model
 
-captures = one_capture_a_model()
+captures = one_capture_a_model("halo", "cols", "rows", "every", "slots", "grad")
 
 
 class _Skip(nn.Module):

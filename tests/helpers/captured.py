@@ -43,17 +43,18 @@ def remembered_captures(about: str = "") -> Iterator[None]:
         yield
 
 
-def one_capture_a_model(*parameters: str) -> Callable[[pytest.FixtureRequest], Iterator[None]]:
-    """A fixture for all tests of a module: captures are remembered for each value of these parameters of the tests.
+def one_capture_a_model(*tilings: str) -> Callable[[pytest.FixtureRequest], Iterator[None]]:
+    """A fixture for all tests of a module: captures are remembered for all values of these parameters of the tests.
 
     Args:
-        parameters: names of those that say which model a test builds.
+        tilings: names of those that say only how a model runs. Any other says which model it is.
     """
 
     @pytest.fixture(autouse=True)
     def captures(request: pytest.FixtureRequest) -> Iterator[None]:
         given = request.node.callspec.params if hasattr(request.node, "callspec") else {}
-        with remembered_captures(repr((request.module.__name__, [(name, given.get(name)) for name in parameters]))):
+        models = sorted((name, repr(value)) for name, value in given.items() if name not in tilings)
+        with remembered_captures(repr((request.module.__name__, models or request.node.originalname))):
             yield
 
     return captures

@@ -195,7 +195,8 @@ def main() -> int:
     """Run the benchmark; 1 when a case has no result, or the large activation's process held more than the limit."""
     args = parse_arguments()
     console = Console()
-    stem = result_stem(args.out, "large")
+    # A part never replaces the result of all.
+    stem = result_stem(args.out, "large" if set(args.cases) == set(RUNS) else "-".join(["large", *args.cases]))
     limit_bytes = parse_bytes(args.limit)
     results: list[Numbers] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -88,9 +88,10 @@ def _commit() -> str:
 
 
 def _command() -> str:
-    """The command line without the output folder, which is the caller's own."""
+    """The command line without the output folder, and the file that a run goes on from, which are the caller's own."""
     bare = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     bare.add_argument("--out")
+    bare.add_argument("--resume")
     _, arguments = bare.parse_known_args()
     script = Path(sys.argv[0]).resolve().relative_to(Path(__file__).resolve().parents[2])
     return shlex.join(["python", str(script), *arguments])

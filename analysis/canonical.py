@@ -382,7 +382,7 @@ class _Rewriting(Following):
             return False
         pixels = Layout(tuple(group for group in scores.layout.groups if group != (1,)))
         held = self.nodes[target.node]
-        has_labels = not held.dtype.startswith(("float", "bfloat"))
+        has_labels = not held.is_floating
         if len(held.shape) != self.axes.rank or target.layout != (pixels if has_labels else scores.layout):
             return False
         if has_labels and held.shape[1] != 1:

@@ -69,6 +69,7 @@ class Following:
         return True
 
     def shape(self, name: str) -> tuple[Any, ...]:
+        """Of a node of the new graph."""
         return self.nodes[name].shape
 
     def rearranged(self, node: Node, change: Rearrangement, source: str, name: str) -> None:
@@ -159,22 +160,8 @@ class Following:
         rank = len(self.shape(image.node))
         if image.layout == Layout.plain(rank):
             return image.node
-        named = [dim for group in image.layout.groups for dim in group]
-        channels = range(1, rank - self.axes.count)
-        kept = [dim for dim in channels if dim in named]
-        if (
-            named == sorted(named)
-            and kept
-            and all(len(group) == 1 for group in image.layout.groups)
-            and len(named) == rank - len(channels) + len(kept)
-        ):
-            plain = f"{name}__plain"  # but for channels of extent 1
-            if plain not in self.nodes:
-                extents = [int(self.shape(image.node)[dim]) for dim in channels]
-                change = Rearrangement(
-                    split=tuple(extents), order=tuple(range(len(extents))), shape=tuple(extents[dim - 1] for dim in kept)
-                )
-                self.rearranged(self.graph[name], change, image.node, plain)
+        plain = self._without_units(name, image)
+        if plain is not None:
             return plain
         restored = f"{name}__restored"
         if restored not in self.nodes:
@@ -184,12 +171,28 @@ class Following:
             self.nodes[restored] = replace(model, name=restored, target="sft.restored", arguments=arguments, effect="")
         return restored
 
+    def _without_units(self, name: str, image: Image) -> str | None:
+        """The image without channels of extent 1 that the value does not have; ``None`` where it differs in more than that."""
+        groups, channels = image.layout.groups, range(1, len(self.shape(image.node)) - self.axes.count)
+        named = [group[0] for group in groups if len(group) == 1]
+        kept = [dim for dim in channels if dim in named]
+        if not kept or named != sorted(named) or len(named) != len(groups) or len(named) != 1 + len(kept) + self.axes.count:
+            return None
+        plain = f"{name}__plain"
+        if plain not in self.nodes:
+            extents = tuple(int(self.shape(image.node)[dim]) for dim in channels)
+            change = Rearrangement(split=extents, order=tuple(range(len(extents))), shape=tuple(extents[dim - 1] for dim in kept))
+            self.rearranged(self.graph[name], change, image.node, plain)
+        return plain
+
     # -- permutes and reshapes; each says whether it was followed ---------------------------------------------------
 
     def only_image(self, node: Node) -> Image:
+        """The first operand that is an image."""
         return self.images[next(name for name in node.operands if name in self.images)]
 
     def permute(self, node: Node) -> bool:
+        """Follow a change of the dimensions' order."""
         image = self.only_image(node)
         rank = len(image.layout.groups)
         order = list(range(rank))
@@ -204,6 +207,7 @@ class Following:
         return self.follow(node, Image(image.node, image.layout.permuted(order)))
 
     def reshape(self, node: Node) -> bool:
+        """Follow a reshape, where no axis of the image is split but into whole numbers of pixels."""
         image = self.images.get(node.operands[0])
         if image is None:
             return False

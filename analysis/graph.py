@@ -28,6 +28,9 @@ class Ref:
     name: str
 
 
+_FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+
 @dataclass(frozen=True, kw_only=True)
 class Node:
     """One value of the model.
@@ -66,6 +69,11 @@ class Node:
     @cached_property
     def _by_name(self) -> dict[str, Any]:
         return dict(self.arguments)
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether its elements are fractions, and no whole numbers or truth values."""
+        return self.dtype in _FLOATING
 
     @property
     def label(self) -> str:

@@ -18,6 +18,7 @@ __all__ = ["ELEMENT_LOSSES", "LABEL_LOSSES", "NONE", "label_loss", "of_elements"
 
 #: ``torch.nn._reduction``'s numbers.
 NONE, MEAN, SUM = 0, 1, 2
+_MEAN, _SUM = "aten.mean.dim", "aten.sum.dim_IntList"
 
 #: Losses of single elements of their operands, which broadcast.
 ELEMENT_LOSSES = frozenset(
@@ -60,9 +61,7 @@ def of_elements(node: Node) -> Node:
 def reduced_loss(node: Node, each: Node, num_axes: int) -> tuple[Node, ...]:
     """The sum or mean of all elements of an image, as the value of ``node``."""
     chain = Chain(node)
-    pooled(
-        chain, each, num_axes, range(len(each.shape) - num_axes), "aten.mean.dim" if reduction_of(node) == MEAN else "aten.sum.dim_IntList"
-    )
+    pooled(chain, each, num_axes, range(len(each.shape) - num_axes), _MEAN if reduction_of(node) == MEAN else _SUM)
     return chain.finish()
 
 
@@ -77,7 +76,7 @@ def label_loss(node: Node, image: Node, target: Node, num_axes: int) -> tuple[No
     """
     chain, reduction = Chain(node), reduction_of(node)
     shape = (image.shape[0], 1, *image.shape[2:])
-    has_labels = not _is_floating(target)
+    has_labels = not target.is_floating
     weight, ignored = node.argument("weight"), ("ignore_index", node.argument("ignore_index", -100))
     given = [("self", Ref(image.name)), ("target", Ref(target.name)), ("weight", weight), ignored]
     if LABEL_LOSSES[node.target] == "sft.cross_entropy":
@@ -87,17 +86,13 @@ def label_loss(node: Node, image: Node, target: Node, num_axes: int) -> tuple[No
         return chain.finish()
     rest = range(len(shape) - num_axes)
     if reduction == SUM or not has_labels:  # the mean over probabilities is one over pixels
-        pooled(chain, each, num_axes, rest, "aten.sum.dim_IntList" if reduction == SUM else "aten.mean.dim")
+        pooled(chain, each, num_axes, rest, _SUM if reduction == SUM else _MEAN)
         return chain.finish()
     wide = chain.cast(each, "float32" if each.dtype in ("float16", "bfloat16") else each.dtype, "wide")
-    total = pooled(chain, wide, num_axes, rest, "aten.sum.dim_IntList")
+    total = pooled(chain, wide, num_axes, rest, _SUM)
     arguments = (("self", Ref(target.name)), ("weight", weight), ignored, ("dtype", total.dtype))
     weighed = chain.add("weights", "sft.label_weight", shape, arguments, total.dtype)
-    weights = pooled(chain, weighed, num_axes, rest, "aten.sum.dim_IntList", "weights_")
+    weights = pooled(chain, weighed, num_axes, rest, _SUM, "weights_")
     mean = chain.add("mean", "aten.div.Tensor", (), (("self", Ref(total.name)), ("other", Ref(weights.name))), total.dtype)
     chain.cast(mean, node.dtype, "rounded")
     return chain.finish()
-
-
-def _is_floating(node: Node) -> bool:
-    return node.dtype.startswith(("float", "bfloat"))

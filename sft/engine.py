@@ -11,18 +11,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sft.analysis.annotate import annotated
-from sft.analysis.canonical import canonical
 from sft.analysis.capture import Capture, attribute_of, capture, is_channels_last, outputs_channels_last
-from sft.analysis.gradients import reached_by_gradients, with_buffers_kept
+from sft.analysis.gradients import reached_by_gradients
 from sft.analysis.graph import Graph
-from sft.analysis.masks import with_positional_masks
-from sft.analysis.norms import with_norms_apart
 from sft.analysis.operators import differentiable_operands
+from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
-from sft.analysis.transposed import with_overlaps_apart
-from sft.analysis.wrapped import with_wraps_apart
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
@@ -35,13 +30,13 @@ from sft.plan.describe import describe
 from sft.plan.planner import Planned, carry_out, plan_segments
 from sft.plan.problem import Problem, at_size
 from sft.plan.types import Plan
+from sft.resident import resident_bytes
 from sft.walk.region import Region
 
 __all__ = ["Engine"]
 
 _LOG = logging.getLogger("sft")
 Shape = tuple[int, ...]
-
 
 #: Captures and plans that are kept; an attribute that changes at every call must not fill the memory.
 _MAX_CAPTURES, _MAX_PLANS = 16, 128
@@ -270,7 +265,7 @@ class Engine:
             phases=phases,
             requires_grad=self._requires_grad(kind, phases),
             channels_last=self._channels_last(kind, graph) - self._in_files(graph),
-            resident_bytes=self._resident_bytes(),
+            resident_bytes=resident_bytes(self.model, self.optimizer),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
             outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
@@ -338,7 +333,7 @@ class Engine:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         with dropping_channels(self.model, traced.lacking_channels):
             found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
-        found = replace(found, graph=with_buffers_kept(_apart(found.graph)))
+        found = replace(found, graph=in_terms_of_the_table(found.graph))
         captured = _Captured(found, find_phases(found.graph), traced)
         self._refuse_unbatched(found.graph, kind.shapes)
         symbols = found.bind(kind.shapes)
@@ -381,43 +376,12 @@ class Engine:
                 found.add(node.name)
         return frozenset(found)
 
-    def _resident_bytes(self) -> int:
-        parameters = list(self.model.parameters())
-        size = sum(p.numel() * p.element_size() for p in parameters)
-        size += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-        size += sum(b.numel() * b.element_size() for b in self.model.buffers())
-        return size + _optimizer_bytes(self.optimizer)
-
-
-def _apart(graph: Graph) -> Graph:
-    """The graph in the terms of the operator table."""
-    graph = with_norms_apart(annotated(canonical(graph)))
-    return with_positional_masks(with_wraps_apart(with_overlaps_apart(graph))).without_dead_operators()
-
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     """What autocast casts to on this device, ``None`` where it is off."""
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of an optimizer's state: what it holds, or will hold after its first step."""
-    if optimizer is None:
-        return 0
-    held = sum(v.numel() * v.element_size() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
-    if held:
-        return held
-    total = 0
-    for group in optimizer.param_groups:
-        size = sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
-        if isinstance(optimizer, torch.optim.SGD):
-            copies = 1 if group.get("momentum") else 0
-        else:
-            copies = 3 if group.get("amsgrad") else 2
-        total += copies * size
-    return total
 
 
 def _signed(seed: int) -> torch.Tensor:

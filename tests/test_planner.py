@@ -87,6 +87,7 @@ def test_a_gigapixel_image_fits_or_the_error_says_what_would(pooled_vgg16: nn.Mo
     assert plan.redundancy < 5 / 3  # forward, once again for the strips, and at most once more for the states between
     needed = _smallest(pooled_vgg16, (1, 3, 100_000, 100_000))
     assert 3 * 4 * 100_000**2 < needed < 2 * 3 * 4 * 100_000**2  # the image itself is most of it
+    assert sft.plan(pooled_vgg16, (1, 3, 100_000, 100_000), budget=needed).total_bytes == needed
 
 
 def test_inference_needs_far_less_than_training(pooled_vgg16: nn.Module) -> None:

@@ -10,7 +10,6 @@ from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 
 __all__ = [
-    "FLOATING",
     "Affine",
     "Beside",
     "Binary",
@@ -24,8 +23,6 @@ __all__ = [
     "Pointwise",
     "Rowwise",
 ]
-
-FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from sft.analysis.masks import MASK_TARGETS
 from sft.analysis.operators.base import Operator
 from sft.analysis.operators.borders import BorderRows, ChannelPad, Pad, Slice, Wrapped
 from sft.analysis.operators.pixelwise import (
-    FLOATING,
     Affine,
     AlongChannels,
     Beside,
@@ -300,7 +299,7 @@ _CONSTANT = frozenset(
 
 def differentiable_operands(node: Node) -> tuple[str, ...]:
     """The operands that a gradient may pass to: it passes to none through a drawn mask, whole numbers, or ``detach``."""
-    if node.target in _CONSTANT or not (node.dtype in FLOATING or node.dtype.startswith("complex")):
+    if node.target in _CONSTANT or not (node.is_floating or node.dtype.startswith("complex")):
         return ()
     return node.operands[:1] if node.target == "sft.beside" else node.operands
 

@@ -104,7 +104,7 @@ def copy_in_order(target: Tensor, source: Tensor, dense: Tensor) -> None:
 
 def copied_to(host: HostOutput, tensor: Tensor) -> Tensor:
     """The tensor's content in an output on the host; its gradient is the tensor's."""
-    copy: Tensor = _Copy.apply(tensor, host)  # type: ignore[no-untyped-call]
+    copy: Tensor = _Copy.apply(tensor, host)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return copy
 
 

@@ -15,7 +15,7 @@ from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
 from sft.sources.host import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.normalize import Normalizer
-from sft.sources.source import check_rows
+from sft.sources.source import check_rows, check_samples
 
 __all__ = ["ArraySource", "map_file"]
 
@@ -105,9 +105,7 @@ class ArraySource:
         Raises:
             InputError: there are no such elements.
         """
-        num = self.shape[0]
-        if not batch or not Interval(0, num).contains(batch):
-            raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {self}: it has {num}. Stay inside them.")
+        check_samples(self, batch)
         given = self._given[batch.start : batch.stop] if len(self.layout) == 4 else self._given
         part = _rebuild(given, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
         return part

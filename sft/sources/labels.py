@@ -14,7 +14,7 @@ from sft.analysis.interval import Interval
 from sft.errors import InputError
 from sft.sources.array import map_file
 from sft.sources.host import HostArray, as_host_array, check_mapping, release_pages
-from sft.sources.source import check_rows
+from sft.sources.source import check_rows, check_samples
 
 __all__ = ["LabelSource"]
 
@@ -85,7 +85,5 @@ class LabelSource:
         Raises:
             InputError: there are no such elements.
         """
-        num = self.shape[0]
-        if not batch or not Interval(0, num).contains(batch):
-            raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {self}: it has {num}. Stay inside them.")
+        check_samples(self, batch)
         return LabelSource(self._labels[batch.start : batch.stop])

@@ -18,6 +18,7 @@ from torch import Tensor
 from sft.analysis.interval import Interval
 from sft.errors import InputError
 from sft.sources.host import HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
+from sft.sources.source import check_samples
 
 __all__ = ["ArraySink", "RowSink"]
 
@@ -106,9 +107,8 @@ class ArraySink:
         Raises:
             InputError: there are no such elements.
         """
-        num, channels, height_px, width_px = self.shape
-        if not batch or not Interval(0, num).contains(batch):
-            raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {self}: it has {num}. Stay inside them.")
+        check_samples(self, batch)
+        _, channels, height_px, width_px = self.shape
         part = object.__new__(ArraySink)
         part._given, part.layout, part.dtype = self._given, self.layout, self.dtype
         part.shape = (len(batch), channels, height_px, width_px)

@@ -15,7 +15,7 @@ from torch import Tensor
 from sft.analysis.interval import Interval
 from sft.errors import InputError
 
-__all__ = ["Source", "check_rows", "select_samples"]
+__all__ = ["Source", "check_rows", "check_samples", "select_samples"]
 
 
 @runtime_checkable
@@ -101,15 +101,25 @@ def check_rows(name: str, shape: tuple[int, int, int, int], interval: Interval, 
 _Batched = TypeVar("_Batched", bound=_HasShape)
 
 
+def check_samples(source: _HasShape, batch: Interval) -> None:
+    """Refuse batch elements that a source (or sink) does not have.
+
+    Raises:
+        InputError: there are no such elements.
+    """
+    num = source.shape[0]
+    if not batch or not Interval(0, num).contains(batch):
+        raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {source}: it has {num}. Stay inside them.")
+
+
 def select_samples(source: _Batched, batch: Interval) -> _Batched:
     """The source (or sink) of the batch elements ``batch``, without a copy; the source itself where that is all of them.
 
     Raises:
         InputError: there are no such elements, or the source cannot be split.
     """
+    check_samples(source, batch)
     num = source.shape[0]
-    if not batch or not Interval(0, num).contains(batch):
-        raise InputError(f"cannot take batch elements [{batch.start}, {batch.stop}) of {source}: it has {num}. Stay inside them.")
     if len(batch) == num:
         return source
     split = getattr(source, "samples", None)

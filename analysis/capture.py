@@ -1,7 +1,7 @@
 """From an ``nn.Module`` to a :class:`Graph`: the only part of the analysis that knows torch.
 
 ``torch.export`` traces the model on fake tensors whose height and width are symbols, so a 100,000 x 100,000 image costs
-no memory and one capture serves every size that satisfies the export's guards. ``run_decompositions({})`` then removes
+no memory and one capture serves every size that satisfies the export's guards. :mod:`sft.analysis.functional` then removes
 in-place forms while keeping composite operators (``conv2d``, ``max_pool2d``) whole. Where the model fixes its own size the
 export makes the extents constant, and so does a second attempt where its solver fails on a size expression; such a capture
 serves that one size and the caller captures again for another.
@@ -24,6 +24,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from sft.analysis.exported import bounds_of, graph_of, guards_of
+from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, prepared
@@ -99,9 +100,10 @@ def capture(
     """
     # The caller may be in inference mode, or under autocast with a cache of casts.
     with torch.inference_mode(False), _autocast(device, autocast), prepared(model):
-        program = _export(model, shapes, dtypes, device)
+        found = _export(model, shapes, dtypes, device)
+    program = found.program
     return Capture(
-        graph=graph_of(program),
+        graph=graph_of(found),
         out_spec=program.call_spec.out_spec,
         bounds=bounds_of(program),
         guards=guards_of(program),
@@ -137,7 +139,7 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abs
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> ExportedProgram:
+def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> FunctionalProgram:
     image_rank = max(len(shape) for shape in shapes)
     dynamic = tuple(
         tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
@@ -147,9 +149,9 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequenc
     )
     with _quiet():
         try:
-            program = _exported(model, shapes, dtypes, device, dynamic)
+            found = _exported(model, shapes, dtypes, device, dynamic)
             # Where only a product of sizes is fixed (positions of a list of pixels), no size follows from it; few are left anyway.
-            return _exported(model, shapes, dtypes, device, None) if any(map(_fixes_a_product, guards_of(program))) else program
+            return _exported(model, shapes, dtypes, device, None) if any(map(_fixes_a_product, guards_of(found.program))) else found
         except UnsupportedError:
             raise
         except Exception as error:
@@ -184,14 +186,13 @@ def _exported(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     dynamic: tuple[tuple[Any, ...], ...] | None,
-) -> ExportedProgram:
+) -> FunctionalProgram:
     with contextlib.nullcontext() if device.type == "meta" else FakeTensorMode():
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
     with grad_modes_followed(model):
         exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
-    decomposed: ExportedProgram = exported.run_decompositions({})
-    return decomposed
+    return functional(exported)
 
 
 def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:

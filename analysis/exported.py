@@ -1,6 +1,6 @@
-"""From an exported program to a :class:`Graph`: nodes, sizes as SymPy expressions, and the conditions that hold.
+"""From a program without writes to a :class:`Graph`: nodes, sizes as SymPy expressions, and the conditions that hold.
 
-Only :mod:`sft.analysis.capture` uses this; the two are the part of the analysis that knows torch.
+Only :mod:`sft.analysis.capture` uses this; they and :mod:`sft.analysis.functional` are the part of the analysis that knows torch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.export import ExportedProgram
 
 from sft.analysis.axes import Axes
+from sft.analysis.functional import FunctionalProgram
 from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, refs_in
 from sft.errors import UnsupportedError
 
@@ -81,18 +82,19 @@ _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
 }
 
 
-def graph_of(program: ExportedProgram) -> Graph:
+def graph_of(functional: FunctionalProgram) -> Graph:
     """The program's operators as nodes.
 
     Raises:
         UnsupportedError: it holds what a graph cannot say: numbers or None among the outputs, calls that are no operators.
     """
-    builder = _GraphBuilder(program)
-    for fx_node in program.graph.nodes:
+    builder = _GraphBuilder(functional)
+    for fx_node in functional.nodes:
         builder.add(fx_node)
+    builder.add_outputs(functional)
     if builder.problems:
         raise UnsupportedError(builder.problems)
-    known = {guard.lhs: guard.rhs for guard in guards_of(program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
+    known = {guard.lhs: guard.rhs for guard in guards_of(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
     nodes = tuple(_simplified(node, known) if known else node for node in builder.nodes.values())
     graph = Graph(nodes=nodes, outputs=tuple(builder.outputs), updates=tuple(builder.updates), axes=_axes_of(nodes))
     return graph.without_dead_operators()
@@ -118,10 +120,10 @@ def _axes_of(nodes: Sequence[Node]) -> Axes:
 
 
 class _GraphBuilder:
-    """Reads an exported program node by node."""
+    """Reads a program node by node."""
 
-    def __init__(self, program: ExportedProgram) -> None:
-        signature = program.graph_signature
+    def __init__(self, functional: FunctionalProgram) -> None:
+        signature = functional.program.graph_signature
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
         self.updates: list[tuple[str, str]] = []
@@ -131,8 +133,6 @@ class _GraphBuilder:
             **{name: ("buffer", target) for name, target in signature.inputs_to_buffers.items()},
             **{name: ("constant", target) for name, target in signature.inputs_to_lifted_tensor_constants.items()},
         }
-        self._buffers = dict(signature.buffers_to_mutate)
-        self._mutated = set(signature.user_inputs_to_mutate)
         self._alias: dict[str, str] = {}
         self._casts: dict[tuple[str, torch.dtype], str] = {}
         self._scalars: dict[str, Any] = {}
@@ -141,9 +141,7 @@ class _GraphBuilder:
     def add(self, fx_node: torch.fx.Node) -> None:
         """Take over one node."""
         value: Any = fx_node.meta.get("val")
-        if fx_node.op == "output":
-            self._add_outputs(fx_node)
-        elif fx_node.op == "placeholder":
+        if fx_node.op == "placeholder":
             kind, target = self._leaves.get(fx_node.name, ("input", fx_node.name))
             self._add(fx_node.name, kind, target, value)
         elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool)):
@@ -183,18 +181,16 @@ class _GraphBuilder:
         ):
             self._attached.add(name)
 
-    def _add_outputs(self, fx_node: torch.fx.Node) -> None:
-        returned = fx_node.args[0]
-        assert isinstance(returned, (tuple, list))
-        for argument in returned:
-            if not isinstance(argument, torch.fx.Node):
+    def add_outputs(self, functional: FunctionalProgram) -> None:
+        """Take over what the program returns and writes."""
+        self.updates += [(self._alias.get(name, name), buffer) for name, buffer in functional.updates.items()]
+        for returned in functional.outputs:
+            if not isinstance(returned, torch.fx.Node):
                 self.problems.append("(the model itself): returns None or a constant; return tensors only")
-            elif argument.name in self._buffers:
-                self.updates.append((self._alias.get(argument.name, argument.name), self._buffers[argument.name]))
-            elif argument.name not in self._mutated:
-                if argument.name in self._scalars:
-                    self.problems.append("(the model itself): returns a number, not a tensor; return tensors only")
-                self.outputs.append(self._alias.get(argument.name, argument.name))
+                continue
+            if returned.name in self._scalars:
+                self.problems.append("(the model itself): returns a number, not a tensor; return tensors only")
+            self.outputs.append(self._alias.get(returned.name, returned.name))
 
     def _add_result(self, fx_node: torch.fx.Node, value: torch.Tensor) -> None:
         """One of several results; of the operators below only the first is of use, and stands for the operator."""

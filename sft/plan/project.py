@@ -54,6 +54,8 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
         if node.kind != "operator"
     }
     outputs, tape = region.forward(machine, given, keep=problem.training, hosts=dict.fromkeys(problem.host_outputs))
+    # Running statistics are copied into their buffers and gone before the backward pass begins.
+    outputs = {name: handle for name, handle in outputs.items() if name in problem.graph.outputs}
     if problem.training:
         wanted = [name for name in region.outputs if name in problem.requires_grad]
         grads = {

@@ -1,0 +1,301 @@
+"""An exported program without writes: every operator makes a new value, and a value never changes.
+
+``torch.export`` hands over what ``forward`` called, in-place forms included. ``ExportedProgram.run_decompositions({})`` removes them by
+tracing the program twice more, which takes two thirds of a capture's time. What networks write is simple, though: an activation in place
+on a value that nobody else looks at, the statistics of a norm. Such a program is rewritten here directly, by one rule: after a write the
+old name means the new value. The rule is sound while no other name of the same memory is read after the write; which names those are
+follows from the operators' schemas. Anything else (a view that is read after its base was written, inner graphs, operators that this
+module does not know) goes the long way, and the result is the same graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+from torch.fx.node import map_arg
+
+__all__ = ["FunctionalProgram", "functional", "rewritten"]
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, kw_only=True)
+class FunctionalProgram:
+    """A program whose operators write nothing.
+
+    Attributes:
+        program: what was exported, or decomposed: its signature, symbols and constants.
+        nodes: the operators in order.
+        outputs: what the program returns.
+        updates: the buffer that a value is written to at the end, by the value's name.
+    """
+
+    program: ExportedProgram
+    nodes: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+    updates: Mapping[str, str]
+
+
+def functional(exported: ExportedProgram) -> FunctionalProgram:
+    """The program without writes."""
+    return rewritten(exported) or _decomposed(exported)
+
+
+def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
+    program: ExportedProgram = exported.run_decompositions({})
+    signature, nodes = program.graph_signature, tuple(program.graph.nodes)
+    written = set(signature.user_inputs_to_mutate)
+    return FunctionalProgram(
+        program=program,
+        nodes=nodes[:-1],
+        outputs=tuple(o for o in nodes[-1].args[0] if _name(o) not in signature.buffers_to_mutate and _name(o) not in written),
+        updates=dict(signature.buffers_to_mutate),
+    )
+
+
+def _name(value: Any) -> str | None:
+    return value.name if isinstance(value, fx.Node) else None
+
+
+def rewritten(exported: ExportedProgram) -> FunctionalProgram | None:
+    """The program without writes where the rule above holds, and ``None`` elsewhere."""
+    try:
+        return _Rewriting(exported).finish()
+    except _NotSimple:
+        return None
+
+
+class _NotSimple(Exception):
+    """The program goes the long way."""
+
+
+#: Operators made of others that stay as they are: they write nothing, and their result is memory of its own.
+_COMPOSITES = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("adaptive_avg_pool1d.default", "adaptive_avg_pool2d.default", "adaptive_avg_pool3d.default", "avg_pool1d.default"),
+        *("max_pool1d.default", "max_pool2d.default", "max_pool3d.default"),
+        *("conv1d.default", "conv1d.padding", "conv2d.default", "conv2d.padding", "conv3d.default", "conv3d.padding"),
+        *("conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input"),
+        *("group_norm.default", "layer_norm.default", "rms_norm.default"),
+        *("linear.default", "matmul.default", "softmax.int", "log_softmax.int", "selu.default", "square.default"),
+        "cross_entropy_loss.default",
+    )
+)
+
+#: Operators made of others whose result may be memory of their operand.
+_COMPOSITE_VIEWS = frozenset(
+    {"aten.chunk.default", "aten.contiguous.default", "aten.flatten.using_ints", "aten.reshape.default", "aten.unflatten.int"}
+)
+
+#: What of them is a change of shape; a graph knows no memory, so that no copy is needed.
+_RESHAPES = frozenset({"aten.flatten.using_ints", "aten.reshape.default", "aten.unflatten.int"})
+
+_CASTS = frozenset({"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default"})
+
+#: Operators that write their first operand and have a form that does not, of the same name and arguments.
+_IN_PLACE = frozenset(
+    {
+        *("add_", "sub_", "mul_", "div_", "neg_", "exp_", "clamp_", "clamp_min_", "clamp_max_", "copy_", "detach_"),
+        *("relu_", "leaky_relu_", "elu_", "silu_", "mish_", "sigmoid_", "hardsigmoid_", "hardswish_", "hardtanh_", "tanh_", "threshold_"),
+    }
+)
+
+
+class _Rewriting:
+    def __init__(self, exported: ExportedProgram) -> None:
+        self._exported = exported
+        self._graph = fx.Graph()
+        self._now: dict[fx.Node, Any] = {}  # what the old node means, after the writes so far
+        self._named: dict[fx.Node, fx.Node] = {}  # of a node that returns what it wrote, whose other name it is
+        self._memory: dict[fx.Node, set[fx.Node]] = {}  # all nodes that may share memory with this one
+        self._position = {node: index for index, node in enumerate(exported.graph.nodes)}
+        signature = exported.graph_signature
+        self._buffers = dict(signature.inputs_to_buffers)
+        self._updates: dict[str, fx.Node] = {}
+        if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
+            raise _NotSimple  # an exporter that has rewritten the writes already
+
+    def finish(self) -> FunctionalProgram:
+        *nodes, last = self._exported.graph.nodes
+        for node in nodes:
+            self._add(node)
+        outputs = map_arg(last.args[0], self._now.__getitem__)
+        return FunctionalProgram(
+            program=self._exported,
+            nodes=tuple(self._graph.nodes),
+            outputs=tuple(outputs),
+            updates={self._updates[buffer].name: buffer for buffer in self._buffers.values() if buffer in self._updates},
+        )
+
+    def _add(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            self._now[node] = self._graph.node_copy(node)
+            self._memory[node] = {node}
+            return
+        if node.op != "call_function":
+            raise _NotSimple
+        value: Any = node.meta.get("val")
+        if not isinstance(node.target, OpOverload):
+            self._keep(node)
+            return
+        name, schema = str(node.target), node.target._schema
+        if value is None and not node.users:
+            return  # an assertion; a graph's shapes and dtypes are checked at each call
+        if name == "aten.batch_norm.default":
+            self._batch_norm(node)
+        elif name == "aten.dropout.default":
+            self._dropout(node)
+        elif name == "aten.dropout_.default":
+            self._dropout_in_place(node)
+        elif name == "aten.bernoulli_.float":
+            self._write(node, aten.bernoulli.p, (node.args[0], node.args[1] if len(node.args) > 1 else 0.5))
+        elif name in _CASTS:
+            self._cast(node)
+        elif name in _RESHAPES:
+            sizes = node.args[1] if name == "aten.reshape.default" else list(value.shape)
+            self._make(node, aten.view.default, (node.args[0], sizes), shares=True)
+        elif schema.is_mutable:
+            self._write_simply(node)
+        elif not isinstance(value, (torch.SymInt, int)) and _is_composite(node.target) and name not in _COMPOSITES | _COMPOSITE_VIEWS:
+            raise _NotSimple
+        else:
+            self._keep(node)
+
+    # -- operators --------------------------------------------------------------------------------------------------
+
+    def _keep(self, node: fx.Node) -> None:
+        shares = True
+        if isinstance(node.target, OpOverload):
+            shares = str(node.target) in _COMPOSITE_VIEWS or any(result.alias_info is not None for result in node.target._schema.returns)
+        self._make(node, node.target, node.args, node.kwargs, shares=shares)
+
+    def _dropout(self, node: fx.Node) -> None:
+        operand, p, train = _all_arguments(node)
+        if train and p:
+            self._make(node, aten.native_dropout.default, (operand, p, True), shares=False)
+            made = self._now[node]
+            made.meta["val"] = (node.meta["val"],)
+            self._now[node] = self._result(made, 0, node)
+        else:
+            self._make(node, aten.clone.default, (operand,), shares=True)
+
+    def _dropout_in_place(self, node: fx.Node) -> None:
+        operand, p, train = _all_arguments(node)
+        if train and not 0 < p < 1:
+            raise _NotSimple
+        if not train:
+            self._write(node, aten.alias.default, (operand,))
+            return
+        mask: Any = self._now[operand]
+        for target, *arguments in ((aten.empty_like.default,), (aten.bernoulli.p, 1 - p), (aten.div.Scalar, 1 - p)):
+            mask = self._create(target, (mask, *arguments))
+            mask.meta = dict(node.meta)
+        self._now[mask] = mask
+        self._write(node, aten.mul.Tensor, (operand, mask))
+
+    def _cast(self, node: fx.Node) -> None:
+        operand, made = node.args[0], node.meta["val"]
+        assert isinstance(operand, fx.Node)
+        given = operand.meta["val"]
+        if given.device != made.device:
+            raise _NotSimple
+        if given.dtype == made.dtype:
+            self._make(node, aten.clone.default, (operand,), shares=True)
+        else:
+            self._make(node, aten._to_copy.default, (operand,), {"dtype": made.dtype}, shares=False)
+
+    def _batch_norm(self, node: fx.Node) -> None:
+        operand, weight, bias, mean, variance, train, momentum, eps, _ = _all_arguments(node)
+        if train and isinstance(mean, fx.Node) and isinstance(variance, fx.Node):
+            target = aten._native_batch_norm_legit_functional.default
+            args: tuple[Any, ...] = (operand, weight, bias, mean, variance, True, momentum, eps)
+        elif train:
+            target, args = aten._native_batch_norm_legit.no_stats, (operand, weight, bias, True, momentum, eps)
+        else:
+            target, args = aten._native_batch_norm_legit_no_training.default, (operand, weight, bias, mean, variance, momentum, eps)
+        self._make(node, target, args, shares=False)
+        made = self._now[node]
+        made.meta["val"] = (node.meta["val"],)
+        self._now[node] = self._result(made, 0, node)
+        if target is aten._native_batch_norm_legit_functional.default:
+            for index, buffer in ((3, mean), (4, variance)):
+                self._rename(buffer, self._result(made, index, buffer), node)
+
+    def _result(self, made: fx.Node, index: int, like: fx.Node) -> fx.Node:
+        """One of several results, which looks as ``like`` does."""
+        result = self._create(operator.getitem, (made, index))
+        result.meta = {**made.meta, "val": like.meta["val"]}
+        return result
+
+    def _write_simply(self, node: fx.Node) -> None:
+        overload: Any = node.target
+        packet = overload._schema.name.removeprefix("aten::")
+        if packet not in _IN_PLACE or not _of_one_dtype(node):
+            raise _NotSimple
+        self._write(node, getattr(getattr(aten, packet.removesuffix("_")), overload._overloadname), node.args, node.kwargs)
+
+    def _write(self, node: fx.Node, pure: OpOverload, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        """An operator that writes its first operand and returns it, as one that does not."""
+        written = node.args[0]
+        assert isinstance(written, fx.Node)
+        self._make(node, pure, args, kwargs, shares=False)
+        self._named[node] = self._named.get(written, written)
+        self._memory[node] = self._memory[written]
+        self._memory[node].add(node)
+        self._rename(written, self._now[node], node)
+
+    def _create(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
+        # Named after the operator, as the exporter does.
+        name = target._schema.name.removeprefix("aten::") if isinstance(target, OpOverload) else None
+        return self._graph.create_node("call_function", target, args, kwargs, name=name)
+
+    # -- names ------------------------------------------------------------------------------------------------------
+
+    def _make(self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, *, shares: bool) -> None:
+        made = self._create(target, map_arg(tuple(args), self._now.__getitem__), map_arg(dict(kwargs or {}), self._now.__getitem__))
+        made.meta = dict(node.meta)
+        self._now[node] = made
+        memory = {node}
+        if shares:
+            for operand in node.all_input_nodes:
+                memory |= self._memory[operand]
+        for other in memory:
+            self._memory[other] = memory
+
+    def _rename(self, old: fx.Node, new: fx.Node, write: fx.Node) -> None:
+        """From ``write`` on, ``old`` means ``new``."""
+        root = self._named.get(old, old)
+        for other in self._memory[old]:
+            if self._named.get(other, other) is root:
+                self._now[other] = new
+            elif any(self._position[user] > self._position[write] for user in other.users):
+                raise _NotSimple
+        if root.op == "placeholder":
+            if root.name not in self._buffers:
+                raise _NotSimple
+            self._updates[self._buffers[root.name]] = new
+
+
+def _is_composite(overload: OpOverload) -> bool:
+    return bool(overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
+
+
+def _of_one_dtype(node: fx.Node) -> bool:
+    """Whether writing in place and making a new value give the same type."""
+    dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes if isinstance(operand.meta["val"], torch.Tensor)}
+    return len(dtypes) == 1
+
+
+def _all_arguments(node: fx.Node) -> tuple[Any, ...]:
+    assert isinstance(node.target, OpOverload)
+    if len(node.args) != len(node.target._schema.arguments):
+        raise _NotSimple
+    return node.args

@@ -1,0 +1,184 @@
+"""Programs without writes: the direct way gives the graph that the exporter's own way gives, and stands back where names overlap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from sft.analysis.exported import graph_of
+from sft.analysis.functional import FunctionalProgram, functional, rewritten
+from sft.analysis.graph import Graph, map_refs
+
+from .helpers.exactness import assert_exact
+
+pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # the exporter, of itself
+
+
+class _Calls(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Any], **parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(x)
+
+
+class _ResNetBlock(nn.Module):
+    """Writes as residual networks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+        self.relu, self.drop, self.head = nn.ReLU(inplace=True), nn.Dropout(0.25, inplace=True), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.norm(self.conv(self.relu(self.norm(self.conv(x)))))  # the norm twice: its statistics are written twice
+        out += x
+        out = self.relu(out)
+        return cast(Tensor, self.head(F.adaptive_avg_pool2d(self.drop(out), 1).flatten(1)))
+
+
+class _Casts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(torch.float16).to(torch.float64).to(x.dtype).to(x.device).contiguous()
+
+
+def _keep_rate_mask(x: Tensor) -> Tensor:
+    return x * x.new_empty((x.shape[0], 1, 1, 1)).bernoulli_(0.8).div_(0.8)
+
+
+_SIMPLE: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "resnet": (_ResNetBlock(), (2, 4, 6, 7)),
+    "casts": (_Casts(), (1, 4, 6, 7)),
+    "activations": (
+        nn.Sequential(*(f(inplace=True) for f in (nn.ReLU6, nn.ELU, nn.SiLU, nn.Mish, nn.Hardswish, nn.Hardsigmoid, nn.LeakyReLU))),
+        (1, 4, 6, 7),
+    ),
+    "norms": (nn.Sequential(nn.GroupNorm(2, 4), nn.BatchNorm2d(4, track_running_stats=False), nn.LayerNorm(7)), (2, 4, 6, 7)),
+    "1-D": (nn.Sequential(nn.Conv1d(4, 4, 3), nn.MaxPool1d(2), nn.ConvTranspose1d(4, 4, 3), nn.AvgPool1d(2)), (1, 4, 19)),
+    "2-D": (nn.Sequential(nn.Conv2d(4, 4, 3, padding="same"), nn.MaxPool2d(2), nn.ConvTranspose2d(4, 4, 3)), (1, 4, 9, 9)),
+    "3-D": (nn.Sequential(nn.Conv3d(4, 4, 3), nn.MaxPool3d(2), nn.ConvTranspose3d(4, 4, 3), nn.AdaptiveAvgPool3d(1)), (1, 4, 9, 9, 9)),
+    "shuffle": (_Calls(lambda x: torch.cat([a.relu() for a in x.mul(2).chunk(2, 1)][::-1], 1).reshape(1, 2, 2, 6, 7)), (1, 4, 6, 7)),
+    "stochastic depth": (_Calls(_keep_rate_mask), (2, 4, 6, 7)),
+    "softmax": (_Calls(lambda x: F.selu(x).softmax(1) @ F.log_softmax(x, 1).square().transpose(2, 3)), (1, 4, 6, 7)),
+}
+
+
+def _view_read_after_base(x: Tensor) -> Tensor:
+    base = x * 2
+    view = base[:, 1:2]
+    return base.relu_() * 0 + view
+
+
+def _base_read_after_view(x: Tensor) -> Tensor:
+    base = x * 2
+    base[:, 1:].relu_()
+    return base
+
+
+def _base_read_after_view_of_a_view(x: Tensor) -> Tensor:
+    base = x * 2
+    base.transpose(2, 3)[:, 1:].mul_(3)
+    return base
+
+
+_OVERLAPPING = [_view_read_after_base, _base_read_after_view, _base_read_after_view_of_a_view]
+
+
+def _exported(model: nn.Module, shape: tuple[int, ...], *, symbolic: bool = False) -> ExportedProgram:
+    axes = tuple(Dim.AUTO if symbolic and axis >= 2 else Dim.STATIC for axis in range(len(shape)))
+    return torch.export.export(model, (torch.rand(shape),), dynamic_shapes=(axes,), strict=False)
+
+
+def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("sft.analysis.functional.rewritten", lambda _: None)
+        return functional(exported)
+
+
+def _renamed(graph: Graph) -> Graph:
+    """Values by their place: the two ways number the operators of one kind differently."""
+    names = {node.name: f"{node.kind}{place}" if node.kind == "operator" else node.name for place, node in enumerate(graph.nodes)}
+    return replace(
+        graph,
+        nodes=tuple(
+            replace(
+                node, name=names[node.name], arguments=tuple((key, map_refs(value, names.__getitem__)) for key, value in node.arguments)
+            )
+            for node in graph.nodes
+        ),
+        outputs=tuple(names[name] for name in graph.outputs),
+        updates=tuple((names[name], buffer) for name, buffer in graph.updates),
+    )
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", _SIMPLE)
+def test_the_graph_is_that_of_the_long_way(name: str, training: bool) -> None:
+    model, shape = _SIMPLE[name]
+    exported = _exported(_Wrapped(model).train(training), shape)
+    direct = rewritten(exported)
+    assert direct is not None, "this network went the long way"
+    assert _renamed(graph_of(direct)) == _renamed(graph_of(_decomposed(exported)))
+
+
+class _Wrapped(nn.Module):
+    """Begins with a value of its own: the model's input must not be written."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Any:
+        return self.model(x * 1.5)
+
+
+def test_sizes_may_be_symbols() -> None:
+    model, shape = _SIMPLE["resnet"]
+    exported = _exported(_Wrapped(model).eval(), shape, symbolic=True)
+    direct = rewritten(exported)
+    assert direct is not None
+    found = graph_of(direct)
+    assert any(not isinstance(size, int) for node in found.nodes for size in node.shape)
+    assert _renamed(found) == _renamed(graph_of(_decomposed(exported)))
+
+
+@pytest.mark.parametrize("function", _OVERLAPPING)
+def test_overlapping_names_go_the_long_way(function: Callable[[Tensor], Tensor]) -> None:
+    model = _Calls(function)
+    assert rewritten(_exported(model, (1, 3, 6, 7))) is None
+    assert_exact(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), model), torch.rand(1, 3, 10, 9))
+
+
+def test_the_type_of_another_value_is_a_cast() -> None:
+    direct = rewritten(_exported(_Calls(lambda x: x.half().type_as(x)), (1, 3, 6, 7)))
+    assert direct is not None
+    assert [node.target for node in graph_of(direct).operators] == ["aten._to_copy.default"] * 2
+
+
+def test_a_written_input_goes_the_long_way() -> None:
+    assert rewritten(_exported(_Calls(lambda x: x.mul_(2)), (1, 3, 6, 7))) is None
+
+
+def test_a_write_in_another_type_goes_the_long_way() -> None:
+    """In place the result keeps the type of what is written."""
+    exported = _exported(_Calls(lambda x: x.half().add_(x)), (1, 3, 6, 7))
+    assert rewritten(exported) is None
+    assert graph_of(functional(exported)).nodes[-1].dtype == "float16"
+
+
+def test_an_inner_graph_goes_the_long_way() -> None:
+    def region(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.conv2d(x, x)
+
+    assert rewritten(_exported(_Calls(region), (1, 3, 6, 7))) is None

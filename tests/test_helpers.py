@@ -6,13 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import sft
 
 from .helpers.dags import Activation, AvgPool, Conv, Dag, DagNet, Head, Join, MaxPool, Norm, Upsample, dags, tilings
-from .helpers.exactness import gradient_errors, relative_error
+from .helpers.exactness import gradient_errors, relative_error, rounding_of_eager
 from .helpers.poison import poisoned
 
 
@@ -91,3 +92,10 @@ def test_a_dag_prints_as_what_rebuilds_it(data: st.DataObject) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     options = data.draw(tilings(dag))
     assert isinstance(options, sft.Options)
+
+
+def test_rounding_of_eager_tells_an_ill_conditioned_model() -> None:
+    """A norm of values that nearly agree divides by what they differ in; a convolution only adds."""
+    x = torch.rand(1, 3, 6, 5, dtype=torch.float64)
+    assert 0 < rounding_of_eager(nn.Conv2d(3, 3, 3), x, steps=1) < 1e-14
+    assert rounding_of_eager(nn.BatchNorm2d(3, eps=1e-20), 1 + 1e-6 * x, steps=1) > 1e-11

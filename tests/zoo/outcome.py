@@ -41,6 +41,8 @@ class TilingOutcome:
     """Of all planned FLOPs (what strips compute again included), those in such segments."""
     error: float = 0.0
     """The largest relative error of outputs, gradients, buffers and updated parameters."""
+    rounding_of_eager: float = 0.0
+    """Where the error is above the tolerance: how far eager PyTorch's own answer moves with the last bit of the input."""
     left_strips: Mapping[str, int] = field(default_factory=dict)
     """Operators that run whole although a value that they read could come in strips, and how many there are."""
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from sft.errors import InputError
 
-__all__ = ["Options"]
+__all__ = ["STRATEGIES", "Options"]
 
-_STRATEGIES = ("auto", "none", "sft")
+#: The strategies by name.
+STRATEGIES = ("auto", "none", "sft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,8 @@ class Options:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.strategy not in _STRATEGIES:
-            problems.append(f"strategy {self.strategy!r}: choose one of {', '.join(_STRATEGIES)}")
+        if self.strategy not in STRATEGIES:
+            problems.append(f"strategy {self.strategy!r}: choose one of {', '.join(STRATEGIES)}")
         if self.halo not in ("auto", "carry", "recompute"):
             problems.append(f"halo {self.halo!r}: choose 'auto', 'carry' or 'recompute'")
         if self.strategy == "sft" and self.halo == "carry":

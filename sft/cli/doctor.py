@@ -1,0 +1,112 @@
+"""``python -m sft doctor``: what is installed here, and whether a step that runs in strips equals eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import nn
+
+from sft.compile import compile
+from sft.memory import measure_peak
+from sft.options import Options
+from sft.units import format_bytes
+
+__all__ = ["show_doctor"]
+
+#: Distributions that matter, and the extra that brings those that are no dependency.
+_PACKAGES = {
+    **dict.fromkeys(("sft-engine", "torch", "numpy", "sympy", "networkx", "rich"), ""),
+    "triton": "triton",
+    "openslide-python": "slide",
+    "matplotlib": "plot",
+}
+_TOLERANCE = 1e-10
+
+
+def show_doctor(console: Console, *, as_json: bool) -> int:
+    """Print versions, devices, and a self-check on each device; 1 where a self-check fails."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "processors": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "devices": [_device(device) for device in _devices()],
+    }
+    failed = [device for device in found["devices"] if not device["self_check"]["ok"]]
+    if as_json:
+        console.print(json.dumps(found, indent=2), markup=False, highlight=False, soft_wrap=True)
+        return int(bool(failed))
+    lines = [f"{name:18} {found[name]}" for name in ("python", "system", "processors", "threads")]
+    for name, version in found["packages"].items():
+        lines.append(f"{name:18} {version or _how_to_install(name)}")
+    for device in found["devices"]:
+        result = device["self_check"]
+        lines.append(f"{device['device']:18} {device['name']}, {device['memory'] or 'memory unknown'}")
+        lines.append(f"{'  self-check':18} {'ok' if result['ok'] else 'FAILED'}: {result['message']}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    return int(bool(failed))
+
+
+def _how_to_install(name: str) -> str:
+    return f'not installed; pip install "sft-engine[{_PACKAGES[name]}]"' if _PACKAGES[name] else "not installed"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[torch.device]:
+    return [torch.device("cpu"), *(torch.device("cuda", number) for number in range(torch.cuda.device_count()))]
+
+
+def _device(device: torch.device) -> dict[str, Any]:
+    is_cpu = device.type == "cpu"
+    return {
+        "device": str(device),
+        "name": platform.processor() or platform.machine() if is_cpu else torch.cuda.get_device_name(device),
+        "memory": None if is_cpu else format_bytes(torch.cuda.get_device_properties(device).total_memory),
+        "self_check": _self_check(device),
+    }
+
+
+def _self_check(device: torch.device) -> dict[str, Any]:
+    """A training step in strips against eager PyTorch in float64, with its bytes measured."""
+    try:
+        error, measured_bytes, projected_bytes = _step_in_strips(device)
+    except Exception as problem:  # whatever is wrong with an installation is what the user wants to read
+        return {"ok": False, "message": f"{type(problem).__name__}: {problem}"}
+    ok = error <= _TOLERANCE and measured_bytes <= projected_bytes
+    message = f"relative error {error:.1e}, measured {format_bytes(measured_bytes)} of {format_bytes(projected_bytes)} projected"
+    return {"ok": ok, "message": message}
+
+
+def _step_in_strips(device: torch.device) -> tuple[float, int, int]:
+    """The largest relative error of output and gradients, and the bytes measured and projected."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        layers = (nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1))
+        eager = nn.Sequential(*layers).to(device, torch.float64)
+        x = torch.rand(2, 3, 66, 50, device=device, dtype=torch.float64)
+    net = compile(copy.deepcopy(eager), x.shape, budget="64MiB", options=Options(tile=(16, None)))
+    expected = _gradients(eager, x)
+    with measure_peak(device) as peak:
+        found = _gradients(net, x.clone())
+    errors = [float((a - b).abs().max() / b.abs().max().clamp_min(1e-300)) for a, b in zip(found, expected, strict=True)]
+    return max(errors), peak.num_bytes, net.plan.projected_peak_bytes
+
+
+def _gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    y = model(x)
+    y.backward(torch.ones_like(y))  # a loss of our own would be measured, too
+    return [y.detach(), *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]

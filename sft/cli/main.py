@@ -1,0 +1,104 @@
+"""Commands and their options; every mistake is one line, and ``--debug`` shows where it was made.
+
+Exit codes: 0 done; 1 an error, or an answer of no (a model that cannot be compiled, a failed self-check); 2 a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sft.cli.doctor import show_doctor
+from sft.cli.models import load_model, parse_shape, parse_tile
+from sft.cli.plans import Question, compare_strategies, show_check, show_plan
+from sft.errors import InputError, SftError
+from sft.options import STRATEGIES, Options
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command of ``python -m sft``; returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    console = Console()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the model's own package, while it is imported and made
+            return _run(args, console)
+    except SftError as error:
+        if args.debug:
+            raise
+        Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)
+        return 1
+
+
+def _run(args: argparse.Namespace, console: Console) -> int:
+    if args.command == "doctor":
+        return show_doctor(console, as_json=args.json)
+    model = load_model(args.model, _model_arguments(args.model_args))
+    model.train(not args.inference)
+    shapes = tuple(parse_shape(text) for text in args.input)
+    if args.command == "check":
+        return show_check(model, shapes, console, as_json=args.json)
+    if args.inference:
+        model.requires_grad_(False)
+    options = Options(strategy=args.strategy, halo=args.halo, tile=parse_tile(args.tile) if args.tile else None)
+    question = Question(model=model, shapes=shapes, budget=args.budget, options=options, out=args.out)
+    show = compare_strategies if args.compare else show_plan
+    return show(question, console, as_json=args.json)
+
+
+def _model_arguments(given: Sequence[str]) -> dict[str, Any]:
+    """Read ``num_classes=2 width=0.5 name=text``."""
+    found = {}
+    for text in given:
+        name, is_pair, value = text.partition("=")
+        if not is_pair or not name.isidentifier():
+            raise InputError(f"--model-args {text!r}: write name=value, such as num_classes=2")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m sft", description="Exact training on images that do not fit the device.")
+    parser.add_argument("--debug", action="store_true", help="show where an error was made")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="what is installed here, and whether a step in strips is exact")
+    doctor.add_argument("--json", action="store_true", help="for programs")
+
+    check = commands.add_parser("check", help="what of a model runs in strips, what cannot, and what to do about it")
+    _add_model(check)
+
+    plan = commands.add_parser("plan", help="what a step needs and how it is computed; runs nothing")
+    _add_model(plan)
+    plan.add_argument("--budget", default="11GiB", metavar="BYTES", help="what the device may hold (default: 11GiB)")
+    plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="how to plan (default: auto)")
+    plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="how strips get the rows between them")
+    plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
+    plan.add_argument("--compare", action="store_true", help="one table of all strategies")
+    plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="package.module:callable, or the name of a model of torchvision or timm")
+    parser.add_argument("--input", nargs="+", required=True, metavar="SHAPE", help="such as 1x3x20480x20480; one for each input")
+    parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments for making the model")
+    parser.add_argument("--inference", action="store_true", help="in evaluation mode and without gradients")
+    parser.add_argument("--json", action="store_true", help="for programs")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

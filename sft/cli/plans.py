@@ -1,0 +1,128 @@
+"""``python -m sft plan`` and ``check``: what a model would need, without running it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from sft.compile import check, plan
+from sft.errors import BudgetError, InputError, SourceError, UnsupportedError
+from sft.options import STRATEGIES, Options
+from sft.plan.types import Plan
+from sft.units import format_bytes
+
+__all__ = ["Question", "compare_strategies", "show_check", "show_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        model: the model, in the mode (training or not) that is planned for.
+        shapes: of its inputs.
+        budget: what the device may hold.
+        options: wishes about the plan.
+        out: a file for the plan as JSON.
+    """
+
+    model: nn.Module
+    shapes: tuple[tuple[int, ...], ...]
+    budget: int | str
+    options: Options
+    out: Path | None = None
+
+
+def show_plan(question: Question, console: Console, *, as_json: bool) -> int:
+    """Print the plan; write it where that is asked for."""
+    found = _plan(question)
+    if question.out is not None:
+        _write(question.out, found.to_json())
+    console.print(found.to_json() if as_json else found.explain(), markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def compare_strategies(question: Question, console: Console, *, as_json: bool) -> int:
+    """One line a strategy: whether it fits, what it needs (of one that does not, the least that would do), what it computes."""
+    rows = [_row(question, strategy) for strategy in STRATEGIES]
+    if as_json:
+        console.print(json.dumps(rows, indent=2), markup=False, highlight=False, soft_wrap=True)
+        return 0
+    console.print(_table(rows))
+    return 0
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("strategy", "fits", box=None, pad_edge=False)
+    for header in ("total", "projected peak", "FLOPs / plain", "tiled segments", "strip rows", "panels"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        total = "-" if row["total_bytes"] is None else format_bytes(row["total_bytes"])
+        if row["error"]:
+            table.add_row(row["strategy"], "no", total, *["-"] * 5)
+            continue
+        table.add_row(
+            row["strategy"],
+            "yes",
+            total,
+            format_bytes(row["projected_peak_bytes"]),
+            f"{row['redundancy']:.4f}",
+            str(row["num_tiled_segments"]),
+            ", ".join(map(str, row["strip_rows"])) or "-",
+            ", ".join(map(str, row["num_panels"])) or "-",
+        )
+    return table
+
+
+def _row(question: Question, strategy: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"strategy": strategy, "error": "", "total_bytes": None}
+    try:
+        found = _plan(replace(question, options=replace(question.options, strategy=strategy)))
+    except BudgetError as error:
+        return {**row, "error": str(error), "total_bytes": error.needed_bytes}
+    except (UnsupportedError, InputError) as error:
+        return {**row, "error": str(error)}
+    tiled = [segment for segment in found.segments if segment.mode == "tiled"]
+    return {
+        **row,
+        "total_bytes": found.total_bytes,
+        "projected_peak_bytes": found.projected_peak_bytes,
+        "resident_bytes": found.resident_bytes,
+        "flops": found.flops,
+        "plain_flops": found.plain_flops,
+        "redundancy": found.redundancy,
+        "num_tiled_segments": len(tiled),
+        "strip_rows": [segment.strip_rows for segment in tiled],
+        "num_panels": [segment.num_panels for segment in tiled],
+    }
+
+
+def show_check(model: nn.Module, shapes: Sequence[tuple[int, ...]], console: Console, *, as_json: bool) -> int:
+    """Print what runs in strips, what cannot, and what to do; 1 where the model cannot be compiled."""
+    report = check(model, list(shapes))
+    text = json.dumps(asdict(report), indent=2) if as_json else str(report)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return int(not report.ok)
+
+
+def _plan(question: Question) -> Plan:
+    return plan(question.model, list(question.shapes), budget=question.budget, options=question.options)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise SourceError(f"cannot write the plan to {path}: {error.strerror}. Name a file in a folder that can be written.") from error

@@ -1,0 +1,128 @@
+"""``python -m sft``, called as a function: what it prints, writes and returns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sft
+from sft.cli.main import main
+from sft.cli.models import load_model
+
+_NET = ("examples.models:unet", "--model-args", "num_classes=2", "width=4", "levels=2", "--input", "1x3x96x64")
+
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return 2 * grad
+
+
+class Refused(nn.Module):
+    """Has a gradient of its own; the command line makes it by its name."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = _Doubled.apply(x)  # type: ignore[no-untyped-call]  # as torch leaves it
+        return doubled
+
+
+def _lines(capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
+    captured = capsys.readouterr()
+    return captured.out, captured.err
+
+
+def test_doctor_checks_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packages"]["torch"]
+    assert all(device["self_check"]["ok"] for device in found["devices"])
+    assert main(["doctor"]) == 0
+    assert "self-check" in capsys.readouterr().out
+
+
+def test_doctor_says_no_where_a_step_is_not_exact(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.cli.doctor.compile", lambda model, *_, **__: nn.Sequential(model, nn.Identity()).half())
+    assert main(["doctor"]) == 1
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_a_plan_is_that_of_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    arguments = ["plan", *_NET, "--budget", "4MiB", "--tile", "32"]
+    assert main([*arguments, "--json", "--out", str(file)]) == 0
+    printed = sft.Plan.from_json(capsys.readouterr().out)
+    model = load_model("examples.models:unet", {"num_classes": 2, "width": 4, "levels": 2})
+    assert printed == sft.plan(model, (1, 3, 96, 64), budget="4MiB", options=sft.Options(tile=(32, None)))
+    assert sft.Plan.from_json(file.read_text()) == printed
+    assert main(arguments) == 0
+    assert "training step" in capsys.readouterr().out
+
+
+def test_inference_plans_no_backward_pass(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *_NET, "--json", "--inference"]) == 0
+    assert not sft.Plan.from_json(capsys.readouterr().out).training
+
+
+def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
+    # The least that whole tensors need is above this budget, and that of strips is not.
+    assert main(["plan", *_NET, "--budget", "750KiB", "--compare", "--json"]) == 0
+    rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
+    assert set(rows) == {"auto", "none", "sft"}
+    assert rows["none"]["error"] and rows["none"]["total_bytes"] > 750 * 1024
+    assert not rows["auto"]["error"] and rows["auto"]["total_bytes"] <= 750 * 1024 and rows["auto"]["redundancy"] > 1
+    assert main(["plan", *_NET, "--budget", "750KiB", "--compare"]) == 0
+    lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in lines if line and line[0] in rows] == [[name, "no" if rows[name]["error"] else "yes"] for name in rows]
+
+
+def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *_NET]) == 0
+    assert "exact" in capsys.readouterr().out
+    assert main(["check", f"{__name__}:Refused", "--input", "1x3x64x64", "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert not report["ok"] and "autograd.Function" in report["problems"][0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "no_such_model", "--input", "1x3x64x64"], ["no_such_model", "package.module:callable"]),
+        (["plan", "no_such_module:net", "--input", "1x3x64x64"], ["no_such_module", "PYTHONPATH"]),
+        (["plan", "torch.nn:NoSuch", "--input", "1x3x64x64"], ["NoSuch"]),
+        (["plan", "torch.nn:Conv2d", "--input", "1x3x64x64"], ["TypeError", "--model-args"]),
+        (["plan", "torch:zeros", "--model-args", "size=(1,)", "--input", "1x3x64x64"], ["Tensor", "nn.Module"]),
+        (["plan", "torch.nn:ReLU", "--input", "64"], ["64", "1x3x20480x20480"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x0x64"], ["1x3x0x64"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "much"], ["much", "11GiB"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "1KiB"], ["1.00 KiB", "Raise the budget"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--tile", "0"], ["--tile", "512x1024"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--model-args", "inplace"], ["inplace", "name=value"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--out", "no/such/folder/plan.json"], ["no/such/folder/plan.json"]),
+    ],
+)
+def test_a_mistake_is_one_line(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    out, err = _lines(capsys)
+    assert not out and len(err.splitlines()) == 1
+    assert all(word in err for word in words), err
+
+
+def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(sft.InputError):
+        main(["--debug", "plan", "no_such_model", "--input", "1x3x64x64"])
+
+
+def test_it_is_a_module() -> None:
+    found = subprocess.run([sys.executable, "-m", "sft", "--help"], capture_output=True, text=True, check=True)
+    assert all(command in found.stdout for command in ("doctor", "check", "plan"))

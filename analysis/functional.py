@@ -179,6 +179,8 @@ class _Rewriting:
 
     def _dropout(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)
+        if train and p == 1:
+            raise _NotSimple
         if train and p:
             self._make(node, aten.native_dropout.default, (operand, p, True), shares=False)
             made = self._now[node]

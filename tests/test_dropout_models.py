@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -225,3 +226,22 @@ def test_a_rank_three_gate_with_as_many_channels_as_samples_is_not_a_sample_each
             return y
 
     assert_exact(Gate().double(), torch.randn(3, 3, 12, 9), options=sft.Options(tile=(4, None), batch_tile=1))
+
+
+class _Called(nn.Module):
+    """Dropout as a function, and one that never drops, between others."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.conv, self.p = nn.Conv2d(3, 4, 3), p
+        self.drop, self.idle = nn.Dropout(0.4), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.idle(F.dropout(self.conv(x), self.p, self.training))
+        y: Tensor = self.drop(x) + F.dropout(x, training=self.training)
+        return y
+
+
+@pytest.mark.parametrize("p", [0.3, 0.0, 1.0])
+def test_dropout_may_be_called_as_a_function(p: float) -> None:
+    assert_exact(_Called(p).train(), torch.rand(2, 3, 20, 11), options=sft.Options(tile=(5, None)))

@@ -304,8 +304,8 @@ def _compare(
 
         if isinstance(net, _Nudged):
             reseed(net.model, seed_of(seed + step))
-        if reseed(eager, seed_of(seed + step)):
-            torch.manual_seed(seed + step)
+        reseed(eager, seed_of(seed + step))
+        torch.manual_seed(seed + step)
         tree_eager = eager(x_eager, *others)
         y_eager = _leaves(tree_eager)
         gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in y_eager]

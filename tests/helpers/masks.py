@@ -7,8 +7,11 @@ random operator in the order in which they run. The seed is what the compiled mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakKeyDictionary
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sft.kernels.dropout import PositionalDropout, positional_dropout
@@ -56,14 +59,27 @@ class _PositionalAlphaDropout(nn.Module):
 
 
 class _Sites:
-    """The number of the random operator that runs next."""
+    """The number of the random operator that runs next; while the model runs, ``F.dropout`` is one, too."""
 
     def __init__(self) -> None:
-        self.next = 0
+        self.next = self.seed = 0
+        self._patches: list[pytest.MonkeyPatch] = []
 
-    def restart(self, *_: object) -> None:
+    def begin(self, *_: object) -> None:
         """Before each call of the model."""
         self.next = 0
+        self._patches.append(pytest.MonkeyPatch())
+        self._patches[-1].setattr(F, "dropout", self._dropout)
+
+    def end(self, *_: object) -> None:
+        """After it, whether it succeeded or not."""
+        self._patches.pop().undo()
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0:
+            return input
+        self.next += 1
+        return positional_dropout(input, p, site=self.next - 1, seed=self.seed, kind="element")
 
 
 class _InOrder(nn.Module):
@@ -94,8 +110,7 @@ _REPLACEMENTS: dict[str, Callable[..., nn.Module]] = {
 }
 
 
-#: At a rate of 0 these return their input; the others call torch's dropout, which counts as a site.
-_IDLE_AT_ZERO = frozenset({"DropPath", "StochasticDepth"})
+_SITES: WeakKeyDictionary[nn.Module, _Sites] = WeakKeyDictionary()
 
 
 def with_positional_dropout(model: nn.Module) -> nn.Module:
@@ -108,7 +123,7 @@ def with_positional_dropout(model: nn.Module) -> nn.Module:
             continue
         if module not in made:
             dropout = make(module)
-            draws = not (type(module).__name__ in _IDLE_AT_ZERO and dropout.p == 0)
+            draws = bool(dropout.p != 0)  # at a rate of 0 there is no mask, and no site
             axes = next((n for n in (1, 2, 3) if type(module).__name__ == f"Dropout{n}d"), None)
             made[module] = _InOrder(dropout, sites, draws=draws, axes=axes).train(module.training)
         new = made[module]
@@ -116,16 +131,18 @@ def with_positional_dropout(model: nn.Module) -> nn.Module:
             model.set_submodule(name, new)
         else:
             model = new
-    model.register_forward_pre_hook(sites.restart)
+    model.register_forward_pre_hook(sites.begin)
+    model.register_forward_hook(sites.end, always_call=True)
+    _SITES[model] = sites
     return model
 
 
-def reseed(model: nn.Module, seed: int) -> bool:
-    """Give a model's positional dropouts their seed; whether it has any."""
-    found = [m for m in model.modules() if isinstance(m, (PositionalDropout, _PositionalAlphaDropout))]
-    for module in found:
-        module.seed = seed
-    return bool(found)
+def reseed(model: nn.Module, seed: int) -> None:
+    """Give a model's positional dropouts their seed."""
+    _SITES[model].seed = seed
+    for module in model.modules():
+        if isinstance(module, (PositionalDropout, _PositionalAlphaDropout)):
+            module.seed = seed
 
 
 def seed_of(manual_seed: int) -> int:

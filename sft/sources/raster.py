@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isfinite
 from operator import index
@@ -29,6 +30,7 @@ __all__ = ["WHITE", "FileImage", "ImageFacts", "Raster", "Size", "check_level", 
 Size = tuple[int, int]
 WHITE = (255, 255, 255)
 Handle = TypeVar("Handle")
+Result = TypeVar("Result")
 
 
 @runtime_checkable
@@ -61,8 +63,8 @@ class Raster(Image, Protocol):
         ...
 
     @property
-    def tile_width_px(self) -> int | None:
-        """Columns of a compressed tile of level 0; None where there are none, or the file does not say."""
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of each level; None where there are none, or the file does not say."""
         ...
 
     @property
@@ -190,15 +192,14 @@ class FileImage(ABC, Generic[Handle]):
         return self.facts.background
 
     @property
-    def tile_width_px(self) -> int | None:
-        """Columns of a compressed tile."""
-        tile = self.facts.tiles_px[0]
-        return None if tile is None else tile[0]
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of each level."""
+        return self.facts.tiles_px
 
     @property
     def tile_height_px(self) -> int | None:
         """Rows of a compressed tile: what is decoded at least."""
-        tile = self.facts.tiles_px[0]
+        tile = self.level_tiles_px[0]
         return None if tile is None else tile[1]
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
@@ -224,7 +225,7 @@ class FileImage(ABC, Generic[Handle]):
             opened = self._opened = os.getpid(), self._open()
         return opened[1]
 
-    def _guarded(self, work: Any, purpose: str) -> Any:
+    def _guarded(self, work: Callable[[], Result], purpose: str) -> Result:
         try:
             return work()
         except SftError:
@@ -232,8 +233,7 @@ class FileImage(ABC, Generic[Handle]):
         except Exception as error:  # libraries raise almost anything for a damaged file
             self._opened = None
             raise SourceError(
-                f"cannot {purpose}: {type(error).__name__}: {error}. The file is damaged or no such format; copy it again, or "
-                "leave it out."
+                f"cannot {purpose}: {type(error).__name__}: {error}. The file is damaged or no such format; copy it again, or leave it out."
             ) from error
 
 

@@ -95,7 +95,7 @@ class TiffImage(FileImage[_Handle]):
     def __init__(self, path: str | os.PathLike[str], *, num_threads: int | None = None) -> None:
         super().__init__(path)
         self.num_threads = resolve_threads(num_threads)
-        #: tiles decoded so far, by this object in this process
+        #: tiles of the rectangles read so far; exact where one thread reads at a time
         self.num_tiles_decoded = 0
 
     @property
@@ -157,6 +157,7 @@ class TiffImage(FileImage[_Handle]):
             (down, across) for down in range(y // tile_h, -(-(y + h) // tile_h)) for across in range(x // tile_w, -(-(x + w) // tile_w))
         ]
         for_each(partial(self._place, handle, level, out, x, y), tiles, self.num_threads)
+        self.num_tiles_decoded += len(tiles)
         return out
 
     def _place(self, handle: _Handle, level: int, out: Pixels, x: int, y: int, tile: tuple[int, int]) -> None:
@@ -178,12 +179,11 @@ class TiffImage(FileImage[_Handle]):
             pixels = wanted.decode(data, position)
         except Exception as error:
             raise SourceError(
-                f"cannot decode the tile at column {left}, row {top} ({wanted.tile_width_px} x {wanted.tile_height_px} px) of level {level} "
-                f"of {self.path}: {error}. The tile is damaged; copy the file again, leave the slide out, or fill such tiles with the "
-                'background (on_error="fill"). reader="openslide" is the other decoder.'
+                f"cannot decode the tile at column {left}, row {top} ({wanted.tile_width_px} x {wanted.tile_height_px} px) of "
+                f"level {level} of {self.path}: {error}. The tile is damaged; copy the file again, leave the slide out, or fill such "
+                'tiles with background (on_error="fill"). reader="openslide" is the other decoder.'
             ) from error
         target[:] = pixels[first_y - top : last_y - top, first_x - left : last_x - left]
-        self.num_tiles_decoded += 1
 
 
 def _read_at(descriptor: int, num_bytes: int, offset: int) -> bytes:
@@ -201,12 +201,16 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
     if first is not None and any(name in str(first.software) for name in _FOREIGN_SOFTWARE):
         foreign.append(str(first.software))
     if first is None or foreign or not first.is_tiled:
-        what = f"it is {foreign[0].removeprefix('is_').upper()}" if foreign else "its first image is not tiled" if first else "it has no image"
+        what = (
+            f"it is {foreign[0].removeprefix('is_').upper()}" if foreign else "its first image is not tiled" if first else "it has no image"
+        )
         raise NotTiledError(f"cannot decode {path} by tiles: {what}. Use OpenSlide, or convert it to a tiled TIFF.")
     if tiff.is_ome:
         series = tiff.series[0]
         if len(series.levels[0].pages) != 1 or not series.levels[0].keyframe.is_tiled:
-            raise NotTiledError(f"cannot decode {path} by tiles: it has {series.axes} = {series.shape}, one plane is read. Export one plane.")
+            raise NotTiledError(
+                f"cannot decode {path} by tiles: it has {series.axes} = {series.shape}, one plane is read. Export one plane."
+            )
         pages = [level.keyframe for level in series.levels]
     else:
         pages = [page for page in tiff.pages if page.is_tiled and (page is first or tiff.is_svs or page.is_reduced)]

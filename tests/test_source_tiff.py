@@ -97,7 +97,7 @@ def test_jpeg_2000_of_aperio_is_openslides(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["jpeg2000", "webp"])
 def test_what_openslide_cannot_read(tmp_path: Path, codec: str) -> None:
     path = tmp_path / "slide.tif"
-    lossless = {"compressionargs": {"lossless": True}} if codec == "webp" else {}
+    lossless: dict[str, Any] = {"compressionargs": {"lossless": True}} if codec == "webp" else {}
     (pixels,) = write_slide(path, tissue_like(130, 200), compression=codec, **lossless)
     assert np.array_equal(open_image(path).read(0, 0, 200, 130), pixels)
 
@@ -207,7 +207,7 @@ def test_threads_read_the_same_pixels(fast: TiffImage) -> None:
     expected = fast.read(0, 0, WIDTH_PX, HEIGHT_PX)
     places = [(37 * n % 1900, 91 * n % 2500) for n in range(24)]
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda place: fast.read(*place, 301, 203), places))
+        found = list(pool.map(lambda place: fast.read(place[0], place[1], 301, 203), places))
     assert all(np.array_equal(pixels, expected[y : y + 203, x : x + 301]) for (x, y), pixels in zip(places, found, strict=True))
     assert decode_threads() == []
 

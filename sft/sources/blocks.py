@@ -32,7 +32,8 @@ class RowBlocks:
     Args:
         image: of any kind; its level 0 is read. Where it has ``tile_height_px``, blocks are whole tiles.
         columns: what is wanted of each row.
-        host_budget_bytes: what may be kept for later passes; on top of it two blocks, and a third while it is used. Default: 0
+        host_budget_bytes: what may be kept for later passes; on top of it up to three blocks, and a fourth while it is used.
+            Default: 0
 
     Raises:
         InputError: a negative budget.
@@ -69,32 +70,42 @@ class RowBlocks:
         self._edges = {}
         self._kept = {}
 
-    def rows(self, wanted: Interval) -> Pixels:
+    def rows(self, wanted: Interval, *, within: Interval | None = None) -> Pixels:
         """The rows ``wanted`` (inside the image) of the columns, in a new array.
+
+        Args:
+            wanted: rows.
+            within: of a request that is taken in parts, all rows: the blocks at its edges are kept, not those of each part. Default: `None`
 
         Raises:
             SourceError: they cannot be read.
         """
         if self.block_rows is None:
             return self._read(wanted)
-        first, last = wanted.start // self.block_rows, (wanted.stop - 1) // self.block_rows
+        numbers, span = self._numbers(wanted), self._numbers(within or wanted)
+        edge_numbers = {span[0], span[-1], numbers[-1]}
         # What this request does not touch goes before anything is read.
-        edges = self._edges = {number: pixels for number, pixels in self._edges.items() if first <= number <= last}
+        edges = self._edges = {number: pixels for number, pixels in self._edges.items() if number in span}
         out: Pixels | None = None
-        for number in range(first, last + 1):
+        for number in numbers:
             block = Interval(number * self.block_rows, min((number + 1) * self.block_rows, self.image.height_px))
             pixels = self._block(number, block, edges)
             if out is None:
                 out = np.empty((len(wanted), *pixels.shape[1:]), np.uint8)
             part = block.intersect(wanted)
             out[part.start - wanted.start : part.stop - wanted.start] = pixels[part.start - block.start : part.stop - block.start]
-            edges = {kept: edges[kept] for kept in edges if kept > number or kept == first}
-            if number in (first, last):
+            edges = {known: edges[known] for known in edges if known > number or known in edge_numbers}
+            if number in edge_numbers:
                 edges[number] = pixels
             self._edges = edges
             del pixels  # before the next block is read
         assert out is not None
         return out
+
+    def _numbers(self, rows: Interval) -> range:
+        """The blocks that rows lie in."""
+        assert self.block_rows is not None
+        return range(rows.start // self.block_rows, (rows.stop - 1) // self.block_rows + 1)
 
     def _block(self, number: int, block: Interval, edges: Mapping[int, Pixels]) -> Pixels:
         known = self._kept.get(number)

@@ -20,7 +20,7 @@ class Cached(RasterView):
 
     Args:
         image: of any kind. It must not change.
-        host_budget_bytes: bytes, or text such as ``"4GiB"``. On top of it come two blocks of rows, as without a cache.
+        host_budget_bytes: bytes, or text such as ``"4GiB"``. On top of it come a few blocks of rows, as without a cache.
 
     Raises:
         InputError: that is no size.

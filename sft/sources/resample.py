@@ -168,7 +168,7 @@ class Resampled(RasterView):
         for top in range(y, y + h, step):
             wanted = Interval(top, min(top + step, y + h))
             rows = _covered(wanted, scale_y)
-            pixels = blocks.rows(rows)[:, : len(columns)]
+            pixels = blocks.rows(rows, within=_covered(Interval(y, y + h), scale_y))[:, : len(columns)]
             sums = _sum_columns(_sum_rows(pixels, rows.start, wanted, scale_y, dtype), columns.start, Interval(x, x + w), scale_x)
             # Half up: the cast rounds down, and no quotient is so near to a whole number that the division could reach it.
             means = (2 * sums + weight) / (2 * weight)

@@ -196,9 +196,11 @@ def _read_at(descriptor: int, num_bytes: int, offset: int) -> bytes:
 
 def _level_pages(path: Path, tiff: Any) -> list[Any]:
     """The pages that are levels, the largest first."""
-    first = tiff.pages[0] if len(tiff.pages) else None
+    if not len(tiff.pages):
+        raise ValueError("it lists no image")
+    first = tiff.pages[0]
     foreign = [name for name in _FOREIGN if getattr(tiff, name, False)]
-    if first is not None and any(name in str(first.software) for name in _FOREIGN_SOFTWARE):
+    if any(name in str(first.software) for name in _FOREIGN_SOFTWARE):
         foreign.append(str(first.software))
     if first is None or foreign or not first.is_tiled:
         what = (

@@ -2,7 +2,8 @@
 
 An OME-Zarr group (versions 0.4 and 0.5) names its levels, its axes and its resolution; a plain Zarr array has one level and axes that
 are inferred, or given, as for any array. Chunks are what is decoded at least, so they are the tiles. A chunk that is not there is the
-array's fill value: that is how Zarr stores empty places, and cannot be told from a chunk that was lost.
+array's fill value: that is how Zarr stores empty places, and cannot be told from a chunk that was lost. Damage inside a chunk is found as
+far as its codec can tell: Zstandard (the default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
 """
 
 from __future__ import annotations

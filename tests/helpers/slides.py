@@ -44,7 +44,9 @@ def write_slide(
     levels = [np.ascontiguousarray(pixels[:: 2**level, :: 2**level]) for level in range(num_levels)]
     height, width = pixels.shape[:2]
     stated = "" if mpp is None else f"|MPP = {mpp:.4f}"
-    resolution = {} if mpp is None or aperio else {"resolution": (10_000 / mpp, 10_000 / mpp), "resolutionunit": "CENTIMETER"}
+    resolution: dict[str, Any] = (
+        {} if mpp is None or aperio else {"resolution": (10_000 / mpp, 10_000 / mpp), "resolutionunit": "CENTIMETER"}
+    )
     with tifffile.TiffWriter(path) as writer:
         for number, level in enumerate(levels):
             writer.write(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft.errors import InputError
-from sft.sources import ArrayImage, AtLevel, Raster, Resampled, TiffImage, WithMpp, at_mpp, open_image, read_strips
+from sft.sources import ArrayImage, AtLevel, Raster, Resampled, Slide, TiffImage, WithMpp, at_mpp, open_image, read_strips
 from sft.sources.resample import level_scale
 
 from .helpers.slides import SLIDE, tissue_like, write_slide
@@ -164,6 +164,25 @@ def test_a_level_is_read_where_it_serves(tmp_path: Path) -> None:
     image = open_image(path, mpp=1.5)
     scale = Fraction(3, 2)
     assert (np.abs(np.concatenate(list(read_strips(image, 7))) - area_means(levels[2], scale, scale)) <= 0.5 + 1e-10).all()
+
+
+def test_levels_that_openslide_interpolates_are_not_read(tmp_path: Path) -> None:
+    """Its rectangles begin at whole pixels of level 0: at a level reduced by 1.998 the same rows come out in different colours."""
+    path = tmp_path / "odd.tif"
+    levels = write_slide(path, tissue_like(801, 1199), num_levels=3, compression="deflate", mpp=0.25)
+    slide = Slide(path)
+    height, width = levels[1].shape[:2]
+    assert slide.exact_levels == (0,)
+    assert not np.array_equal(slide.read(0, 7, width, 8, 1), slide.read(0, 0, width, height, 1)[7:15])
+    image: Any = at_mpp(slide, 0.5)
+    assert isinstance(image, Resampled) and image.scale == (Fraction(2), Fraction(2))
+    strips = np.concatenate(list(read_strips(image, 37)))
+    assert (np.abs(strips - area_means(levels[0], Fraction(2), Fraction(2))) <= 0.5 + 1e-10).all()
+    fast = at_mpp(TiffImage(path), 0.5)
+    assert np.array_equal(np.concatenate(list(read_strips(fast, 37))), levels[1])
+    write_slide(path, tissue_like(800, 1200), num_levels=3, compression="deflate", mpp=0.25)
+    assert Slide(path).exact_levels == (0, 1, 2)
+    assert np.array_equal(np.concatenate(list(read_strips(at_mpp(Slide(path), 0.5), 37))), tissue_like(800, 1200)[::2, ::2])
 
 
 # --- what resolution a file has --------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 Models are trained at a resolution; level numbers mean another one in every file. The rule:
 
 1. Of the levels that are at least as fine as what is asked, the coarsest is read. Asking for more than the finest level has is an error:
-   nothing is invented.
+   nothing is invented. (OpenSlide interpolates levels that are not reduced by a whole number; through it they are not read.)
 2. A level that is within 1 % of what is asked *is* what is asked, and its pixels are used as they are. (The resolution in a file is a
    calibration of about three digits: 0.499 is what a scanner calls 0.5.)
 3. Else the level is reduced by area: an output pixel is the mean of what it covers, rounded half up. The scale s = p/q (input pixels per
@@ -64,7 +64,7 @@ def at_mpp(image: Raster, mpp: float) -> Raster:
             "measures: slide_mpp=0.25 (40x), 0.5 (20x), ... as the scanner has it."
         )
     best: tuple[int, tuple[Fraction, Fraction]] | None = None
-    for level in range(len(image.level_dimensions)):
+    for level in RasterView(image).exact_levels:
         downsample = level_scale(image.level_dimensions[0], image.level_dimensions[level])
         if all(own * float(factor) <= wanted * (1 + MPP_TOLERANCE) for own, factor in zip(image.mpp, downsample, strict=True)):
             best = (level, downsample) if best is None or downsample > best[1] else best
@@ -137,6 +137,11 @@ class Resampled(RasterView):
     def level_downsamples(self) -> tuple[float, ...]:
         """1: there is one level."""
         return (1.0,)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level."""
+        return (0,)
 
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:

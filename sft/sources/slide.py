@@ -146,6 +146,12 @@ class Slide:
         return tuple(downsample / downsamples[0] for downsample in downsamples)
 
     @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """Levels whose pixels `read` gives as they are: those that are reduced by a whole number."""
+        downsamples = self._read_facts().level_downsamples[self.level :]
+        return tuple(level for level, downsample in enumerate(downsamples) if float(downsample).is_integer())
+
+    @property
     def mpp(self) -> tuple[float, float] | None:
         """Micrometres per px, (x, y); None where the file does not say."""
         facts = self._read_facts()
@@ -174,7 +180,8 @@ class Slide:
         """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
 
         OpenSlide places a rectangle by whole pixels of the file's largest level.  So at a level whose downsample is
-        not a whole number, the rectangle is shifted by at most half such a pixel.
+        not a whole number, the rectangle is shifted by at most half such a pixel, and its pixels are interpolated: they
+        depend on where it begins.
 
         Returns:
             uint8 array of shape ``[h, w, 3]``, RGB.

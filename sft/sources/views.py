@@ -64,6 +64,12 @@ class RasterView:
         return found
 
     @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """Levels whose pixels a read gives as they are, wherever it begins; of OpenSlide's not all are."""
+        found: tuple[int, ...] = getattr(self.image, "exact_levels", tuple(range(len(self.level_dimensions))))
+        return found
+
+    @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:
         """(width, height) of a compressed tile of each level."""
         known = getattr(self.image, "level_tiles_px", None)
@@ -160,6 +166,11 @@ class AtLevel(RasterView):
         return (1.0,)
 
     @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level, if it is one below."""
+        return (0,) if self.level in super().exact_levels else ()
+
+    @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:
         """(width, height) of a compressed tile of the level."""
         return (super().level_tiles_px[self.level],)
@@ -235,6 +246,11 @@ class Cropped(RasterView):
     def level_downsamples(self) -> tuple[float, ...]:
         """1: there is one level."""
         return (1.0,)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level."""
+        return (0,)
 
     @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:

@@ -101,7 +101,10 @@ def _downsample(image: Image, mpp: float, downsample: int | None) -> int:
 
 
 def _thumbnail(image: Image, downsample: int) -> Image:
-    """The image reduced by about ``downsample``, as a whole: the mask covers the last rows and columns, too."""
+    """The image reduced by about ``downsample``, as a whole: the mask covers the last rows and columns, too.
+
+    Any level will do, also one that OpenSlide interpolates: a mask is coarser than that.
+    """
     view = RasterView(image)
     whole, best = view.level_dimensions[0], 0
     for level, size in enumerate(view.level_dimensions):

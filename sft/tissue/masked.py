@@ -75,6 +75,11 @@ class Masked(RasterView):
         return (1.0,)
 
     @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level."""
+        return (0,)
+
+    @property
     def level_tiles_px(self) -> tuple[Size | None, ...]:
         """(width, height) of a compressed tile of level 0."""
         return super().level_tiles_px[:1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import pickle
 import sys
 import threading
@@ -125,6 +127,27 @@ def test_the_account_of_a_cache() -> None:
     for wrong in (0, "a lot", -3):
         with pytest.raises(InputError, match="byte size"):
             Cached(ArrayImage(tissue_like(20, 50)), host_budget_bytes=wrong)
+
+
+reads = st.lists(st.tuples(st.integers(0, 199), st.integers(0, 199)).map(sorted), min_size=1, max_size=12)
+
+
+@given(reads, st.sampled_from([None, 8, 40, 64, 200]), st.integers(1, 200 * 6 * 3), st.integers(0, 3))
+def test_any_reads_through_a_cache(reads: list[list[int]], tile_rows: int | None, budget: int, left: int) -> None:
+    class Tiles(ArrayImage):
+        @property
+        def tile_height_px(self) -> int | None:
+            return tile_rows
+
+    pixels = tissue_like(200, 6)
+    tiles = Tiles(pixels)
+    cached = Cached(tiles, host_budget_bytes=budget)
+    crop = Cropped(tiles, x=left, y=3, w=3, h=197)
+    for top, bottom in reads:
+        assert np.array_equal(cached.read(0, top, 6, bottom - top + 1), pixels[top : bottom + 1])
+        assert cached.kept_bytes <= budget
+        if top >= 3:
+            assert np.array_equal(crop.read(0, top - 3, 3, bottom - top + 1), pixels[top : bottom + 1, left : left + 3])
 
 
 def test_both_passes_of_a_step_decode_a_slide_once() -> None:
@@ -270,6 +293,10 @@ def test_folders_and_missing_files_are_named(tmp_path: Path) -> None:
         open_image(tmp_path)
     with pytest.raises(SourceError, match=r"nowhere\.svs.*no such file"):
         open_image(tmp_path / "nowhere.svs")
+    if hasattr(os, "mkfifo"):
+        os.mkfifo(tmp_path / "pipe.svs")
+        with pytest.raises(SourceError, match="neither a file nor a folder"):
+            open_image(tmp_path / "pipe.svs")
     wrong: Any = "magic"
     with pytest.raises(InputError, match="'auto', 'openslide', 'tiff', 'zarr', 'npy'"):
         open_image(SLIDE, reader=wrong)
@@ -323,6 +350,23 @@ def test_ome_zarr(tmp_path: Path, version: int) -> None:
     assert np.array_equal(pickle.loads(pickle.dumps(image)).read(0, 0, 65, 50, 1), pixels[::2, ::2])
     for rows, strip in walk(image, 24, 3, backwards=True):
         assert np.array_equal(strip, pixels[rows.start : rows.stop])
+
+
+def _sum_of(image: ZarrImage) -> int:
+    return int(image.read(7, 9, 101, 80).sum())
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_read_zarr(tmp_path: Path, method: str) -> None:
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {method} here")
+    write_ome_zarr(tmp_path / "slide.zarr", tissue_like(100, 130))
+    image = ZarrImage(tmp_path / "slide.zarr")
+    expected = _sum_of(image)
+    context: Any = multiprocessing.get_context(method)
+    with context.Pool(1) as pool:
+        assert pool.apply_async(_sum_of, (image,)).get(timeout=120) == expected
+    assert _sum_of(image) == expected
 
 
 def test_plain_zarr_arrays(tmp_path: Path) -> None:

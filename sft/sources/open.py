@@ -113,8 +113,13 @@ def _kind(path: Path) -> Reader:
         if any((path / name).exists() for name in _ZARR_FILES):
             return "zarr"
         raise SourceError(f"cannot open {path}: it is a folder without Zarr metadata. Give a file in it, or a Zarr array or group.")
-    with open(path, "rb") as file:
-        head = file.read(8)
+    if not path.is_file():
+        raise SourceError(f"cannot open {path}: it is neither a file nor a folder. Give one.")
+    try:
+        with open(path, "rb") as file:
+            head = file.read(8)
+    except OSError as error:
+        raise SourceError(f"cannot open {path}: {error.strerror}. Make it readable, or copy it again.") from error
     if not head:
         raise SourceError(f"cannot open {path}: it has 0 bytes. Copy it again.")
     if path.name.lower().endswith(_VOLUME_SUFFIXES):

@@ -76,9 +76,17 @@ class _Handle:
     """An open file. Reads carry their position, so threads share it; the file closes with the last reference."""
 
     def __init__(self, path: Path, levels: tuple[_Level, ...], mpp: tuple[float, float] | None, num_channels: int) -> None:
-        self.levels, self.mpp, self.num_channels = levels, mpp, num_channels
+        self.path, self.levels, self.mpp, self.num_channels = path, levels, mpp, num_channels
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
         weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self, num_bytes: int, offset: int) -> bytes:
+        """Bytes of the file."""
+        if hasattr(os, "pread"):
+            return os.pread(self.descriptor, num_bytes, offset)
+        with open(self.path, "rb", buffering=0) as file:  # Windows: descriptors have a position that threads would share
+            file.seek(offset)
+            return file.read(num_bytes)
 
 
 class TiffImage(FileImage[_Handle]):
@@ -173,7 +181,7 @@ class TiffImage(FileImage[_Handle]):
             target[:] = WHITE[: handle.num_channels]
             return
         try:
-            data = _read_at(handle.descriptor, size, int(wanted.offsets[position]))
+            data = handle.read(size, int(wanted.offsets[position]))
             if len(data) != size:
                 raise ValueError(f"the file ends after {len(data)} of {size} bytes")
             pixels = wanted.decode(data, position)
@@ -184,14 +192,6 @@ class TiffImage(FileImage[_Handle]):
                 'tiles with background (on_error="fill"). reader="openslide" is the other decoder.'
             ) from error
         target[:] = pixels[first_y - top : last_y - top, first_x - left : last_x - left]
-
-
-def _read_at(descriptor: int, num_bytes: int, offset: int) -> bytes:
-    if not hasattr(os, "pread"):  # Windows: a second handle keeps its own position
-        with open(os.dup(descriptor), "rb", buffering=0) as file:
-            file.seek(offset)
-            return file.read(num_bytes)
-    return os.pread(descriptor, num_bytes, offset)
 
 
 def _level_pages(path: Path, tiff: Any) -> list[Any]:

@@ -7,8 +7,9 @@ Models are trained at a resolution; level numbers mean another one in every file
 2. A level that is within 1 % of what is asked *is* what is asked, and its pixels are used as they are. (The resolution in a file is a
    calibration of about three digits: 0.499 is what a scanner calls 0.5.)
 3. Else the level is reduced by area: an output pixel is the mean of what it covers, rounded half up. The scale s = p/q (input pixels per
-   output pixel and axis) is the fraction nearest to the quotient of the resolutions with q <= 1000; ``mpp`` says what it comes to. Output
-   pixel i covers [i s, (i + 1) s), counted from the image's top left corner; the image has floor(size / s) of them, so each is a full mean.
+   output pixel and axis) is the quotient of the resolutions: as a whole number if one is within 1 % of it, else the nearest fraction with
+   q <= 1000. ``mpp`` says what it comes to. Output pixel i covers [i s, (i + 1) s), counted from the image's top left corner; the image has
+   floor(size / s) of them, so each is a full mean.
 
 *Any order, the same bits.* In units of 1/q of a pixel all borders are whole numbers. The weighted sums are therefore integers, which
 floating point adds without rounding (float32 below 2^24, float64 below 2^53) in whatever order: a rectangle read alone equals that part
@@ -93,7 +94,8 @@ def level_scale(size: Size, level_size: Size) -> tuple[Fraction, Fraction]:
 
 
 def _scale(ratio: float) -> Fraction:
-    return Fraction(1) if abs(ratio - 1) <= MPP_TOLERANCE else Fraction(ratio).limit_denominator(_MAX_DENOMINATOR)
+    whole = round(ratio)
+    return Fraction(whole) if abs(ratio / whole - 1) <= MPP_TOLERANCE else Fraction(ratio).limit_denominator(_MAX_DENOMINATOR)
 
 
 class Resampled(RasterView):
@@ -177,7 +179,7 @@ class Resampled(RasterView):
             sums = _sum_columns(_sum_rows(pixels, rows.start, wanted, scale_y, dtype), columns.start, Interval(x, x + w), scale_x)
             # Half up: the cast rounds down, and no quotient is so near to a whole number that the division could reach it.
             means = (2 * sums + weight) / (2 * weight)
-            out[top - y : wanted.stop - y] = means.astype(np.uint8).transpose(1, 0, 2)
+            out[top - y : wanted.stop - y] = means.astype(np.uint8)
         return out
 
 
@@ -205,23 +207,38 @@ def _sum_rows(pixels: Pixels, first: int, wanted: Interval, scale: Fraction, dty
 
 
 def _sum_columns(sums: Sums, first: int, wanted: Interval, scale: Fraction) -> Sums:
-    """Weighted sums of columns: ``[output columns, rows, channels]``. ``sums`` begin at column ``first``.
+    """Weighted sums of columns: ``[rows, output columns, channels]``. ``sums`` begin at column ``first``."""
+    return _sum_whole_columns(sums, len(wanted), int(scale)) if scale.denominator == 1 else _sum_parts(sums, first, wanted, scale)
 
-    Output pixels take their first column each, then their second, and so on, with columns as the slow axis: every step is a long vector.
-    """
+
+def _sum_whole_columns(sums: Sums, num_out: int, scale: int) -> Sums:
+    """Each output pixel takes its first column, then its second, and so on; a channel at a time, so that each step is a long vector."""
+    rows, _, channels = sums.shape
+    flat = sums.reshape(rows, -1)
+    total = np.empty((rows, num_out * channels), sums.dtype)
+    for channel in range(channels):
+        part = total[:, channel::channels]
+        part[:] = flat[:, channel :: channels * scale][:, :num_out]
+        for tap in range(1, scale):
+            part += flat[:, channel + channels * tap :: channels * scale][:, :num_out]
+    return total.reshape(rows, num_out, channels)
+
+
+def _sum_parts(sums: Sums, first: int, wanted: Interval, scale: Fraction) -> Sums:
+    """The same with shares of columns, each output pixel beginning at another place in one."""
     p, q = scale.numerator, scale.denominator
-    by_column = np.ascontiguousarray(sums.transpose(1, 0, 2))
+    rows, width, channels = sums.shape
+    flat = sums.reshape(rows, -1)
     start = np.arange(wanted.start, wanted.stop) * p - first * q
     whole = start // q
-    total = np.zeros((len(wanted), *by_column.shape[1:]), by_column.dtype)
+    total = np.zeros((rows, len(wanted) * channels), sums.dtype)
+    taken = np.empty_like(total)
     for tap in range(-(-p // q) + 1):
         left = (whole + tap) * q
-        weights = np.minimum(start + p, left + q) - np.maximum(start, left)
-        if q == 1 and tap < p:
-            total += by_column[tap : tap + p * len(wanted) : p]
-        elif (weights > 0).any():
-            # Beyond the last column that is covered the weight is 0.
-            taken = by_column[np.minimum(whole + tap, len(by_column) - 1)]
-            taken *= np.maximum(weights, 0).astype(total.dtype)[:, None, None]
-            total += taken
-    return total
+        weights = np.maximum(0, np.minimum(start + p, left + q) - np.maximum(start, left))
+        # Beyond the last column that is covered the weight is 0.
+        column = np.minimum(whole + tap, width - 1)
+        np.take(flat, (column[:, None] * channels + np.arange(channels)).ravel(), axis=1, out=taken, mode="clip")
+        taken *= np.repeat(weights, channels).astype(total.dtype)
+        total += taken
+    return total.reshape(rows, len(wanted), channels)

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import pickle
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,25 @@ def test_any_rectangle_of_the_real_slide(fast: TiffImage, openslide: Slide, data
     w, h = data.draw(st.integers(1, min(700, WIDTH_PX - x))), data.draw(st.integers(1, min(500, HEIGHT_PX - y)))
     pixels = fast.read(x, y, w, h)
     assert pixels.flags.c_contiguous and np.array_equal(pixels, openslide.read(x, y, w, h))
+
+
+@pytest.fixture(scope="module")
+def pyramids(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[TiffImage, Slide]]:
+    """JPEG at three levels, each reduced by a whole number: what OpenSlide does not interpolate."""
+    path = tmp_path_factory.mktemp("pyramid") / "slide.svs"
+    write_slide(path, tissue_like(512, 704), num_levels=3, aperio=True, **BOTH["jpeg 4:2:0"])
+    with TiffImage(path, num_threads=2) as ours, Slide(path) as theirs:
+        yield ours, theirs
+
+
+@given(st.data())
+def test_any_rectangle_of_any_level(pyramids: tuple[TiffImage, Slide], data: st.DataObject) -> None:
+    ours, theirs = pyramids
+    level = data.draw(st.integers(0, 2))
+    width, height = ours.level_dimensions[level]
+    x, y = data.draw(st.integers(0, width - 1)), data.draw(st.integers(0, height - 1))
+    w, h = data.draw(st.integers(1, width - x)), data.draw(st.integers(1, height - y))
+    assert np.array_equal(ours.read(x, y, w, h, level), theirs.read(x, y, w, h, level))
 
 
 @pytest.mark.parametrize("aperio", [False, True])

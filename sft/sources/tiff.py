@@ -266,9 +266,10 @@ def _decoder(page: Any) -> Decode:
     shape = page.tilelength, page.tilewidth, page.samplesperpixel
     if page.compression == _JPEG:
         return jpeg_decoder(page.jpegtables, shape, is_ycbcr=page.photometric == _YCBCR)
+    decode_tile = page.decode  # made at its first use: here, and not by several threads at once
 
     def decode(data: bytes, position: int) -> Pixels:
-        decoded = page.decode(data, position, _fullsize=True)[0]
+        decoded = decode_tile(data, position, _fullsize=True)[0]
         if decoded is None or decoded.shape[1:] != shape:
             raise ValueError(f"it decodes to {None if decoded is None else decoded.shape[1:]} instead of {shape}")
         pixels: Pixels = decoded[0]

@@ -42,6 +42,9 @@ class Regions:
         self.polygons: tuple[Polygon, ...] = tuple(tuple(_ring(ring) for ring in polygon) for polygon in polygons)
         # For each polygon the edges of all its rings: x and y at the upper end, x and y at the lower end.
         self._edges = [np.concatenate([_edges(ring) for ring in polygon]) for polygon in self.polygons if polygon]
+        # Left, top, right and bottom of each, so that a strip looks at what is near it.
+        corners = [np.concatenate(polygon) for polygon in self.polygons if polygon]
+        self._bounds = np.array([[*each.min(axis=0), *each.max(axis=0)] for each in corners]).reshape(-1, 4)
 
     def __repr__(self) -> str:
         return f"Regions({len(self.polygons)} polygons)"
@@ -57,10 +60,10 @@ class Regions:
 
     def bounding_box(self) -> tuple[float, float, float, float] | None:
         """``(left, top, right, bottom)`` of all of them; None where there are none."""
-        if not self._edges:
+        if not len(self._bounds):
             return None
-        corners = np.concatenate([rings[0] for rings in self.polygons if rings])
-        (left, top), (right, bottom) = corners.min(axis=0), corners.max(axis=0)
+        left, top = self._bounds[:, :2].min(axis=0)
+        right, bottom = self._bounds[:, 2:].max(axis=0)
         return float(left), float(top), float(right), float(bottom)
 
     def region(self, x: int, y: int, w: int, h: int, *, step: tuple[float, float] = (1.0, 1.0)) -> Mask:
@@ -72,9 +75,10 @@ class Regions:
             step: px of level 0 per px of the grid in which the rectangle is given, (x, y). Default: level 0 itself
         """
         inside = np.zeros((h, w), bool)
-        for edges in self._edges:
+        left, top, right, bottom = (self._bounds / np.tile(step, 2)).T
+        for near in np.flatnonzero((left < x + w) & (right > x) & (top < y + h) & (bottom > y)):
             # In px of the grid, not of the rectangle, so that every rectangle rounds alike.
-            x0, y0, x1, y1 = (edges / np.tile(step, 2)).T
+            x0, y0, x1, y1 = (self._edges[near] / np.tile(step, 2)).T
             # Rows whose centre lies in [y0, y1): an edge owns its upper end, so that a corner counts once.
             first = np.clip(np.ceil(y0 - 0.5), y, y + h).astype(np.int64)
             counts = np.clip(np.ceil(y1 - 0.5), y, y + h).astype(np.int64) - first
@@ -87,11 +91,12 @@ class Regions:
             at = x0[edge] + (row + 0.5 - y0[edge]) * ((x1[edge] - x0[edge]) / (y1[edge] - y0[edge]))
             column = np.clip(np.ceil(at - 0.5), x, x + w).astype(np.int64)
             # Each crossing changes everything right of it; left of the first and right of the last is outside.
-            top, left, bottom, right = row.min(), column.min(), row.max() + 1, column.max()
-            crossings = np.zeros((bottom - top, right - left + 1), np.uint32)
-            np.add.at(crossings, (row - top, column - left), 1)
+            first_row, first_column, num_columns = row.min(), column.min(), np.ptp(column)
+            crossings = np.zeros((row.max() + 1 - first_row, num_columns + 1), np.uint32)
+            np.add.at(crossings, (row - first_row, column - first_column), 1)
             odd = np.cumsum(crossings[:, :-1], axis=1, dtype=np.uint32) % 2 == 1
-            inside[top - y : bottom - y, left - x : right - x] |= odd
+            part = inside[first_row - y :, first_column - x :][: len(odd), :num_columns]
+            part |= odd
         return inside
 
 

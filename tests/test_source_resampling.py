@@ -19,6 +19,9 @@ from sft.sources.resample import level_scale
 
 from .helpers.slides import SLIDE, tissue_like, write_slide
 
+for _library in ("tifffile", "simplejpeg", "openslide"):
+    pytest.importorskip(_library)
+
 Exact = npt.NDArray[np.float64]
 
 

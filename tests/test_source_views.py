@@ -38,6 +38,9 @@ from sft.sources import (
 
 from .helpers.slides import SLIDE, SLIDE_SIZE, open_files, overwrite_tile, tissue_like, write_slide
 
+for _library in ("tifffile", "simplejpeg", "openslide"):
+    pytest.importorskip(_library)
+
 WIDTH_PX, HEIGHT_PX = SLIDE_SIZE
 MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
 
@@ -166,6 +169,16 @@ def test_both_passes_of_a_step_decode_a_slide_once() -> None:
     model((pixels.double() / 255 - mean) / std).sum().backward()
     for ours, parameter in zip(gradient, model.parameters(), strict=True):
         torch.testing.assert_close(ours, parameter.grad)
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+def test_any_raster_is_an_input(channels: int) -> None:
+    pixels = tissue_like(40, 36)[..., :channels].copy()
+    image = Cropped(ArrayImage(pixels, layout="HWC"), x=2, y=3, w=30, h=33)
+    model = nn.Sequential(nn.Conv2d(channels, 2, 3), nn.ReLU(), nn.MaxPool2d(2)).double()
+    net = sft.compile(model, image, options=sft.Options(tile=(8, None)))
+    x = torch.from_numpy(pixels[3:36, 2:32]).permute(2, 0, 1)[None].double() / 255
+    torch.testing.assert_close(net(image), model(x))
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------

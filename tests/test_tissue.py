@@ -23,9 +23,10 @@ from sft.tissue.find import saturation
 from sft.tissue.geojson import outline
 from sft.tissue.mask import Box
 
-from .helpers.slides import SLIDE, SLIDE_SIZE, tissue_like
+from .helpers.slides import SLIDE, SLIDE_SIZE, tissue_like, write_slide
 
-pytest.importorskip("skimage")
+for _library in ("skimage", "tifffile", "simplejpeg", "openslide"):
+    pytest.importorskip(_library)
 shapely: Any = pytest.importorskip("shapely")
 
 WIDTH_PX, HEIGHT_PX = SLIDE_SIZE
@@ -65,6 +66,17 @@ def test_it_does_not_depend_on_the_reader(real: TissueMask) -> None:
     small = find_tissue(open_image(SLIDE, slide_mpp=0.25))
     assert small.pixels.shape == (HEIGHT_PX // 32, WIDTH_PX // 32)
     assert abs(small.share - real.share) < 0.05
+
+
+def test_a_low_level_is_enough(tmp_path: Path, real: TissueMask) -> None:
+    """Of a pyramid the nearest level that is fine enough is read, and nothing else."""
+    pixels = TiffImage(SLIDE).read(0, 0, 2176, 2944)
+    write_slide(tmp_path / "slide.tif", pixels, num_levels=4, mpp=0.499, compression="deflate")
+    tiff = TiffImage(tmp_path / "slide.tif", num_threads=1)
+    mask = find_tissue(tiff)
+    assert mask.pixels.shape == (184, 136) and tiff.num_tiles_decoded == 6 * 5  # 368 x 272 px in tiles of 64
+    agreeing = mask.pixels == real.pixels[:184, :136]
+    assert agreeing.mean() > 0.93  # every eighth pixel is another picture than means of all
 
 
 def test_a_slide_without_tissue() -> None:
@@ -254,6 +266,13 @@ def test_what_qupath_exports(tmp_path: Path, content: Any, area: float) -> None:
     regions = read_geojson(path)
     assert regions.area_px == pytest.approx(area)
     assert regions.region(0, 0, 130, 50).sum() == pytest.approx(area, abs=10)
+
+
+def test_no_tissue_is_no_feature(tmp_path: Path) -> None:
+    write_geojson(tmp_path / "none.geojson", mask_of([[0, 0], [0, 0]]))
+    assert json.loads((tmp_path / "none.geojson").read_text())["features"] == []
+    regions = read_geojson(tmp_path / "none.geojson")
+    assert regions.bounding_box() is None and not regions.region(0, 0, 9, 9).any() and regions.area_px == 0
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from sft.errors import BudgetError as BudgetError
 from sft.errors import InputError as InputError
 from sft.errors import InternalError as InternalError
 from sft.errors import SftError as SftError
+from sft.errors import SkipSlideError as SkipSlideError
 from sft.errors import SourceError as SourceError
 from sft.errors import UnsupportedError as UnsupportedError
 from sft.execute.reading import PassReading as PassReading

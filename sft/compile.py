@@ -236,7 +236,7 @@ class _Compiled:
         """The model's output.
 
         Inputs that are no tensors on the model's device are read strip by strip and never whole in its memory: host tensors of a
-        model that is elsewhere, NumPy arrays and memmaps (uint8 pixels are divided by 255), `sft.sources.Slide`, and whatever else
+        model that is elsewhere, NumPy arrays and memmaps (uint8 pixels divided by 255), slides (`sft.sources.Raster`), and whatever else
         is a `sft.sources.Source`. They must stay as they are until the backward pass is through: it reads them again, and nobody
         would notice a change.
 

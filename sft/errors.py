@@ -5,7 +5,7 @@ Each message has three parts: what was asked, the numbers, and what to change.
 
 from __future__ import annotations
 
-__all__ = ["BudgetError", "InputError", "InternalError", "SftError", "SourceError", "UnsupportedError"]
+__all__ = ["BudgetError", "InputError", "InternalError", "SftError", "SkipSlideError", "SourceError", "UnsupportedError"]
 
 
 class SftError(Exception):
@@ -43,6 +43,10 @@ class InputError(SftError, ValueError):
 
 class SourceError(SftError, OSError):
     """A file behind an image, a gradient or an output cannot be read or written."""
+
+
+class SkipSlideError(SourceError):
+    """A slide cannot be read, and was opened with ``on_error="skip"``: a training loop catches this and leaves the slide out."""
 
 
 class InternalError(SftError):

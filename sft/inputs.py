@@ -6,7 +6,7 @@ x                                         becomes
 tensor on the model's device              itself: whole, and counted whole
 tensor on the host, model elsewhere       a source: exact, rows go to the device as they are needed
 NumPy array or memmap                     a source: uint8 pixels divided by 255, floats as they are; axes as in `sft.sources.ArraySource`
-`sft.sources.Slide`                       a source: pixels divided by 255
+`sft.sources.Raster` (a slide, a crop)    a source: pixels divided by 255
 `sft.sources.LabelSource`                  itself: whole numbers as they are, for a loss inside the model
 any `sft.sources.Source`                  itself; `ArraySource` and `Normalized` say how pixels are normalised
 ========================================  ====================================================================================
@@ -34,13 +34,11 @@ from sft.sources.array import ArraySource
 from sft.sources.host import as_host_array
 from sft.sources.image import Image
 from sft.sources.normalized import Normalized
+from sft.sources.raster import Raster
 from sft.sources.sink import ArraySink, RowSink
-from sft.sources.slide import Slide
 from sft.sources.source import Source
 
 __all__ = ["Given", "is_readable", "lacking_channels", "resolve_inputs", "with_channels"]
-
-_SLIDE_CHANNELS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -198,8 +196,8 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
     try:
         if isinstance(value, np.ndarray):
             return ArraySource(value, dtype=dtype)
-        if isinstance(value, Slide):
-            return Normalized(value, mean=(0.0,) * _SLIDE_CHANNELS, std=(1.0,) * _SLIDE_CHANNELS, dtype=dtype)
+        if isinstance(value, Raster):
+            return Normalized(value, mean=(0.0,) * value.num_channels, std=(1.0,) * value.num_channels, dtype=dtype)
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
     if isinstance(value, Source):

@@ -68,7 +68,7 @@ class _Facts:
     level_downsamples: tuple[float, ...]  #: px of level 0 per px of each level
     mpp: tuple[float, float] | None  #: micrometres per px of level 0, (x, y)
     background: tuple[int, int, int]  #: colour of pixels that the scanner did not record, RGB
-    tile_heights_px: tuple[int | None, ...]  #: rows of the compressed tiles of each level; None where the file does not say
+    tiles_px: tuple[tuple[int, int] | None, ...]  #: (width, height) of the compressed tiles of each level; None where the file does not say
 
 
 class Slide:
@@ -130,10 +130,26 @@ class Slide:
         return self.dimensions[1]
 
     @property
+    def num_channels(self) -> int:
+        """RGB."""
+        return 3
+
+    @property
+    def level_dimensions(self) -> tuple[tuple[int, int], ...]:
+        """(width, height) of each level, in px."""
+        return self._read_facts().level_dimensions[self.level :]
+
+    @property
     def level_downsamples(self) -> tuple[float, ...]:
         """How many px of this slide one px of each level spans; the first is 1.  Not powers of two in general."""
         downsamples = self._read_facts().level_downsamples[self.level :]
         return tuple(downsample / downsamples[0] for downsample in downsamples)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """Levels whose pixels `read` gives as they are: those that are reduced by a whole number."""
+        downsamples = self._read_facts().level_downsamples[self.level :]
+        return tuple(level for level, downsample in enumerate(downsamples) if float(downsample).is_integer())
 
     @property
     def mpp(self) -> tuple[float, float] | None:
@@ -145,9 +161,15 @@ class Slide:
         return facts.mpp[0] * downsample, facts.mpp[1] * downsample
 
     @property
+    def level_tiles_px(self) -> tuple[tuple[int, int] | None, ...]:
+        """(width, height) of a compressed tile of each level, what is decoded at least; None where the file does not say."""
+        return self._read_facts().tiles_px[self.level :]
+
+    @property
     def tile_height_px(self) -> int | None:
-        """Rows of a compressed tile: what is decoded at least; None where the file does not say."""
-        return self._read_facts().tile_heights_px[self.level]
+        """Rows of a compressed tile; None where the file does not say."""
+        tile = self.level_tiles_px[0]
+        return None if tile is None else tile[1]
 
     @property
     def background(self) -> tuple[int, int, int]:
@@ -158,7 +180,8 @@ class Slide:
         """Read the rectangle of `w` x `h` pixels whose top left corner is column `x`, row `y` of `level`.
 
         OpenSlide places a rectangle by whole pixels of the file's largest level.  So at a level whose downsample is
-        not a whole number, the rectangle is shifted by at most half such a pixel.
+        not a whole number, the rectangle is shifted by at most half such a pixel, and its pixels are interpolated: they
+        depend on where it begins.
 
         Returns:
             uint8 array of shape ``[h, w, 3]``, RGB.
@@ -220,7 +243,7 @@ class Slide:
                 level_downsamples=tuple(handle.level_downsamples),
                 mpp=_parse_mpp(handle.properties),
                 background=_parse_colour(handle.properties.get("openslide.background-color")),
-                tile_heights_px=tuple(_parse_tile_height(handle.properties, level) for level in range(num_levels)),
+                tiles_px=tuple(_parse_tile(handle.properties, level) for level in range(num_levels)),
             )
         return self._facts
 
@@ -253,12 +276,12 @@ def _parse_mpp(properties: Mapping[str, str]) -> tuple[float, float] | None:
     return mpp if min(mpp) > 0 else None
 
 
-def _parse_tile_height(properties: Mapping[str, str], level: int) -> int | None:
+def _parse_tile(properties: Mapping[str, str], level: int) -> tuple[int, int] | None:
     try:
-        rows = int(properties[f"openslide.level[{level}].tile-height"])
+        width, height = (int(properties[f"openslide.level[{level}].tile-{side}"]) for side in ("width", "height"))
     except (KeyError, ValueError):
         return None
-    return rows if rows > 0 else None
+    return (width, height) if min(width, height) > 0 else None
 
 
 def _parse_colour(text: str | None) -> tuple[int, int, int]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sft.analysis.interval import Interval
-from sft.errors import InputError, SourceError
+from sft.errors import InputError, SkipSlideError, SourceError
 from sft.sources.readahead import Bytes, Failure, Shared, allocate_bytes, read_all, reader_bytes, row_bytes, shut_down, stop
 from sft.sources.source import Source
 
@@ -196,8 +196,9 @@ class StripReader:
 
 
 def source_error(source: Source, rows: Interval, error: BaseException) -> SourceError:
-    """What to raise from an error in a source's own ``rows``."""
-    return SourceError(
+    """What to raise from an error in a source's own ``rows``; a slide that is to be left out stays one."""
+    kind = SkipSlideError if isinstance(error, SkipSlideError) else SourceError
+    return kind(
         f"cannot read the strip of rows [{rows.start}, {rows.stop}) of {source}: {type(error).__name__}: {error}. "
         "Mend the source and run the step again."
     )

@@ -1,0 +1,76 @@
+"""Decoded rows kept in host memory, so that the backward pass, and the next epoch, need not decode them again."""
+
+from __future__ import annotations
+
+from sft.analysis.interval import Interval
+from sft.sources.blocks import RowBlocks
+from sft.sources.image import Image, Pixels
+from sft.sources.raster import Size
+from sft.sources.views import RasterView
+from sft.units import format_bytes, parse_bytes
+
+__all__ = ["Cached"]
+
+
+class Cached(RasterView):
+    """An image whose full-width rows are kept as they were decoded, as many as fit a byte budget; see `sft.sources.blocks`.
+
+    Put it outermost: what is kept is then what the network reads, after resampling, masks and crops. Rectangles that are narrower than
+    the image, and other levels, pass through.
+
+    Args:
+        image: of any kind. It must not change.
+        host_budget_bytes: bytes, or text such as ``"4GiB"``. On top of it come a few blocks of rows, as without a cache.
+
+    Raises:
+        InputError: that is no size.
+    """
+
+    def __init__(self, image: Image, *, host_budget_bytes: int | str) -> None:
+        super().__init__(image)
+        self.host_budget_bytes = parse_bytes(host_budget_bytes)
+        self._blocks = RowBlocks(image, Interval(0, image.width_px), host_budget_bytes=self.host_budget_bytes)
+
+    def __repr__(self) -> str:
+        return f"Cached({self.image!r}, host_budget_bytes={self.host_budget_bytes})"
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """None at level 0: nobody above needs to keep rows, or to leave out tiles."""
+        return (None, *super().level_tiles_px[1:])
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes kept for later passes; at most ``host_budget_bytes``."""
+        return self._blocks.kept_bytes
+
+    @property
+    def num_blocks_read(self) -> int:
+        """Blocks of rows that were decoded."""
+        return self._blocks.num_blocks_read
+
+    @property
+    def num_blocks_reused(self) -> int:
+        """Blocks of rows that were found decoded."""
+        return self._blocks.num_blocks_reused
+
+    def summary(self) -> str:
+        """One line for people, such as ``12 blocks decoded, 12 reused, 18.85 MiB of 1.00 GiB kept``."""
+        return (
+            f"{self.num_blocks_read} blocks decoded, {self.num_blocks_reused} reused, {format_bytes(self.kept_bytes)} of "
+            f"{format_bytes(self.host_budget_bytes)} kept"
+        )
+
+    def forget(self) -> None:
+        """Drop what is kept."""
+        self._blocks.forget()
+
+    def close(self) -> None:
+        """Let go of the file below, and of everything kept."""
+        self.forget()
+        super().close()
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        if level == 0 and (x, w) == (0, self.width_px):
+            return self._blocks.rows(Interval(y, y + h))
+        return self.image.read(x, y, w, h, level)

@@ -1,0 +1,244 @@
+"""An image at a resolution in micrometres per pixel, whatever levels its file happens to have.
+
+Models are trained at a resolution; level numbers mean another one in every file. The rule:
+
+1. Of the levels that are at least as fine as what is asked, the coarsest is read. Asking for more than the finest level has is an error:
+   nothing is invented. (OpenSlide interpolates levels that are not reduced by a whole number; through it they are not read.)
+2. A level that is within 1 % of what is asked *is* what is asked, and its pixels are used as they are. (The resolution in a file is a
+   calibration of about three digits: 0.499 is what a scanner calls 0.5.)
+3. Else the level is reduced by area: an output pixel is the mean of what it covers, rounded half up. The scale s = p/q (input pixels per
+   output pixel and axis) is the quotient of the resolutions: as a whole number if one is within 1 % of it, else the nearest fraction with
+   q <= 1000. ``mpp`` says what it comes to. Output pixel i covers [i s, (i + 1) s), counted from the image's top left corner; the image has
+   floor(size / s) of them, so each is a full mean.
+
+*Any order, the same bits.* In units of 1/q of a pixel all borders are whole numbers. The weighted sums are therefore integers, which
+floating point adds without rounding (float32 below 2^24, float64 below 2^53) in whatever order: a rectangle read alone equals that part
+of the whole.
+
+Levels' sizes are rounded by whoever wrote them; a level of floor or ceil(size / n) px is taken as reduced by n exactly, any other by the
+quotient of the sizes. Pixels that are not square (another resolution in x than in y) become square.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.analysis.interval import Interval
+from sft.errors import InputError
+from sft.sources.blocks import RowBlocks
+from sft.sources.image import Image, Pixels
+from sft.sources.raster import Raster, Size
+from sft.sources.views import AtLevel, RasterView, resolve_mpp
+
+__all__ = ["MPP_TOLERANCE", "Resampled", "at_mpp", "level_scale"]
+
+#: Relative difference up to which two resolutions are the same.
+MPP_TOLERANCE = 0.01
+_MAX_DENOMINATOR = 1000
+#: Pixels that are summed at a time, about.
+_PIECE_BYTES = 1 << 20
+#: Whole numbers below these are exact in float64 and float32, with room for the division.
+_MAX_SUM, _MAX_SUM_32 = 2**50, 2**22
+
+Sums = npt.NDArray[np.floating]
+
+
+def at_mpp(image: Raster, mpp: float) -> Raster:
+    """An image at a resolution: its nearest level that is at least as fine, reduced by area where that is finer by more than 1 %.
+
+    Args:
+        image: with ``mpp``; its levels are used.
+        mpp: micrometres per px, in x and in y.
+
+    Raises:
+        InputError: the image does not say its resolution, or is coarser than that.
+        SourceError: it cannot be opened.
+    """
+    (wanted, _) = resolve_mpp(float(mpp), "mpp")
+    if image.mpp is None:
+        raise InputError(
+            f"cannot read {image} at {wanted:g} µm/px: the file does not say its resolution. Say what a pixel of its largest level "
+            "measures: slide_mpp=0.25 (40x), 0.5 (20x), ... as the scanner has it."
+        )
+    best: tuple[int, tuple[Fraction, Fraction]] | None = None
+    for level in RasterView(image).exact_levels:
+        downsample = level_scale(image.level_dimensions[0], image.level_dimensions[level])
+        if all(own * float(factor) <= wanted * (1 + MPP_TOLERANCE) for own, factor in zip(image.mpp, downsample, strict=True)):
+            best = (level, downsample) if best is None or downsample > best[1] else best
+    if best is None:
+        raise InputError(
+            f"cannot read {image} at {wanted:g} µm/px: its finest level has {image.mpp[0]:g} x {image.mpp[1]:g} µm/px, and nothing is "
+            f"enlarged. Ask for {max(image.mpp):g} or more, or leave mpp out."
+        )
+    level, (down_x, down_y) = best
+    base: Raster = AtLevel(image, level, downsample=(float(down_x), float(down_y)))
+    scales = [_scale(wanted / (own * float(factor))) for own, factor in zip(image.mpp, (down_x, down_y), strict=True)]
+    return base if scales == [1, 1] else Resampled(base, scales[0], scales[1])
+
+
+def level_scale(size: Size, level_size: Size) -> tuple[Fraction, Fraction]:
+    """By how much a level is reduced, in x and in y: a whole number where rounding the size explains the rest.
+
+    >>> level_scale((2220, 2967), (555, 741)), level_scale((1000, 1000), (400, 400))
+    ((Fraction(4, 1), Fraction(4, 1)), (Fraction(5, 2), Fraction(5, 2)))
+    """
+    ratios = [Fraction(whole, part) for whole, part in zip(size, level_size, strict=True)]
+    whole = round(sum(ratios) / 2)
+    if whole >= 1 and all(part in (extent // whole, -(-extent // whole)) for extent, part in zip(size, level_size, strict=True)):
+        ratios = [Fraction(whole)] * 2
+    return ratios[0], ratios[1]
+
+
+def _scale(ratio: float) -> Fraction:
+    whole = round(ratio)
+    return Fraction(whole) if abs(ratio / whole - 1) <= MPP_TOLERANCE else Fraction(ratio).limit_denominator(_MAX_DENOMINATOR)
+
+
+class Resampled(RasterView):
+    """An image reduced by area, row by row as it is read.
+
+    >>> from sft.sources import ArrayImage
+    >>> pixels = np.array([[[0], [10], [20]], [[30], [40], [50]], [[60], [70], [81]]], np.uint8)
+    >>> Resampled(ArrayImage(pixels, layout="HWC"), Fraction(3, 2), Fraction(3, 2)).read(0, 0, 2, 2)[..., 0].tolist()
+    [[13, 27], [53, 67]]
+
+    Args:
+        image: of any kind; its level 0 is read.
+        scale_x, scale_y: px of the image per px of the result, at least 1.
+
+    Raises:
+        InputError: a scale below 1, or of which not one px is left.
+    """
+
+    def __init__(self, image: Image, scale_x: Fraction, scale_y: Fraction) -> None:
+        super().__init__(image)
+        self.scale = scale_x, scale_y
+        self._size = int(image.width_px / scale_x), int(image.height_px / scale_y)
+        if min(self.scale) < 1 or min(self._size) < 1:
+            raise InputError(
+                f"cannot reduce {image} ({image.width_px} x {image.height_px} px) by {scale_x} x {scale_y}: scales are at least 1, and "
+                "at least one pixel must be left. Change them."
+            )
+        if 255 * scale_x.numerator * scale_y.numerator > _MAX_SUM:
+            raise InputError(f"cannot reduce {image} by {scale_x} x {scale_y}: the sums are too large to be exact. Use rounder scales.")
+        self._blocks = RowBlocks(image, Interval(0, image.width_px))
+
+    def __repr__(self) -> str:
+        return f"Resampled({self.image!r}, {self.scale[0]}, {self.scale[1]})"
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of the one level."""
+        return (self._size,)
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """1: there is one level."""
+        return (1.0,)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level."""
+        return (0,)
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """None: rows that the next read shares are kept here."""
+        return (None,)
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px, (x, y): exactly what the scale comes to."""
+        mpp = super().mpp
+        return None if mpp is None else (mpp[0] * float(self.scale[0]), mpp[1] * float(self.scale[1]))
+
+    def close(self) -> None:
+        """Let go of the file below, and of rows kept for the next read."""
+        self._blocks.forget()
+        super().close()
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        scale_x, scale_y = self.scale
+        columns = _covered(Interval(x, x + w), scale_x)
+        is_whole = (x, w) == (0, self.width_px)
+        # Beside the whole width, rows are shared within this call only.
+        blocks = self._blocks if is_whole else RowBlocks(self.image, columns)
+        out = np.empty((h, w, self.num_channels), np.uint8)
+        weight = scale_x.numerator * scale_y.numerator
+        dtype = np.float32 if 255 * 2 * weight < _MAX_SUM_32 else np.float64
+        piece_rows = max(1, _PIECE_BYTES // (len(columns) * self.num_channels))
+        step = max(1, int(piece_rows / scale_y))
+        for top in range(y, y + h, step):
+            wanted = Interval(top, min(top + step, y + h))
+            rows = _covered(wanted, scale_y)
+            pixels = blocks.rows(rows, within=_covered(Interval(y, y + h), scale_y))[:, : len(columns)]
+            sums = _sum_columns(_sum_rows(pixels, rows.start, wanted, scale_y, dtype), columns.start, Interval(x, x + w), scale_x)
+            # Half up: the cast rounds down, and no quotient is so near to a whole number that the division could reach it.
+            means = (2 * sums + weight) / (2 * weight)
+            out[top - y : wanted.stop - y] = means.astype(np.uint8)
+        return out
+
+
+def _covered(wanted: Interval, scale: Fraction) -> Interval:
+    """The input pixels that some output pixels cover, the last perhaps in part."""
+    return Interval(int(wanted.start * scale), ceil(wanted.stop * scale))
+
+
+def _sum_rows(pixels: Pixels, first: int, wanted: Interval, scale: Fraction, dtype: type[np.floating]) -> Sums:
+    """Weighted sums of rows, in units of 1/q: ``[output rows, columns, channels]``. ``pixels`` begin at row ``first``."""
+    p, q = scale.numerator, scale.denominator
+    numbers = pixels.astype(dtype)
+    sums = np.empty((len(wanted), *pixels.shape[1:]), dtype)
+    for total, row in zip(sums, range(wanted.start, wanted.stop), strict=True):
+        start, stop = row * p, (row + 1) * p
+        inner = Interval(-(-start // q), stop // q)  # rows that are covered whole; start <= stop since the scale is at least 1
+        np.sum(numbers[inner.start - first : inner.stop - first], axis=0, out=total)
+        if q > 1:
+            total *= q
+        if start < inner.start * q:
+            total += numbers[inner.start - 1 - first] * (inner.start * q - start)
+        if stop > inner.stop * q:
+            total += numbers[inner.stop - first] * (stop - inner.stop * q)
+    return sums
+
+
+def _sum_columns(sums: Sums, first: int, wanted: Interval, scale: Fraction) -> Sums:
+    """Weighted sums of columns: ``[rows, output columns, channels]``. ``sums`` begin at column ``first``."""
+    return _sum_whole_columns(sums, len(wanted), int(scale)) if scale.denominator == 1 else _sum_parts(sums, first, wanted, scale)
+
+
+def _sum_whole_columns(sums: Sums, num_out: int, scale: int) -> Sums:
+    """Each output pixel takes its first column, then its second, and so on; a channel at a time, so that each step is a long vector."""
+    rows, _, channels = sums.shape
+    flat = sums.reshape(rows, -1)
+    total = np.empty((rows, num_out * channels), sums.dtype)
+    for channel in range(channels):
+        part = total[:, channel::channels]
+        part[:] = flat[:, channel :: channels * scale][:, :num_out]
+        for tap in range(1, scale):
+            part += flat[:, channel + channels * tap :: channels * scale][:, :num_out]
+    return total.reshape(rows, num_out, channels)
+
+
+def _sum_parts(sums: Sums, first: int, wanted: Interval, scale: Fraction) -> Sums:
+    """The same with shares of columns, each output pixel beginning at another place in one."""
+    p, q = scale.numerator, scale.denominator
+    rows, width, channels = sums.shape
+    flat = sums.reshape(rows, -1)
+    start = np.arange(wanted.start, wanted.stop) * p - first * q
+    whole = start // q
+    total = np.zeros((rows, len(wanted) * channels), sums.dtype)
+    taken = np.empty_like(total)
+    for tap in range(-(-p // q) + 1):
+        left = (whole + tap) * q
+        weights = np.maximum(0, np.minimum(start + p, left + q) - np.maximum(start, left))
+        # Beyond the last column that is covered the weight is 0.
+        column = np.minimum(whole + tap, width - 1)
+        np.take(flat, (column[:, None] * channels + np.arange(channels)).ravel(), axis=1, out=taken, mode="clip")
+        taken *= np.repeat(weights, channels).astype(total.dtype)
+        total += taken
+    return total.reshape(rows, len(wanted), channels)

@@ -1,0 +1,278 @@
+"""Tiled TIFF (SVS, OME-TIFF, pyramids of any other writer) read by its compressed tiles, without a slide library in between.
+
+OpenSlide lays every tile through a canvas with an alpha channel and hands it out as another image; that costs several times what the
+decoder itself does (`benchmarks/reading.py`). Here a tile goes from the file through its decoder to its place in the strip. The pixels
+are OpenSlide's, bit for bit, where both read a file. That takes care in four places:
+
+- *What a level is.* Every tiled image of the file, the largest first; of OME-TIFF the first image and its sub-images.
+- *Damage must not pass.* libjpeg reports corrupt data as a warning and goes on with noise. imagecodecs ignores such warnings, OpenSlide
+  makes them errors; so do we, by decoding JPEG with simplejpeg. (It also objects to left-over bytes after the last block, which
+  OpenSlide never looks at. Other codecs find damage as far as their format can tell.)
+- *The colour space is the TIFF tag's*, whatever markers a JPEG tile carries. An abbreviated stream (a tile without its tables) gets the
+  tables and an Adobe marker of the tag's colour space in front.
+- *What cannot be the same is refused*, with a `NotTiledError` upon which `sft.sources.open_image` turns to OpenSlide: strips instead of
+  tiles, other sample types than uint8, planes of channels, alpha, palettes, and vendors whose tiles overlap or are placed by a
+  table.
+
+Tiles that a scanner left out (zero bytes) have the background colour.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.errors import SourceError
+from sft.sources.image import Pixels
+from sft.sources.jpeg import jpeg_decoder
+from sft.sources.raster import WHITE, FileImage, ImageFacts, missing_extra
+from sft.sources.tiff_tags import read_mpp
+from sft.sources.workers import for_each, resolve_threads
+
+__all__ = ["NotTiledError", "TiffImage"]
+
+_JPEG = 7
+_YCBCR = 6
+#: photometric interpretations by number of samples
+_PHOTOMETRIC = {1: (1,), 3: (2, _YCBCR)}
+_APERIO_YCBCR = 33003
+#: Formats of vendors that tifffile knows, in which tiles overlap, lie in several areas, or are placed by metadata.
+_FOREIGN = ("is_bif", "is_ndpi", "is_scn", "is_philips", "is_qpi", "is_fluoview", "is_lsm", "is_avs")
+_FOREIGN_SOFTWARE = ("MedScan",)  # Trestle
+
+Decode = Callable[[bytes, int], Pixels]
+
+
+class NotTiledError(SourceError):
+    """A TIFF that is not made of tiles that can be decoded one by one into RGB or grey."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Level:
+    """One level: where its tiles lie in the file, and how to decode one."""
+
+    width_px: int
+    height_px: int
+    tile_width_px: int
+    tile_height_px: int
+    offsets: npt.NDArray[np.int64]  #: of each tile, row by row, in bytes
+    sizes: npt.NDArray[np.int64]  #: of each tile, in bytes
+    decode: Decode
+
+    @property
+    def num_across(self) -> int:
+        return -(-self.width_px // self.tile_width_px)
+
+
+class _Handle:
+    """An open file. Reads carry their position, so threads share it; the file closes with the last reference."""
+
+    def __init__(self, path: Path, levels: tuple[_Level, ...], mpp: tuple[float, float] | None, num_channels: int) -> None:
+        self.path, self.levels, self.mpp, self.num_channels = path, levels, mpp, num_channels
+        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
+        weakref.finalize(self, os.close, self.descriptor)
+
+    def read(self, num_bytes: int, offset: int) -> bytes:
+        """Bytes of the file."""
+        if hasattr(os, "pread"):
+            return os.pread(self.descriptor, num_bytes, offset)
+        with open(self.path, "rb", buffering=0) as file:  # Windows: descriptors have a position that threads would share
+            file.seek(offset)
+            return file.read(num_bytes)
+
+
+class TiffImage(FileImage[_Handle]):
+    """A tiled TIFF as an `sft.sources.Raster`, decoded tile by tile.
+
+    Args:
+        path: of the file.
+        num_threads: how many tiles are decoded side by side. Default: `None` (the cores of this process, at most four)
+
+    Raises:
+        SourceError: there is no such file. What it holds shows at the first use: `NotTiledError` if it is another kind of TIFF.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, num_threads: int | None = None) -> None:
+        super().__init__(path)
+        self.num_threads = resolve_threads(num_threads)
+        #: tiles of the rectangles read so far; exact where one thread reads at a time
+        self.num_tiles_decoded = 0
+
+    @property
+    def has_missing_tiles(self) -> bool:
+        """Whether some tiles were not recorded; they have the background colour."""
+        return any(bool((level.sizes == 0).any()) for level in self._handle().levels)
+
+    def check_complete(self) -> None:
+        """Refuse a file whose end is missing, before anything is read.
+
+        Raises:
+            SourceError: tiles lie beyond the end of the file.
+        """
+        num_bytes = self.path.stat().st_size
+        for number, level in enumerate(self._handle().levels):
+            ends = level.offsets + level.sizes
+            beyond = np.flatnonzero((ends > num_bytes) & (level.sizes > 0))
+            if len(beyond):
+                down, across = divmod(int(beyond[0]), level.num_across)
+                raise SourceError(
+                    f"cannot use {self.path} ({num_bytes} bytes): {len(beyond)} of {len(ends)} tiles of level {number} lie beyond its end, "
+                    f"the first at column {across * level.tile_width_px}, row {down * level.tile_height_px}. It is cut short; compare "
+                    'its size with the original and copy it again, or keep what is there with on_error="fill".'
+                )
+
+    def _open(self) -> _Handle:
+        try:
+            import tifffile
+        except ImportError as error:
+            raise missing_extra(f"decode tiles of {self.path}", "fast", error) from error
+        try:
+            with tifffile.TiffFile(self.path) as tiff:
+                pages = _level_pages(self.path, tiff)
+                levels = tuple(_level(page, _decoder(page)) for page in pages)
+                mpp = read_mpp(tiff, pages[0])
+                return _Handle(self.path, levels, mpp, pages[0].samplesperpixel)
+        except (SourceError, ImportError):
+            raise
+        except Exception as error:
+            raise SourceError(
+                f"cannot open {self.path} ({self.path.stat().st_size} bytes): {type(error).__name__}: {error}. Either no TIFF, or cut "
+                "short; compare its size with the original and copy it again."
+            ) from error
+
+    def _describe(self, handle: _Handle) -> ImageFacts:
+        return ImageFacts(
+            level_dimensions=tuple((level.width_px, level.height_px) for level in handle.levels),
+            tiles_px=tuple((level.tile_width_px, level.tile_height_px) for level in handle.levels),
+            num_channels=handle.num_channels,
+            mpp=handle.mpp,
+            background=WHITE[: handle.num_channels],
+        )
+
+    def _read(self, handle: _Handle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        out = np.empty((h, w, handle.num_channels), np.uint8)
+        wanted = handle.levels[level]
+        tile_w, tile_h = wanted.tile_width_px, wanted.tile_height_px
+        tiles = [
+            (down, across) for down in range(y // tile_h, -(-(y + h) // tile_h)) for across in range(x // tile_w, -(-(x + w) // tile_w))
+        ]
+        for_each(partial(self._place, handle, level, out, x, y), tiles, self.num_threads)
+        self.num_tiles_decoded += len(tiles)
+        return out
+
+    def _place(self, handle: _Handle, level: int, out: Pixels, x: int, y: int, tile: tuple[int, int]) -> None:
+        """Decode one tile into its place in a rectangle whose corner is (x, y)."""
+        wanted, (down, across) = handle.levels[level], tile
+        left, top = across * wanted.tile_width_px, down * wanted.tile_height_px
+        first_x, last_x = max(x, left), min(x + out.shape[1], left + wanted.tile_width_px)
+        first_y, last_y = max(y, top), min(y + out.shape[0], top + wanted.tile_height_px)
+        target = out[first_y - y : last_y - y, first_x - x : last_x - x]
+        position = down * wanted.num_across + across
+        size = int(wanted.sizes[position])
+        if size == 0:
+            target[:] = WHITE[: handle.num_channels]
+            return
+        try:
+            data = handle.read(size, int(wanted.offsets[position]))
+            if len(data) != size:
+                raise ValueError(f"the file ends after {len(data)} of {size} bytes")
+            pixels = wanted.decode(data, position)
+        except Exception as error:
+            raise SourceError(
+                f"cannot decode the tile at column {left}, row {top} ({wanted.tile_width_px} x {wanted.tile_height_px} px) of "
+                f"level {level} of {self.path}: {error}. The tile is damaged; copy the file again, leave the slide out, or fill such "
+                'tiles with background (on_error="fill"). reader="openslide" is the other decoder.'
+            ) from error
+        target[:] = pixels[first_y - top : last_y - top, first_x - left : last_x - left]
+
+
+def _level_pages(path: Path, tiff: Any) -> list[Any]:
+    """The pages that are levels, the largest first."""
+    if not len(tiff.pages):
+        raise ValueError("it lists no image")
+    first = tiff.pages[0]
+    foreign = [name for name in _FOREIGN if getattr(tiff, name, False)]
+    if any(name in str(first.software) for name in _FOREIGN_SOFTWARE):
+        foreign.append(str(first.software))
+    if first is None or foreign or not first.is_tiled:
+        what = (
+            f"it is {foreign[0].removeprefix('is_').upper()}" if foreign else "its first image is not tiled" if first else "it has no image"
+        )
+        raise NotTiledError(f"cannot decode {path} by tiles: {what}. Use OpenSlide, or convert it to a tiled TIFF.")
+    if tiff.is_ome:
+        series = tiff.series[0]
+        if len(series.levels[0].pages) != 1 or not series.levels[0].keyframe.is_tiled:
+            raise NotTiledError(
+                f"cannot decode {path} by tiles: it has {series.axes} = {series.shape}, one plane is read. Export one plane."
+            )
+        pages = [level.keyframe for level in series.levels]
+    else:
+        pages = [page for page in tiff.pages if page.is_tiled and (page is first or tiff.is_svs or page.is_reduced)]
+        pages += [page for page in first.pages or () if page.is_tiled]
+    pages.sort(key=lambda page: -page.imagewidth)
+    for page in pages:
+        reason = _refusal(page, pages[0])
+        if reason:
+            raise NotTiledError(f"cannot decode {path} by tiles: {reason}. Use OpenSlide, or convert it to RGB of uint8 in tiles.")
+    return pages
+
+
+def _refusal(page: Any, base: Any) -> str | None:
+    """Why a page cannot be decoded into uint8 pixels; None if it can."""
+    samples = page.samplesperpixel
+    if page.dtype != np.uint8 or page.bitspersample != 8 or page.sampleformat != 1:
+        return f"its samples are {page.dtype} of {page.bitspersample} bits"
+    if samples not in _PHOTOMETRIC or samples != base.samplesperpixel or page.extrasamples:
+        return f"it has {samples} samples a pixel, {len(page.extrasamples)} of them extra"
+    if samples > 1 and page.planarconfig != 1:
+        return "its channels lie in planes"
+    if page.imagedepth != 1:
+        return f"it has {page.imagedepth} planes"
+    is_converted = page.compression == _JPEG
+    if page.compression in (6, _APERIO_YCBCR) or page.photometric not in _PHOTOMETRIC[samples]:
+        return f"its compression is {page.compression!r} and its colours are {page.photometric!r}"
+    if page.photometric == _YCBCR and not is_converted:
+        return f"its colours are {page.photometric!r} in {page.compression!r}"
+    ratio = (base.imagewidth / page.imagewidth) / (base.imagelength / page.imagelength)
+    if abs(ratio - 1) > max(0.02, 2 / page.imagewidth + 2 / page.imagelength):
+        return f"an image of {page.imagewidth} x {page.imagelength} px is no level of {base.imagewidth} x {base.imagelength} px"
+    num_tiles = -(-page.imagewidth // page.tilewidth) * -(-page.imagelength // page.tilelength)
+    if not len(page.dataoffsets) == len(page.databytecounts) == num_tiles:
+        return f"it lists {len(page.dataoffsets)} tiles of {num_tiles}"
+    return None
+
+
+def _level(page: Any, decode: Decode) -> _Level:
+    return _Level(
+        width_px=page.imagewidth,
+        height_px=page.imagelength,
+        tile_width_px=page.tilewidth,
+        tile_height_px=page.tilelength,
+        offsets=np.asarray(page.dataoffsets, np.int64),
+        sizes=np.asarray(page.databytecounts, np.int64),
+        decode=decode,
+    )
+
+
+def _decoder(page: Any) -> Decode:
+    shape = page.tilelength, page.tilewidth, page.samplesperpixel
+    if page.compression == _JPEG:
+        return jpeg_decoder(page.jpegtables, shape, is_ycbcr=page.photometric == _YCBCR)
+    decode_tile = page.decode  # made at its first use: here, and not by several threads at once
+
+    def decode(data: bytes, position: int) -> Pixels:
+        decoded = decode_tile(data, position, _fullsize=True)[0]
+        if decoded is None or decoded.shape[1:] != shape:
+            raise ValueError(f"it decodes to {None if decoded is None else decoded.shape[1:]} instead of {shape}")
+        pixels: Pixels = decoded[0]
+        return pixels
+
+    return decode

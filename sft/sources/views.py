@@ -1,0 +1,287 @@
+"""Images on top of images: each changes one thing and passes everything else through.
+
+Views nest in any order, hold no pixels of their own (but see `sft.sources.Cached`), and pickle as long as what is below them does.
+"""
+
+from __future__ import annotations
+
+from operator import index
+from types import TracebackType
+from typing import Any, Self
+
+from sft.analysis.interval import Interval
+from sft.errors import InputError
+from sft.sources.blocks import RowBlocks
+from sft.sources.image import Image, Pixels, check_region
+from sft.sources.raster import WHITE, Size, check_level, valid_mpp
+
+__all__ = ["AtLevel", "Cropped", "RasterView", "WithMpp", "resolve_mpp"]
+
+
+class RasterView:
+    """A `sft.sources.Raster` that is another image so far; subclasses change what they are about.
+
+    What a plain `sft.sources.Image` does not have (levels, resolution, tiles) gets the answer of an image that knows nothing: one level, no
+    resolution, white, three channels.
+
+    Args:
+        image: what is below.
+
+    Raises:
+        InputError: it is no image.
+    """
+
+    def __init__(self, image: Image) -> None:
+        if not isinstance(image, Image):
+            raise InputError(f"cannot look at a {type(image).__name__}: expected width_px, height_px and read(). See sft.sources.Image.")
+        self.image = image
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.image!r})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the file below; a later read opens it again."""
+        close = getattr(self.image, "close", None)
+        if close is not None:
+            close()
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of each level, in px."""
+        found: tuple[Size, ...] = getattr(self.image, "level_dimensions", ((self.image.width_px, self.image.height_px),))
+        return found
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """How many px of level 0 one px of each level spans."""
+        found: tuple[float, ...] = getattr(self.image, "level_downsamples", (1.0,))
+        return found
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """Levels whose pixels a read gives as they are, wherever it begins; of OpenSlide's not all are."""
+        found: tuple[int, ...] = getattr(self.image, "exact_levels", tuple(range(len(self.level_dimensions))))
+        return found
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of each level."""
+        known = getattr(self.image, "level_tiles_px", None)
+        if known is not None:
+            found: tuple[Size | None, ...] = known
+            return found
+        rows = getattr(self.image, "tile_height_px", None)
+        return ((self.image.width_px, rows) if rows else None,) * len(self.level_dimensions)
+
+    @property
+    def width_px(self) -> int:
+        """Number of pixel columns."""
+        return self.level_dimensions[0][0]
+
+    @property
+    def height_px(self) -> int:
+        """Number of pixel rows."""
+        return self.level_dimensions[0][1]
+
+    @property
+    def tile_height_px(self) -> int | None:
+        """Rows of a compressed tile."""
+        tile = self.level_tiles_px[0]
+        return None if tile is None else tile[1]
+
+    @property
+    def num_channels(self) -> int:
+        """Numbers of a pixel."""
+        return int(getattr(self.image, "num_channels", len(WHITE)))
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px, (x, y)."""
+        found: tuple[float, float] | None = getattr(self.image, "mpp", None)
+        return found
+
+    @property
+    def background(self) -> tuple[int, ...]:
+        """Colour of pixels that were not recorded."""
+        found: tuple[int, ...] = getattr(self.image, "background", (255,) * self.num_channels)
+        return found
+
+    @property
+    def bad_tiles(self) -> tuple[Any, ...]:
+        """The `sft.sources.BadTile`s that were filled with the background so far."""
+        found: tuple[Any, ...] = getattr(self.image, "bad_tiles", ())
+        return found
+
+    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
+        """Read a rectangle; see `sft.sources.Image`."""
+        return self._read(*self._checked(x, y, w, h, level))
+
+    def _checked(self, x: int, y: int, w: int, h: int, level: int) -> tuple[int, int, int, int, int]:
+        x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
+        check_level(repr(self), level, len(self.level_dimensions))
+        check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
+        return x, y, w, h, level
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        """A rectangle inside the level, into a new array."""
+        return self.image.read(x, y, w, h, level)
+
+
+class AtLevel(RasterView):
+    """One level of an image as an image: what was the level is all there is.
+
+    Args:
+        image: with levels.
+        level: which.
+        downsample: px of the image's level 0 per px of the level, (x, y), for the resolution. Default: `None` (what the image says)
+
+    Raises:
+        InputError: there is no such level.
+    """
+
+    def __init__(self, image: Image, level: int, *, downsample: tuple[float, float] | None = None) -> None:
+        super().__init__(image)
+        check_level(repr(image), level, len(super().level_dimensions))
+        self.level = level
+        factor = super().level_downsamples[level]
+        self._downsample = (factor, factor) if downsample is None else downsample
+
+    def __repr__(self) -> str:
+        return f"AtLevel({self.image!r}, {self.level})"
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of the one level."""
+        return (super().level_dimensions[self.level],)
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """1: there is one level."""
+        return (1.0,)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level, if it is one below."""
+        return (0,) if self.level in super().exact_levels else ()
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of the level."""
+        return (super().level_tiles_px[self.level],)
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px of the level, (x, y)."""
+        mpp = super().mpp
+        return None if mpp is None else (mpp[0] * self._downsample[0], mpp[1] * self._downsample[1])
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        return self.image.read(x, y, w, h, self.level)
+
+
+class WithMpp(RasterView):
+    """An image whose resolution somebody knows better than the file.
+
+    Args:
+        image: of any kind.
+        mpp: micrometres per px of level 0; one number, or (x, y).
+
+    Raises:
+        InputError: that is no resolution.
+    """
+
+    def __init__(self, image: Image, mpp: float | tuple[float, float]) -> None:
+        super().__init__(image)
+        self._mpp = resolve_mpp(mpp, "slide_mpp")
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px, (x, y), as given."""
+        return self._mpp
+
+
+class Cropped(RasterView):
+    """A rectangle of an image as an image: one level, and nothing outside is decoded but what shares a tile with it.
+
+    A crop rarely starts where a tile does, so the rows at the edges of a read are kept for the next one: in a walk over the crop, up or
+    down, every tile is decoded once.
+
+    >>> import numpy as np
+    >>> from sft.sources import ArrayImage
+    >>> image = Cropped(ArrayImage(np.arange(60, dtype=np.uint8).reshape(5, 4, 3)), x=1, y=2, w=2, h=3)
+    >>> (image.width_px, image.height_px), image.read(1, 0, 1, 1).tolist()
+    ((2, 3), [[[30, 31, 32]]])
+
+    Args:
+        image: of any kind; its level 0 counts.
+        x, y: column and row of the top left corner, in px of the image.
+        w, h: columns and rows.
+
+    Raises:
+        InputError: the rectangle is not wholly inside the image.
+    """
+
+    def __init__(self, image: Image, *, x: int, y: int, w: int, h: int) -> None:
+        super().__init__(image)
+        self.x, self.y, self._size = index(x), index(y), (index(w), index(h))
+        check_region(repr(image), self.x, self.y, *self._size, image.width_px, image.height_px)
+        self._blocks = RowBlocks(image, Interval(self.x, self.x + self._size[0]))
+
+    def __repr__(self) -> str:
+        w, h = self._size
+        return f"Cropped({self.image!r}, x={self.x}, y={self.y}, w={w}, h={h})"
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of the rectangle."""
+        return (self._size,)
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """1: there is one level."""
+        return (1.0,)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level."""
+        return (0,)
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """None: tiles do not begin where the rectangle does, and need not be known above it."""
+        return (None,)
+
+    def close(self) -> None:
+        """Let go of the file below, and of rows kept for the next read."""
+        self._blocks.forget()
+        super().close()
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        if (x, w) == (0, self.width_px):
+            return self._blocks.rows(Interval(y + self.y, y + self.y + h))
+        return self.image.read(x + self.x, y + self.y, w, h)
+
+
+def resolve_mpp(mpp: float | tuple[float, float], name: str) -> tuple[float, float]:
+    """A resolution as the caller may write it, as (x, y).
+
+    >>> resolve_mpp(0.5, "mpp"), resolve_mpp((0.5, 0.25), "mpp")
+    ((0.5, 0.5), (0.5, 0.25))
+
+    Raises:
+        InputError: it is not one or two positive numbers.
+    """
+    try:
+        pair = (float(mpp[0]), float(mpp[1])) if isinstance(mpp, (tuple, list)) and len(mpp) == 2 else (float(mpp), float(mpp))
+    except (TypeError, ValueError) as error:
+        raise InputError(f"cannot use {name}={mpp!r}: it is micrometres per pixel. Give one number, or (x, y).") from error
+    found = valid_mpp(*pair)
+    if found is None:
+        raise InputError(f"cannot use {name}={mpp!r}: it is micrometres per pixel. Give positive numbers.")
+    return found

@@ -1,0 +1,17 @@
+"""Where the tissue is: found on a slide, drawn in QuPath, kept as PNG or GeoJSON; and everything else painted over, strip by strip."""
+
+from sft.tissue.find import find_tissue
+from sft.tissue.geojson import read_geojson, write_geojson
+from sft.tissue.mask import TissueMask
+from sft.tissue.masked import Masked, crop_to_tissue
+from sft.tissue.regions import Regions
+
+__all__ = [
+    "Masked",
+    "Regions",
+    "TissueMask",
+    "crop_to_tissue",
+    "find_tissue",
+    "read_geojson",
+    "write_geojson",
+]

@@ -1,0 +1,199 @@
+"""A small picture of where the tissue is, and the slide that it belongs to.
+
+The mask has a pixel for some square of the slide's, so it is small (a slide of 100,000 px at 64 px each: 2 MB), and what it says about any
+rectangle of the slide is looked up: a slide's pixel is tissue if the mask's pixel under its centre is.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.errors import InputError, SourceError
+from sft.sources.raster import missing_extra
+from sft.tissue.regions import Mask, Regions
+
+__all__ = ["Box", "TissueMask", "write_beside"]
+
+Indices = npt.NDArray[np.int64]
+
+_SIZE_KEY = "sft-slide-size"
+#: The largest PNG that is believed to be a mask.
+_MAX_PIXELS = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """A rectangle of a slide, in px of level 0."""
+
+    x: int  #: left column
+    y: int  #: upper row
+    w: int  #: columns
+    h: int  #: rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TissueMask:
+    """Where the tissue is.
+
+    >>> mask = TissueMask(pixels=np.array([[False, True], [False, False]]), width_px=8, height_px=6)
+    >>> mask.bounding_box(), mask.region(2, 1, 4, 3).astype(int).tolist()
+    (Box(x=4, y=0, w=4, h=3), [[0, 0, 1, 1], [0, 0, 1, 1], [0, 0, 0, 0]])
+
+    Attributes:
+        pixels: bool ``[rows, columns]``, True where tissue is; it covers the whole slide.
+        width_px: columns of the slide at level 0.
+        height_px: rows of the slide at level 0.
+    """
+
+    pixels: Mask
+    width_px: int
+    height_px: int
+
+    def __post_init__(self) -> None:
+        shape = self.pixels.shape
+        if len(shape) != 2 or self.pixels.dtype != np.bool_ or min(shape) < 1:
+            raise InputError(f"cannot use a mask of shape {shape} and {self.pixels.dtype}: give bool [rows, columns], not empty.")
+        if shape[1] > self.width_px or shape[0] > self.height_px:
+            raise InputError(
+                f"cannot use a mask of {shape[1]} x {shape[0]} px for a slide of {self.width_px} x {self.height_px}: it is larger."
+            )
+
+    @classmethod
+    def from_regions(cls, regions: Regions, *, width_px: int, height_px: int, downsample: int = 16) -> TissueMask:
+        """Polygons as a mask: a pixel of it is tissue if its centre is inside.
+
+        Args:
+            regions: in px of level 0.
+            width_px, height_px: of the slide.
+            downsample: px of the slide per px of the mask, about. Default: 16
+
+        Raises:
+            InputError: a size or a downsample below 1.
+        """
+        if min(width_px, height_px, downsample) < 1:
+            raise InputError(f"cannot make a mask of {width_px} x {height_px} px at 1/{downsample}: each must be at least 1.")
+        columns, rows = -(-width_px // downsample), -(-height_px // downsample)
+        pixels = regions.region(0, 0, columns, rows, step=(width_px / columns, height_px / rows))
+        return cls(pixels=pixels, width_px=width_px, height_px=height_px)
+
+    def at(self, width_px: int, height_px: int) -> TissueMask:
+        """The same mask for the same slide at another resolution, of so many columns and rows.
+
+        Raises:
+            InputError: it has fewer than the mask.
+        """
+        return replace(self, width_px=width_px, height_px=height_px)
+
+    @property
+    def step(self) -> tuple[float, float]:
+        """Px of the slide per px of the mask, (x, y)."""
+        return self.width_px / self.pixels.shape[1], self.height_px / self.pixels.shape[0]
+
+    @property
+    def share(self) -> float:
+        """The share of the slide that is tissue, in 0..1."""
+        return float(self.pixels.mean())
+
+    def region(self, x: int, y: int, w: int, h: int) -> Mask:
+        """Which pixels of a rectangle of the slide are tissue, ``[h, w]``."""
+        rows, columns = self.pixels.shape
+        row = _under(np.arange(y, y + h), rows, self.height_px)
+        column = _under(np.arange(x, x + w), columns, self.width_px)
+        return self.pixels[row[:, None], column]
+
+    def bounding_box(self, *, margin_px: int = 0) -> Box | None:
+        """The smallest rectangle that holds all tissue, and a margin inside the slide; None where there is no tissue.
+
+        Args:
+            margin_px: in px of level 0. Default: 0
+        """
+        rows, columns = np.flatnonzero(self.pixels.any(axis=1)), np.flatnonzero(self.pixels.any(axis=0))
+        if not len(rows):
+            return None
+        left, right = _edges(columns, self.pixels.shape[1], self.width_px, margin_px)
+        top, bottom = _edges(rows, self.pixels.shape[0], self.height_px, margin_px)
+        return Box(x=left, y=top, w=right - left, h=bottom - top)
+
+    def save_png(self, path: str | os.PathLike[str]) -> None:
+        """Write black and white pixels, with the slide's size beside them. A file there is replaced when the new one is complete.
+
+        Raises:
+            SourceError: it cannot be written, or Pillow is not installed.
+        """
+        image, png = _pillow(path)
+        note = png.PngInfo()
+        note.add_text(_SIZE_KEY, f"{self.width_px} {self.height_px}")
+        picture = image.fromarray(self.pixels.astype(np.uint8) * np.uint8(255))
+        write_beside(Path(path), lambda part: picture.save(part, format="PNG", pnginfo=note))
+
+    @classmethod
+    def load_png(cls, path: str | os.PathLike[str], *, width_px: int | None = None, height_px: int | None = None) -> TissueMask:
+        """Read a mask: what is brighter than half is tissue.
+
+        Args:
+            path: of a PNG.
+            width_px, height_px: of the slide, where the file is not ours and does not say. Default: `None`
+
+        Raises:
+            InputError: the size of the slide is not known.
+            SourceError: the file cannot be read.
+        """
+        image, _ = _pillow(path)
+        try:
+            with image.open(path) as picture:
+                if picture.width * picture.height > _MAX_PIXELS:
+                    raise ValueError(f"{picture.width} x {picture.height} px are too large for a mask")
+                stated = str(picture.info.get(_SIZE_KEY, "")).split()
+                pixels = np.asarray(picture.convert("L")) > 127
+        except Exception as error:  # a damaged file raises almost anything
+            raise SourceError(f"cannot read the mask {path}: {error}. Write it again, or copy it again.") from error
+        if width_px is None or height_px is None:
+            if len(stated) != 2 or not all(text.isdigit() for text in stated):
+                raise InputError(f"cannot use the mask {path}: it does not say the slide's size. Give width_px and height_px.")
+            width_px, height_px = map(int, stated)
+        return cls(pixels=pixels, width_px=width_px, height_px=height_px)
+
+
+def write_beside(path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write`` with a path beside the target and rename the result: a failure leaves what was there.
+
+    Raises:
+        SourceError: it cannot be written.
+    """
+    part = path.with_name(f".sft-{secrets.token_hex(8)}.part")
+    try:
+        write(part)
+        os.replace(part, path)
+    except OSError as error:
+        raise SourceError(f"cannot write {path}: {error.strerror or error}. Give a path in a folder that may be written to.") from error
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _under(px: Indices, extent: int, size_px: int) -> Indices:
+    """The mask's row (or column) under the centre of each of the slide's: floor((px + 1/2) extent / size), in whole numbers."""
+    return (2 * px + 1) * extent // (2 * size_px)
+
+
+def _edges(used: Indices, extent: int, size_px: int, margin_px: int) -> tuple[int, int]:
+    """The slide's first pixel under the first used one, and the one behind the last."""
+    first, last = int(used[0]), int(used[-1]) + 1
+    # The smallest px with (2 px + 1) extent >= 2 size index.
+    left, right = (max(0, -(-(2 * size_px * index - extent) // (2 * extent))) for index in (first, last))
+    return max(0, left - margin_px), min(size_px, right + margin_px)
+
+
+def _pillow(path: object) -> tuple[Any, Any]:
+    try:
+        from PIL import Image, PngImagePlugin
+    except ImportError as error:
+        raise missing_extra(f"use {path}", "tissue", error) from error
+    return Image, PngImagePlugin

@@ -1,0 +1,125 @@
+"""A slide with everything but its tissue painted over, strip by strip; what is painted over is not decoded.
+
+What the network then sees outside the tissue is one constant colour: not "nothing" (a convolution of background is not zero), but the same
+for every slide, whatever glass, ink and dirt there were. The result is a function of the slide and the mask alone, so it is exact in the
+same sense as everything else: training on it is training on that masked image.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from sft.errors import InputError
+from sft.sources.image import Image, Pixels
+from sft.sources.raster import Size
+from sft.sources.views import Cropped, RasterView
+from sft.tissue.mask import TissueMask
+from sft.tissue.regions import Mask
+
+__all__ = ["Masked", "crop_to_tissue"]
+
+
+@runtime_checkable
+class _HasRegion(Protocol):
+    def region(self, x: int, y: int, w: int, h: int) -> Mask: ...
+
+
+class Masked(RasterView):
+    """An image in which everything outside a mask has one colour.
+
+    Only columns of tiles that hold something of the mask are read, where the image says how wide its tiles are. So mask first, then crop,
+    then `sft.sources.Cached`: the other way round works, too, but tiles are no longer known there.
+
+    Args:
+        image: of any kind; its level 0 counts.
+        mask: a `TissueMask` of an image of this size (then it may be of any resolution), `Regions` in px of this image, or anything else
+            with ``region(x, y, w, h)``.
+        background: colour, one number a channel. Default: `None` (the image's own)
+
+    Raises:
+        InputError: the mask is of another slide, or the colour has the wrong number of channels.
+    """
+
+    def __init__(self, image: Image, mask: _HasRegion, *, background: tuple[int, ...] | None = None) -> None:
+        super().__init__(image)
+        if not isinstance(mask, _HasRegion):
+            raise InputError(f"cannot mask {image} with a {type(mask).__name__}: give a TissueMask or Regions.")
+        if isinstance(mask, TissueMask) and (mask.width_px, mask.height_px) != (image.width_px, image.height_px):
+            raise InputError(
+                f"cannot mask {image} ({image.width_px} x {image.height_px} px): the mask is of a slide of {mask.width_px} x "
+                f"{mask.height_px} px. At another resolution of the same slide, give mask.at(width_px, height_px)."
+            )
+        self.mask = mask
+        self._background = super().background if background is None else tuple(background)
+        if len(self._background) != self.num_channels or not all(0 <= value <= 255 for value in self._background):
+            raise InputError(f"cannot paint {image} with {self._background}: give {self.num_channels} numbers of 0 to 255.")
+
+    def __repr__(self) -> str:
+        return f"Masked({self.image!r})"
+
+    @property
+    def background(self) -> tuple[int, ...]:
+        """Colour outside the mask."""
+        return self._background
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of level 0, the only one."""
+        return super().level_dimensions[:1]
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """1: there is one level."""
+        return (1.0,)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level."""
+        return (0,)
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of level 0."""
+        return super().level_tiles_px[:1]
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        inside = self.mask.region(x, y, w, h)
+        out = np.empty((h, w, self.num_channels), np.uint8)
+        out[:] = self._background
+        for left, right in self._runs(np.asarray(inside.any(axis=0)), x):
+            part = inside[:, left - x : right - x]
+            np.copyto(out[:, left - x : right - x], self.image.read(left, y, right - left, h), where=part[..., None])
+        return out
+
+    def _runs(self, used: Mask, x: int) -> list[tuple[int, int]]:
+        """Stretches of columns to read, ``[left, right)``: whole tiles, neighbours together, cut to the rectangle."""
+        columns = np.flatnonzero(used) + x
+        if not len(columns):
+            return []
+        tile = self.level_tiles_px[0]
+        if tile is None:
+            return [(x, x + len(used))]
+        tiles = np.unique(columns // tile[0])
+        breaks = np.flatnonzero(np.diff(tiles) > 1) + 1
+        stretches = np.split(tiles, breaks)
+        return [(max(x, int(run[0]) * tile[0]), min(x + len(used), (int(run[-1]) + 1) * tile[0])) for run in stretches]
+
+
+def crop_to_tissue(image: Image, mask: TissueMask, *, margin_px: int = 0, background: tuple[int, ...] | None = None) -> Cropped:
+    """The tissue of a slide: masked, and cropped to where the mask is.
+
+    Args:
+        image: of any kind.
+        mask: of this image.
+        margin_px: around the tissue, inside the slide. Default: 0
+        background: colour outside the mask, one number a channel. Default: `None` (the image's own)
+
+    Raises:
+        InputError: the mask is of another slide, or there is no tissue in it.
+    """
+    box = mask.bounding_box(margin_px=margin_px)
+    if box is None:
+        raise InputError(f"cannot crop {image} to its tissue: the mask has none. Look at the slide; leave it out, or give a mask by hand.")
+    return Cropped(Masked(image, mask, background=background), x=box.x, y=box.y, w=box.w, h=box.h)

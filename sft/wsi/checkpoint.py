@@ -25,8 +25,9 @@ from torch import Tensor, nn
 
 from sft.wsi.errors import RunFolderError
 from sft.wsi.files import PARTIAL, clear_partial, sync_folder, sync_tree
+from sft.wsi.randomness import counter_seed
 
-__all__ = ["Checkpoint", "CheckpointFolder", "get_random_state", "set_random_state"]
+__all__ = ["Checkpoint", "CheckpointFolder", "get_random_state", "seed_everything", "set_random_state"]
 
 _WEIGHTS, _STATE = "weights.safetensors", "state.pt"
 _FORMAT = 1
@@ -124,6 +125,13 @@ def _read(path: Path) -> Checkpoint:
     if _sha256(path / _WEIGHTS) != state["weights_sha256"]:
         raise ValueError(f"{_WEIGHTS} is not what was written")
     return Checkpoint(path=path, weights=load_file(path / _WEIGHTS), state=state)
+
+
+def seed_everything(seed: int) -> None:
+    """Put every global generator where a run begins: nothing of ours draws from them, but a network may."""
+    torch.manual_seed(counter_seed(seed, "torch"))
+    np.random.seed(counter_seed(seed, "numpy") % 2**32)
+    random.seed(counter_seed(seed, "python"))
 
 
 def get_random_state() -> dict[str, Any]:

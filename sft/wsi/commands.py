@@ -114,7 +114,7 @@ def doctor(console: Console) -> Result:
         for number in range(torch.cuda.device_count())
     ]
     for name, value in found.items():
-        console.print(f"{name:18} {'not installed' if value is None else value}", markup=False, highlight=False)
+        console.print(f"{name:18} {'not installed' if value is None else value}", markup=False, highlight=False, soft_wrap=True)
     if missing:
         raise InputError(f'missing: {", ".join(missing)}. Install them with: pip install "sft-engine[wsi]"')
     return Result(value=found)
@@ -131,16 +131,16 @@ def slide_information(paths: Sequence[Path], console: Console) -> Result:
             failed += 1
             message = " ".join(str(error).split())
             values.append({"path": str(path), "error": message})
-            console.print(f"{path}: {message}", markup=False, highlight=False)
+            console.print(f"{path}: {message}", markup=False, highlight=False, soft_wrap=True)
             continue
         levels = [
             {"width_px": width, "height_px": height, "mpp": mpp} for (width, height), mpp in zip(info.levels, info.level_mpp, strict=True)
         ]
         values.append({"path": str(path), "num_bytes": info.num_bytes, "mpp": info.mpp, "background": info.background, "levels": levels})
-        console.print(f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}", markup=False, highlight=False)
+        console.print(f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}", markup=False, highlight=False, soft_wrap=True)
         for number, level in enumerate(levels):
             text = f"  level {number}: {level['width_px']} x {level['height_px']} px, {_resolution(level['mpp'])}"
-            console.print(text, markup=False, highlight=False)
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
     return Result(value=values, num_failed=failed)
 
 
@@ -172,7 +172,9 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int) -> 
     experiment = load_experiment(config)
     counts = {split: len(experiment.records(split)) for split in ("train", "val", "test")}
     told = ", ".join(f"{count} {split}" for split, count in counts.items())
-    console.print(f"{len(experiment.table.records)} slides ({told}); task {config.task.kind}", markup=False, highlight=False)
+    console.print(
+        f"{len(experiment.table.records)} slides ({told}); task {config.task.kind}", markup=False, highlight=False, soft_wrap=True
+    )
     if is_dry:
         failed = check_slides(experiment)
         found = _plans(experiment, Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0)), failed)[0]
@@ -189,7 +191,7 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int) -> 
             progress = trainer.run(interruption)
         draw_curves(config.run / "curves.png", progress.epochs)
         failed = dict(progress.failed)
-        value = _finish(experiment, folder, progress, failed, console, num_draws)
+        value = _finish(trainer.predictor, experiment, folder, progress, failed, console, num_draws)
     return Result(value=value, num_failed=len(failed))
 
 
@@ -201,9 +203,8 @@ def evaluate(selection: Selection, console: Console, *, num_draws: int) -> Resul
     """
     loaded = _load(selection)
     folder = selection.out or selection.run / (f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
-    estimates = _evaluate(
-        loaded, folder, console, title=f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})", num_draws=num_draws
-    )
+    title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
+    estimates = _evaluate(Predictor(loaded.experiment), loaded, folder, console, title=title, num_draws=num_draws)
     return Result(value={"folder": str(folder), "metrics": _plain(estimates), "failed": loaded.failed}, num_failed=len(loaded.failed))
 
 
@@ -273,7 +274,13 @@ def _describe(folder: RunFolder, experiment: Experiment, found: sft.Plan) -> Non
 
 
 def _finish(
-    experiment: Experiment, folder: RunFolder, progress: Progress, failed: dict[str, str], console: Console, num_draws: int
+    predictor: Predictor,
+    experiment: Experiment,
+    folder: RunFolder,
+    progress: Progress,
+    failed: dict[str, str],
+    console: Console,
+    num_draws: int,
 ) -> dict[str, Any]:
     """Evaluate the best model on what it was not trained on, and write the page of the run."""
     best = folder.checkpoints.load("best")
@@ -287,13 +294,14 @@ def _finish(
         records = experiment.records(split)
         if records:
             loaded = _Loaded(experiment=experiment, records=records, epoch=epoch, failed=failed)
-            estimates = _evaluate(loaded, folder.path / split, console, title=f"{split}, best model (epoch {epoch})", num_draws=num_draws)
+            title = f"{split}, best model (epoch {epoch})"
+            estimates = _evaluate(predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws)
             metrics[split] = _plain(estimates)
             page = (folder.path / split / "summary.md").read_text(encoding="utf-8")
             lines += [page.replace("# ", "## ", 1).replace("](", f"]({split}/"), ""]
     write_text(folder.path / "summary.md", "\n".join(lines).rstrip() + "\n")
     write_csv(folder.path / "failed.csv", ["slide", "problem"], list(failed.items()))
-    console.print(f"written to {folder.path}: summary.md", markup=False, highlight=False)
+    console.print(f"written to {folder.path}: summary.md", markup=False, highlight=False, soft_wrap=True)
     return {
         "run": str(folder.path),
         "epochs": progress.epoch,
@@ -304,18 +312,20 @@ def _finish(
     }
 
 
-def _evaluate(loaded: _Loaded, folder: Path, console: Console, *, title: str, num_draws: int) -> dict[str, dict[str, Estimate]]:
+def _evaluate(
+    predictor: Predictor, loaded: _Loaded, folder: Path, console: Console, *, title: str, num_draws: int
+) -> dict[str, dict[str, Estimate]]:
     experiment = loaded.experiment
     with Reporter(console, 0) as reporter:
         reporter.start_validation(len(loaded.records))
-        predictions = Predictor(experiment).predict_all(loaded.records, loaded.failed, after=reporter.advance)
+        predictions = predictor.predict_all(loaded.records, loaded.failed, after=reporter.advance)
     names = {record.name for record in loaded.records}
     failed = {name: problem for name, problem in loaded.failed.items() if name in names}
     estimates = write_evaluation(
         folder, experiment.task, predictions, failed, title=title, num_draws=num_draws, seed=experiment.config.train.seed
     )
     told = ", ".join(f"{name} {estimate.value:.4f}" for name, estimate in estimates["slides"].items())
-    console.print(f"{title}: {told or 'no targets'}", markup=False, highlight=False)
+    console.print(f"{title}: {told or 'no targets'}", markup=False, highlight=False, soft_wrap=True)
     return estimates
 
 

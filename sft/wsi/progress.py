@@ -59,7 +59,7 @@ class Reporter:
 
     def note(self, text: str) -> None:
         """Say something."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def start_epoch(self, epoch: int, num_slides: int, position: int) -> None:
         """An epoch begins, or goes on at a position."""

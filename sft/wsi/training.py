@@ -24,7 +24,7 @@ from sft.errors import BudgetError, SourceError
 from sft.nn import WithLoss
 from sft.plan.types import Plan
 from sft.wsi.augment import draw_augmentation
-from sft.wsi.checkpoint import Checkpoint, get_random_state, set_random_state
+from sft.wsi.checkpoint import Checkpoint, get_random_state, seed_everything, set_random_state
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError, RunInterrupted, TrainingError
 from sft.wsi.experiment import Experiment, autocast, calibrate_norms, compile_model, segmentation_loss
@@ -120,7 +120,8 @@ class Trainer:
         whole = WithLoss(self._model, segmentation_loss) if segments else self._model
         self._net = compile_model(whole, config, optimizer=self._optimizer, num_inputs=2 if segments else 1)
         self._scaler = torch.amp.GradScaler(torch.device(config.train.device).type, enabled=config.train.precision == "fp16")
-        self._predictor = Predictor(experiment, self._net)
+        #: predicts with the model as it is, through plans that training has made already
+        self.predictor = Predictor(experiment, self._net)
         self._records = experiment.records("train")
         self.progress = Progress(failed=tuple(failed.items()))
         self._saved: Progress | None = None
@@ -149,6 +150,7 @@ class Trainer:
         """
         checkpoint = self._folder.checkpoints.load("last")
         if checkpoint is None:
+            seed_everything(self._config.train.seed)
             num_norms = calibrate_norms(self.experiment, dict(self.progress.failed))
             if num_norms:
                 self._reporter.note(f"statistics of {num_norms} norms measured on crops of the training slides, then frozen")
@@ -316,7 +318,7 @@ class Trainer:
             self._reporter.advance()
             self._stop_if(interruption)
 
-        predictions = self._predictor.predict_all(records, failed, after=after)
+        predictions = self.predictor.predict_all(records, failed, after=after)
         train_loss = progress.loss_sum / progress.loss_weight if progress.loss_weight else math.nan
         row: dict[str, Any] = {"epoch": progress.epoch + 1, "step": progress.step, "train_loss": train_loss}
         if records:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sft.sources import Slide
 from sft.sources.image import Pixels
 
-__all__ = ["TinyNet", "real_pixels", "tiny_net", "write_config", "write_slide", "write_table", "write_task"]
+__all__ = ["TinyNet", "real_pixels", "tiny_net", "tissue_places", "write_config", "write_slide", "write_table", "write_task"]
 
 _SLIDE = Path(__file__).resolve().parents[2] / "examples" / "data" / "CMU-1-Small-Region.svs"
 
@@ -51,6 +51,14 @@ def real_pixels() -> Pixels:
         return slide.read(0, 0, slide.width_px, slide.height_px)
 
 
+@cache
+def tissue_places(size_px: int) -> list[tuple[int, int]]:
+    """(top, left) of squares of the example slide that do not overlap, the darkest first."""
+    pixels = real_pixels()
+    places = [(top, left) for top in range(0, pixels.shape[0] - size_px, size_px) for left in range(0, pixels.shape[1] - size_px, size_px)]
+    return sorted(places, key=lambda place: float(pixels[place[0] : place[0] + size_px : 4, place[1] : place[1] + size_px : 4].mean()))
+
+
 def write_slide(path: Path, pixels: Pixels, *, mpp: float | None = 0.5, num_levels: int = 2) -> None:
     """Write a pyramidal tiled TIFF that OpenSlide reads."""
     options: dict[str, Any] = {"tile": (128, 128), "compression": "adobe_deflate", "photometric": "rgb", "metadata": None}
@@ -65,12 +73,10 @@ def write_slide(path: Path, pixels: Pixels, *, mpp: float | None = 0.5, num_leve
 
 def write_task(folder: Path, *, num_slides: int = 8, size_px: int = 160) -> Path:
     """Slides of two classes (as they are, and with red and blue exchanged) of so many patients, and their table."""
-    pixels = real_pixels()
     rows = []
-    for number in range(num_slides):
+    for number, (top, left) in enumerate(tissue_places(size_px + 8)[:num_slides]):
         height, width = size_px + 8 * (number % 2), size_px
-        top, left = 300 + 97 * number, 200 + 61 * number
-        crop = pixels[top : top + height, left : left + width]
+        crop = real_pixels()[top : top + height, left : left + width]
         write_slide(folder / f"s{number}.tif", crop[..., ::-1] if number % 2 else crop)
         split = "test" if number >= num_slides - 2 else "val" if number >= num_slides - 4 else "train"
         rows.append({"slide": f"s{number}.tif", "label": ("plain", "swapped")[number % 2], "patient": f"p{number}", "split": split})

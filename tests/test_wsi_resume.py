@@ -39,7 +39,7 @@ def _command(folder: Path, table: Path, name: str) -> list[str]:
         folder / f"{name}.yaml",
         table,
         folder / name,
-        model={"head": "attention", "attention_dim": 8, "dropout": 0.2, "budget": "420KiB"},
+        model={"budget": "420KiB"},
         train={"epochs": 3, "precision": "fp16", "checkpoint_every": 2, "clip_norm": 1.0, "warmup_steps": 2},
     )
     return ["train", "--config", str(config), "--bootstrap", "20"]

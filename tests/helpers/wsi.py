@@ -67,7 +67,7 @@ def write_slide(path: Path, pixels: Pixels, *, mpp: float | None = 0.5, num_leve
             resolution = None if mpp is None else (1e4 / (mpp * 2**level),) * 2
             part = np.ascontiguousarray(pixels[:: 2**level, :: 2**level])
             kind = 1 if level else 0
-            unit = {} if resolution is None else {"resolution": resolution, "resolutionunit": "CENTIMETER"}
+            unit: dict[str, Any] = {} if resolution is None else {"resolution": resolution, "resolutionunit": "CENTIMETER"}
             file.write(part, subfiletype=kind, **unit, **options)
 
 

@@ -75,8 +75,8 @@ def test_networks_are_cut_before_their_pooling() -> None:
         assert set(cut.state_dict()) < set(network.state_dict()) and not any("classifier" in name for name in cut.state_dict())
     whole = nn.Conv2d(3, 2, 1)
     assert cut_before_pooling(whole, "n") is whole
-    for network in (resnet18(2, width=4), vgg16(2, width=2)):
-        assert torch.equal(cut_before_pooling(network, "n").eval()(x), network.eval().features(x))
+    for pooled in (resnet18(2, width=4), vgg16(2, width=2)):
+        assert torch.equal(cut_before_pooling(pooled, "n").eval()(x), pooled.eval().features(x))
 
 
 def test_a_cut_backbone_still_trains_and_evaluates_differently() -> None:

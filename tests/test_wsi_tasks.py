@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import Task, cox_gradients, make_task
 
 
-def _records(targets: list[tuple[float, ...]]) -> list[SlideRecord]:
+def _records(targets: Sequence[tuple[float, ...]]) -> list[SlideRecord]:
     return [
         SlideRecord(name=str(n), path=Path(str(n)), target=t, patient=str(n), split="train", mpp=None, mask=None, row=n)
         for n, t in enumerate(targets)

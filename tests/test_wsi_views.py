@@ -133,7 +133,7 @@ def test_slides_open_at_the_resolution_that_is_asked_for(tmp_path: Path) -> None
     info = slide_info(path)
     assert info.levels == ((144, 160), (72, 80), (36, 40)) and info.level_mpp == pytest.approx((0.5, 1.0, 2.0))
     half = open_slide(path, mpp=1.05)
-    assert (half.image.width_px, half.mpp) == (72, pytest.approx(1.0))
+    assert half.image.width_px == 72 and half.mpp == pytest.approx(1.0)
     assert open_slide(path, mpp=1.0, slide_mpp=0.25).image.width_px == 36  # the table knows better
     with pytest.raises(InputError, match=r"levels have 0.5, 1, 2 um/px"):
         open_slide(path, mpp=8.0)

@@ -19,7 +19,7 @@ from sft.errors import InputError, SftError
 from sft.units import format_bytes
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError
-from sft.wsi.experiment import Experiment, check_slides, compile_model, load_experiment
+from sft.wsi.experiment import Experiment, check_slides, load_experiment, plan_of_size
 from sft.wsi.files import write_csv, write_json, write_text
 from sft.wsi.heatmap import HeatmapMaker, output_numbers
 from sft.wsi.inference import Predictor
@@ -153,8 +153,7 @@ def plan(config: Config, size: Sequence[int] | None, console: Console) -> Result
     """
     experiment = load_experiment(config)
     if size is not None:
-        experiment.model.train()
-        found = compile_model(experiment.model, config).plan_for((1, 3, *size))
+        found = plan_of_size(experiment, (size[0], size[1]))
     else:
         failed = check_slides(experiment)
         trainer = Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sft
-from sft.errors import BudgetError
+from sft.analysis.interval import Interval
+from sft.errors import BudgetError, InputError, SourceError
 from sft.resident import resident_bytes
 from sft.sources.image import Image
 from sft.units import format_bytes, parse_bytes
@@ -21,7 +22,8 @@ from sft.wsi.config import Config
 from sft.wsi.errors import DatasetError
 from sft.wsi.feed import IGNORED_LABEL, SlideFeed
 from sft.wsi.heads import SlideModel, build_model
-from sft.wsi.norms import calibrate
+from sft.wsi.norms import calibrate, set_training
+from sft.wsi.optimization import make_optimizer
 from sft.wsi.randomness import counter_seed, generator
 from sft.wsi.splits import assign_splits
 from sft.wsi.table import SlideRecord, SlideTable, read_table
@@ -34,6 +36,7 @@ __all__ = [
     "check_slides",
     "compile_model",
     "load_experiment",
+    "plan_of_size",
     "segmentation_counts",
     "segmentation_loss",
 ]
@@ -173,6 +176,40 @@ def compile_model(model: nn.Module, config: Config, *, optimizer: torch.optim.Op
         )
     shapes: list[tuple[int | None, ...]] = [(1, 3, None, None), *[(1, 1, None, None)] * (num_inputs - 1)]
     return sft.compile(model, shapes if num_inputs > 1 else shapes[0], budget=budget_bytes, device=config.train.device)
+
+
+def plan_of_size(experiment: Experiment, size_px: tuple[int, int]) -> sft.Plan:
+    """The plan of a training step on a slide of (height, width) px that need not exist.
+
+    Raises:
+        UnsupportedError, BudgetError: as `sft.plan`.
+        InputError: the size is none, or the task is segmentation.
+    """
+    if min(size_px) < 1 or experiment.task.kind == "segmentation":
+        raise InputError(f"--size {size_px[0]} {size_px[1]}: give two positive numbers, and a task without masks")
+    optimizer = make_optimizer(experiment.model, experiment.config.train)
+    net = compile_model(experiment.model, experiment.config, optimizer=optimizer)
+    set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
+    with autocast(experiment.config):
+        found: sft.Plan = net.plan_for(_Imagined((1, 3, *size_px)))
+    return found
+
+
+class _Imagined:
+    """A slide of which only the size is known: enough to plan for."""
+
+    dtype = torch.float32
+
+    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+        self.shape = shape
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        """Never called.
+
+        Raises:
+            SourceError: always.
+        """
+        raise SourceError(f"rows [{interval.start}, {interval.stop}) of a slide of {self.shape} that is only planned for")
 
 
 def autocast(config: Config) -> contextlib.AbstractContextManager[Any]:

@@ -207,7 +207,7 @@ class Trainer:
                     reached, step=reached.step + 1, loss_sum=reached.loss_sum + loss * weight, loss_weight=reached.loss_weight + weight
                 )
                 row = {"step": reached.step, "epoch": epoch, "loss": loss, "lr": rate, "grad_norm": norm}
-                slides = " ".join(record.name for record in group)
+                slides = " ".join(record.name for record in group if record.name not in dict(self.progress.failed))
                 self._folder.add_step({**row, "seconds": round(time.perf_counter() - started, 3), "slides": slides})
                 self._reporter.step(row)
             self.progress = reached

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from sft.sources import Slide
 from sft.sources.image import Pixels
 
-__all__ = ["TinyNet", "real_pixels", "tiny_net", "tissue_places", "write_config", "write_slide", "write_table", "write_task"]
+__all__ = ["TinyNet", "damage_tile", "real_pixels", "tiny_net", "tissue_places", "write_config", "write_slide", "write_table", "write_task"]
 
 _SLIDE = Path(__file__).resolve().parents[2] / "examples" / "data" / "CMU-1-Small-Region.svs"
 
@@ -69,6 +69,15 @@ def write_slide(path: Path, pixels: Pixels, *, mpp: float | None = 0.5, num_leve
             kind = 1 if level else 0
             unit: dict[str, Any] = {} if resolution is None else {"resolution": resolution, "resolutionunit": "CENTIMETER"}
             file.write(part, subfiletype=kind, **unit, **options)
+
+
+def damage_tile(path: Path, number: int = -1) -> None:
+    """Make one compressed tile of a slide's largest level unreadable."""
+    with tifffile.TiffFile(path) as file:
+        offset, num_bytes = file.pages[0].dataoffsets[number], file.pages[0].databytecounts[number]
+    with path.open("r+b") as opened:
+        opened.seek(offset)
+        opened.write(bytes(num_bytes))
 
 
 def write_task(folder: Path, *, num_slides: int = 8, size_px: int = 160) -> Path:

@@ -294,6 +294,15 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, tmp_pat
         folder.load("last")
 
 
+def test_the_ready_configuration_is_read_as_it_is_written() -> None:
+    from sft.wsi.cli import read_config
+
+    path = _ROOT / "examples" / "wsi" / "config.yaml"
+    written, read = yaml.safe_load(path.read_text()), read_config(path).to_dict()
+    for name, group in written.items():
+        assert group == (read[name] if name == "run" else {key: read[name][key] for key in group}), name
+
+
 def test_the_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     told, _ = _said(capsys)

@@ -129,7 +129,7 @@ def _model(head: Any) -> SlideModel:
     return model
 
 
-@pytest.mark.parametrize("head", ["gap", "attention", "segmentation"])
+@pytest.mark.parametrize("head", ["gap", "max", "attention", "segmentation"])
 def test_heads_stream_exactly(head: Any) -> None:
     model = _model(head)
     x = torch.randn(1, 3, 136, 72, dtype=torch.float64, requires_grad=True)
@@ -145,12 +145,13 @@ def test_heads_stream_exactly(head: Any) -> None:
         assert (expected - found).norm() <= 1e-11 * expected.norm() + 1e-13
 
 
-def test_only_values_without_pixels_are_whole_in_an_attention_head() -> None:
-    report = sft.check(_model("attention"), (1, 3, 128, 128))
-    assert report.ok and not report.whole_reasons, str(report)
+def test_only_values_without_pixels_are_whole_in_heads() -> None:
+    for head in ("max", "attention"):
+        report = sft.check(_model(head), (1, 3, 128, 128))
+        assert report.ok and not report.whole_reasons, str(report)
 
 
-@pytest.mark.parametrize("head", ["gap", "attention"])
+@pytest.mark.parametrize("head", ["gap", "max", "attention"])
 def test_evidence_sums_to_the_score(head: Any) -> None:
     model = _model(head)
     x = torch.randn(1, 3, 96, 64, dtype=torch.float64)

@@ -1,6 +1,7 @@
 """Slides of real tissue of which a thousandth decides, written as pyramidal TIFF files with a table.
 
-Each slide is a mosaic of squares of a real H&E slide, turned and mirrored. Somewhere on it lies one small square more. On positive slides
+Each slide is a mosaic of squares of a real H&E slide, turned and mirrored, of its calmer tissue. Somewhere on it lies one small square of
+its roughest tissue. On positive slides
 the pixels inside each of its 8 x 8 blocks are shuffled, on negative ones it is as it was. A block keeps its pixels and so its mean: at the
 level of the pyramid where a pixel is the mean of 8 x 8, the two kinds of slides are the same, bit for bit. What decides is
 there at full resolution only, at one place that nobody marked.
@@ -45,11 +46,11 @@ def make_slides(folder: Path, *, num_slides: int, size_px: int, needle_px: int, 
     draw = np.random.default_rng(seed)
     with Slide(SOURCE) as source:
         pixels = source.read(0, 0, source.width_px, source.height_px)
-    tissue = _tissue(pixels, _MOSAIC_PX)
-    rough = _roughest(pixels, tissue)
+    tissue = _tissue(pixels)
+    calm, rough = tissue[: len(tissue) // 3], tissue[-(len(tissue) // 10) :]
     rows = []
     for number in range(num_slides):
-        slide, is_positive = _mosaic(pixels, tissue, size_px, draw), number % 2 == 1
+        slide, is_positive = _mosaic(pixels, calm, size_px, draw), number % 2 == 1
         needle = _square(pixels, rough, needle_px, draw)
         top, left = (draw.integers(0, (size_px - needle_px) // BLOCK_PX + 1, 2) * BLOCK_PX).tolist()
         slide[top : top + needle_px, left : left + needle_px] = _shuffled(needle, draw) if is_positive else needle
@@ -63,25 +64,16 @@ def make_slides(folder: Path, *, num_slides: int, size_px: int, needle_px: int, 
     return table
 
 
-def _tissue(pixels: Pixels, square_px: int) -> list[tuple[int, int]]:
-    """(top, left) of overlapping squares that hold next to no glass."""
-    step = square_px // 2
-    places = [
-        (top, left) for top in range(0, pixels.shape[0] - square_px, step) for left in range(0, pixels.shape[1] - square_px, step)
-    ]
-    return [(t, l) for t, l in places if (pixels[t : t + square_px, l : l + square_px].mean(2) < 220).mean() > 0.95]
-
-
-def _roughest(pixels: Pixels, tissue: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The tenth of the squares whose blocks differ most in themselves: where shuffling shows."""
-
-    def roughness(place: tuple[int, int]) -> float:
-        top, left = place
-        count = _MOSAIC_PX // BLOCK_PX
-        grey = pixels[top : top + _MOSAIC_PX, left : left + _MOSAIC_PX].mean(2)
-        return float(grey.reshape(count, BLOCK_PX, count, BLOCK_PX).std((1, 3)).mean())
-
-    return sorted(tissue, key=roughness)[-max(1, len(tissue) // 10) :]
+def _tissue(pixels: Pixels) -> list[tuple[int, int]]:
+    """(top, left) of overlapping squares that hold next to no glass; those whose blocks differ least in themselves come first."""
+    side, step, count = _MOSAIC_PX, _MOSAIC_PX // 2, _MOSAIC_PX // BLOCK_PX
+    found = []
+    for top in range(0, pixels.shape[0] - side, step):
+        for left in range(0, pixels.shape[1] - side, step):
+            grey = pixels[top : top + side, left : left + side].mean(2)
+            if (grey < 220).mean() > 0.95:
+                found.append((float(grey.reshape(count, BLOCK_PX, count, BLOCK_PX).std((1, 3)).mean()), (top, left)))
+    return [place for _, place in sorted(found)]
 
 
 def _square(pixels: Pixels, tissue: list[tuple[int, int]], side_px: int, draw: np.random.Generator) -> Pixels:

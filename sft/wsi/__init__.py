@@ -23,6 +23,7 @@ from sft.wsi.experiment import Experiment as Experiment
 from sft.wsi.experiment import load_experiment as load_experiment
 from sft.wsi.heads import AttentionHead as AttentionHead
 from sft.wsi.heads import Evidence as Evidence
+from sft.wsi.heads import MaximumHead as MaximumHead
 from sft.wsi.heads import PooledHead as PooledHead
 from sft.wsi.heads import SegmentationHead as SegmentationHead
 from sft.wsi.heads import SlideModel as SlideModel

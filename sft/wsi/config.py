@@ -96,7 +96,8 @@ class ModelConfig:
         backbone: "timm:NAME", "torchvision:NAME", "package.module:callable", or a bare name that timm or torchvision knows.
         options: arguments of the backbone's maker, such as {pretrained: true}.
         weights: file of the backbone's weights (.safetensors, or a state_dict that torch.load reads), loaded before training.
-        head: gap (global average, linear layer), attention (gated attention over all positions), segmentation.
+        head: gap (global average, linear layer), max (the maximum of each feature instead), attention (gated, over all positions),
+            segmentation.
         attention_dim: hidden units of the attention.
         dropout: probability, before the last layer.
         norm: frozen (the statistics that the backbone brings), calibrated (measured on the training slides, then frozen), train, or auto:
@@ -109,7 +110,7 @@ class ModelConfig:
     backbone: str = "torchvision:resnet18"
     options: dict[str, Any] = field(default_factory=dict)
     weights: Path | None = None
-    head: Literal["gap", "attention", "segmentation"] = "gap"
+    head: Literal["gap", "max", "attention", "segmentation"] = "gap"
     attention_dim: int = 128
     dropout: float = 0.0
     norm: Literal["auto", "frozen", "calibrated", "train"] = "auto"

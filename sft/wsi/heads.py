@@ -1,8 +1,8 @@
 """Heads on a feature map, and the network of backbone and head that a run trains.
 
-All of it streams: a global average and the softmax of the attention over all positions are values that `sft` sums up from strip to
-strip, so the feature map is never needed whole. Both pooled heads are linear in what they pool. The logit of a class is therefore a sum
-over positions, plus a bias, and `Evidence` returns the summands: the class-activation map is the decision itself, not an estimate.
+All of it streams: a global average, a maximum, and the softmax of the attention over all positions are values that `sft` collects from
+strip to strip, so the feature map is never needed whole. All pooled heads weight positions and sum up. The logit of a class is therefore a
+sum over positions, plus a bias, and `Evidence` returns the summands: the class-activation map is the decision itself, not an estimate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["AttentionHead", "Evidence", "PooledHead", "SegmentationHead", "SlideModel", "build_model"]
+__all__ = ["AttentionHead", "Evidence", "MaximumHead", "PooledHead", "SegmentationHead", "SlideModel", "build_model"]
 
 
 class PooledHead(nn.Module):
@@ -33,6 +33,25 @@ class PooledHead(nn.Module):
         """The share of each position in the pooled features, ``[N, 1, h, w]``; the shares sum to 1."""
         rows, cols = features.shape[2:]
         return torch.ones_like(features[:, :1]) / (rows * cols)
+
+
+class MaximumHead(nn.Module):
+    """The maximum of each feature over all positions, and a linear layer: for what is at one place of a slide."""
+
+    def __init__(self, num_features: int, num_outputs: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(num_features, num_outputs)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Map ``[N, C, h, w]`` to ``[N, K]``."""
+        scores: Tensor = self.classifier(self.dropout(features.amax((2, 3))))
+        return scores
+
+    def weights(self, features: Tensor) -> Tensor:
+        """The share of each position in each pooled feature, ``[N, C, h, w]``: that of the maximum, divided where it is there twice."""
+        highest = (features == features.amax((2, 3), keepdim=True)).to(features.dtype)
+        return highest / highest.sum((2, 3), keepdim=True)
 
 
 class AttentionHead(nn.Module):
@@ -84,7 +103,7 @@ class SlideModel(nn.Module):
         head: one of this module's.
     """
 
-    def __init__(self, backbone: nn.Module, head: PooledHead | AttentionHead | SegmentationHead) -> None:
+    def __init__(self, backbone: nn.Module, head: PooledHead | MaximumHead | AttentionHead | SegmentationHead) -> None:
         super().__init__()
         self.backbone = backbone
         self.head = head
@@ -115,7 +134,7 @@ class Evidence(nn.Module):
         assert not isinstance(head, SegmentationHead)
         features = self.model.backbone(image)
         scores = head(features)
-        evidence = F.conv2d(features, head.classifier.weight[:, :, None, None]) * head.weights(features)
+        evidence = F.conv2d(features * head.weights(features), head.classifier.weight[:, :, None, None])
         return scores, evidence
 
 
@@ -124,13 +143,15 @@ def build_model(
     num_features: int,
     num_outputs: int,
     *,
-    head: Literal["gap", "attention", "segmentation"],
+    head: Literal["gap", "max", "attention", "segmentation"],
     attention_dim: int = 128,
     dropout: float = 0.0,
 ) -> SlideModel:
     """Put a head on a backbone; its initial weights come from torch's generator."""
     if head == "gap":
         return SlideModel(backbone, PooledHead(num_features, num_outputs, dropout=dropout))
+    if head == "max":
+        return SlideModel(backbone, MaximumHead(num_features, num_outputs, dropout=dropout))
     if head == "attention":
         return SlideModel(backbone, AttentionHead(num_features, num_outputs, hidden=attention_dim, dropout=dropout))
     return SlideModel(backbone, SegmentationHead(num_features, num_outputs))

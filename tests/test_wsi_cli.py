@@ -156,8 +156,7 @@ def test_saliency_is_the_gradient_of_the_input(trained: Path, tmp_path: Path) ->
 
 
 _KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "multilabel": ({"label": ["a", "a;b", "b", ""]}, {"class_weights": "balanced"}, {"precision": "bf16"}),
-    "regression": ({"label": ["1.5", "2.5", "-1", "0"]}, {}, {"monitor": "r2", "optimizer": "sgd"}),
+    "regression": ({"label": ["1.5", "2.5", "-1", "0"]}, {}, {"monitor": "r2", "optimizer": "sgd", "precision": "bf16"}),
     "cox": ({"time": ["1", "2", "3", "4"], "event": ["1", "0", "1", "1"]}, {}, {"accumulate": 4, "monitor": "c_index"}),
     "hazard": ({"time": ["1", "2", "3", "4"], "event": ["1", "1", "0", "1"]}, {"num_intervals": 2}, {"patience": 1}),
     "segmentation": ({"mask": ["m0.npy", "m1.npy", "m0.npy", "m1.npy"]}, {"classes": ["light", "dark"]}, {"monitor": "dice"}),
@@ -180,11 +179,11 @@ def test_every_kind_of_task_trains_and_evaluates(kind: str, tmp_path: Path, caps
         rows.append({"slide": f"t{number}", "split": "train" if number < 4 else "val", **{k: v[number % 4] for k, v in columns.items()}})
     table = write_table(tmp_path / "t.csv", rows)
     model = {"head": "segmentation"} if kind == "segmentation" else {}
-    train = {"epochs": 2, **train}
+    train = {"epochs": 1, **train}
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", task={"kind": kind, **task}, model=model, train=train)
     assert main(["train", "--config", str(config), "--bootstrap", "10", "--json"]) == 0
     told, _ = _said(capsys)
-    names = {"multilabel": "auc", "regression": "r2", "cox": "c_index", "hazard": "c_index", "segmentation": "dice"}
+    names = {"regression": "r2", "cox": "c_index", "hazard": "c_index", "segmentation": "dice"}
     value = told["metrics"]["val"]["slides"][names[kind]]["value"]
     assert value is not None and np.isfinite(value)
     predictions = _rows(tmp_path / "run" / "val" / "predictions.csv")
@@ -193,8 +192,6 @@ def test_every_kind_of_task_trains_and_evaluates(kind: str, tmp_path: Path, caps
         dark = sum(float(row["dark_true_px"]) for row in predictions)
         assert dark == 2 * sum(float((np.load(tmp_path / f"m{number}.npy") == 1).sum()) for number in range(2))
         assert main(["heatmap", str(tmp_path / "run")]) == 1
-    else:
-        assert main(["heatmap", str(tmp_path / "run"), "--names", "t4", "--crops", "0"]) == 0
 
 
 def test_a_dry_run_writes_nothing_and_tells_the_plan(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,8 @@ class Settings:
 
     Attributes:
         size_px: side of a slide.
-        num_steps: optimizer steps; each sees as many pixels as a slide has.
+        num_steps: optimizer steps.
+        slides_per_step: so many slides, or as many pixels, make a step.
         learning_rate: of AdamW, after a half cosine.
         head: of the network.
         seed: of all that is drawn.
@@ -40,6 +41,7 @@ class Settings:
 
     size_px: int
     num_steps: int
+    slides_per_step: int
     learning_rate: float
     head: Literal["gap", "max", "attention"]
     seed: int
@@ -49,7 +51,7 @@ def train_downsampled(table: SlideTable, settings: Settings, level: int) -> list
     """Train on slides at a level of the pyramid; predictions of the test slides."""
     images = {record.name: _pixels(record.path, level) for record in table.records}
     training = [record for record in table.records if record.split == "train"]
-    count = (settings.size_px // next(iter(images.values())).shape[-1]) ** 2
+    count = settings.slides_per_step * (settings.size_px // next(iter(images.values())).shape[-1]) ** 2
 
     def batch(draw: np.random.Generator) -> tuple[Tensor, Tensor]:
         chosen = [training[int(number)] for number in draw.integers(len(training), size=count)]
@@ -63,7 +65,7 @@ def train_on_patches(table: SlideTable, settings: Settings, patch_px: int) -> di
     """Train on random patches; predictions of the test slides by the mean and by the largest of their patches."""
     images = {record.name: _pixels(record.path, 0) for record in table.records}
     training = [record for record in table.records if record.split == "train"]
-    count = (settings.size_px // patch_px) ** 2
+    count = settings.slides_per_step * (settings.size_px // patch_px) ** 2
 
     def patch(record: SlideRecord, draw: np.random.Generator) -> Tensor:
         top, left = draw.integers(0, settings.size_px - patch_px + 1, 2).tolist()

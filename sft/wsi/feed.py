@@ -89,11 +89,12 @@ class SlideFeed:
         return LabelSource(turned)
 
     def check(self, record: SlideRecord) -> str | None:
-        """What is wrong with a slide, as far as its header and mask tell; None if nothing is."""
+        """What is wrong with a slide, as far as its header, its mask and its stains tell; None if nothing is."""
         try:
             image = self.image(record)
             if min(image.width_px, image.height_px) < 1:
                 return f"slide {record.path} has no pixels; leave it out"
+            self._stain(record)
             if self._config.task.kind == "segmentation" and record.mask is not None:
                 self.labels(record)
                 mask, count = read_mask(record.mask), len(self._config.task.classes or ())

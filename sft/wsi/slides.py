@@ -110,36 +110,30 @@ def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None 
 def thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
     """The image averaged down by a whole factor, so that no side is longer than ``max_px``.
 
-    Exact averages of whole blocks, read in strips; a pyramid's smaller level is read where it has the factor's multiple of pixels.
-    Incomplete blocks at the lower and right border are averages of what there is.
+    Averages of whole blocks, read in strips; where the image has a pyramid, of its smallest level that is large enough. Incomplete blocks
+    at the lower and right border are averages of what there is.
 
     Returns:
         uint8 ``[height, width, 3]``, and the factor.
     """
-    factor = max(1, math.ceil(max(image.height_px, image.width_px) / max_px))
-    level, step = _level_for(image, factor)
-    if level:
-        width_px, height_px = _level_size(image, level)
-        pixels = image.read(0, 0, width_px, height_px, level)
-        return _averaged(pixels, step), factor
-    rows = factor * max(1, 256 // factor)
-    return np.concatenate([_averaged(strip, factor) for strip in read_strips(image, rows)]), factor
+    least = max(1, math.ceil(max(image.height_px, image.width_px) / max_px))
+    smaller, downsample = _smaller(image, least)
+    step = -(-least // downsample)
+    rows = step * max(1, 256 // step)
+    return np.concatenate([_averaged(strip, step) for strip in read_strips(smaller, rows)]), step * downsample
 
 
-def _level_for(image: Image, factor: int) -> tuple[int, int]:
-    """A level whose downsample divides the factor, and what is left to average."""
-    best = (0, factor)
-    for level, downsample in enumerate(getattr(image, "level_downsamples", (1.0,))):
+def _smaller(image: Image, factor: int) -> tuple[Image, int]:
+    """The smallest level that is not smaller than by the factor, and its downsample; the image itself where it has no pyramid."""
+    if not isinstance(image, Slide):
+        return image, 1
+    best = (0, 1)
+    for level, downsample in enumerate(image.level_downsamples):
         whole = round(downsample)
-        # Only exact pyramids: 2.0003 would shift the last block of a large slide by many pixels.
-        if level and abs(downsample - whole) < 1e-3 and factor % whole == 0:
-            best = (level, factor // whole)
-    return best
-
-
-def _level_size(image: Image, level: int) -> tuple[int, int]:
-    assert isinstance(image, Slide)  # nothing else has levels
-    return Slide(image.path, level=image.level + level).dimensions
+        # 4.0001 is what becomes of 4 where the last tile of a level is cut; 4.3 would shift everything.
+        if abs(downsample / whole - 1) < 1e-3 and best[1] < whole <= factor:
+            best = (level, whole)
+    return (Slide(image.path, level=image.level + best[0]) if best[0] else image), best[1]
 
 
 def _averaged(pixels: Pixels, factor: int) -> Pixels:

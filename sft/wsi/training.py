@@ -325,8 +325,10 @@ class Trainer:
             estimates = evaluate_predictions(self._task, predictions, num_draws=0)
             row["val_loss"] = mean_loss(self._task.kind, predictions)
             row |= {f"val_{name}": estimate.value for name, estimate in estimates.items() if name != "loss"}
-        value = row.get(f"val_{settings.monitor}", train_loss)
-        score = -value if settings.monitor == "loss" else value
+        # Without slides to validate on, the training loss is all there is.
+        monitored = settings.monitor if records else "loss"
+        value = row.get(f"val_{monitored}", math.nan) if records else train_loss
+        score = -value if monitored == "loss" else value
         best = progress.best
         if not math.isnan(score) and (best is None or score > best[0]):
             best = (score, progress.epoch + 1)

@@ -1,0 +1,137 @@
+"""What is done instead of training on whole slides, with the same network, optimizer and number of pixels.
+
+*Downsampled*: slides made small. *Patches*: random squares at full resolution that take the label of their slide, as weakly labelled patch
+classifiers do; a slide is predicted by all of its squares, averaged, or by the most suspicious one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from examples.needle.network import needle_net
+from sft.sources import Slide
+from sft.wsi import Prediction, SlideRecord, SlideTable, build_model
+from sft.wsi.norms import calibrate, set_training
+
+__all__ = ["Settings", "train_downsampled", "train_on_patches"]
+
+_MEAN, _STD = 0.7, 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What all three ways share.
+
+    Attributes:
+        size_px: side of a slide.
+        num_steps: optimizer steps.
+        slides_per_step: so many slides, or as many pixels, make a step.
+        learning_rate: of AdamW, after a half cosine.
+        head: of the network.
+        seed: of all that is drawn.
+    """
+
+    size_px: int
+    num_steps: int
+    slides_per_step: int
+    learning_rate: float
+    head: Literal["gap", "max", "attention"]
+    seed: int
+
+
+def train_downsampled(table: SlideTable, settings: Settings, level: int) -> list[Prediction]:
+    """Train on slides at a level of the pyramid; predictions of the test slides."""
+    images = {record.name: _pixels(record.path, level) for record in table.records}
+    training = [record for record in table.records if record.split == "train"]
+    count = settings.slides_per_step * (settings.size_px // next(iter(images.values())).shape[-1]) ** 2
+
+    def batch(draw: np.random.Generator) -> tuple[Tensor, Tensor]:
+        chosen = [training[int(number)] for number in draw.integers(len(training), size=count)]
+        return torch.stack([_turned(images[record.name], draw) for record in chosen]), _labels(chosen)
+
+    model = _train(batch, [images[record.name] for record in training[:8]], settings)
+    return [_prediction(record, model(_normalised(images[record.name][None]))) for record in table.records if record.split == "test"]
+
+
+def train_on_patches(table: SlideTable, settings: Settings, patch_px: int) -> dict[str, list[Prediction]]:
+    """Train on random patches; predictions of the test slides by the mean and by the largest of their patches."""
+    images = {record.name: _pixels(record.path, 0) for record in table.records}
+    training = [record for record in table.records if record.split == "train"]
+    count = settings.slides_per_step * (settings.size_px // patch_px) ** 2
+
+    def patch(record: SlideRecord, draw: np.random.Generator) -> Tensor:
+        top, left = draw.integers(0, settings.size_px - patch_px + 1, 2).tolist()
+        return _turned(images[record.name][:, top : top + patch_px, left : left + patch_px], draw)
+
+    def batch(draw: np.random.Generator) -> tuple[Tensor, Tensor]:
+        chosen = [training[int(number)] for number in draw.integers(len(training), size=count)]
+        return torch.stack([patch(record, draw) for record in chosen]), _labels(chosen)
+
+    model = _train(batch, [images[record.name] for record in training[:8]], settings)
+    found: dict[str, list[Prediction]] = {"mean": [], "max": []}
+    for record in table.records:
+        if record.split == "test":
+            patches = images[record.name].unfold(1, patch_px, patch_px).unfold(2, patch_px, patch_px).permute(1, 2, 0, 3, 4).flatten(0, 1)
+            scores = model(_normalised(patches))
+            found["mean"].append(_prediction(record, scores.softmax(1).mean(0, keepdim=True).log()))
+            suspicious = scores[(scores[:, 1] - scores[:, 0]).argmax()]
+            found["max"].append(_prediction(record, suspicious[None]))
+    return found
+
+
+def _train(
+    batch: Callable[[np.random.Generator], tuple[Tensor, Tensor]], crops: list[Tensor], settings: Settings
+) -> Callable[[Tensor], Tensor]:
+    torch.manual_seed(settings.seed)
+    backbone = needle_net()
+    model: nn.Module = build_model(backbone, 32, 2, head=settings.head, attention_dim=32)
+    calibrate(backbone, [_normalised(crop[None]) for crop in crops])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.num_steps)
+    draw = np.random.default_rng(settings.seed)
+    set_training(model, training=True, freeze_norms=True)
+    for _ in range(settings.num_steps):
+        pixels, labels = batch(draw)
+        optimizer.zero_grad()
+        F.cross_entropy(model(_normalised(pixels)), labels).backward()
+        optimizer.step()
+        schedule.step()
+    model.eval()
+
+    def predict(pixels: Tensor) -> Tensor:
+        with torch.no_grad():
+            scores: Tensor = model(pixels)
+        return scores
+
+    return predict
+
+
+def _pixels(path: Path, level: int) -> Tensor:
+    with Slide(path, level=level) as slide:
+        return torch.from_numpy(slide.read(0, 0, slide.width_px, slide.height_px)).permute(2, 0, 1)
+
+
+def _turned(image: Tensor, draw: np.random.Generator) -> Tensor:
+    turned = torch.rot90(image, int(draw.integers(4)), (1, 2))
+    return turned.flip(2) if draw.integers(2) else turned
+
+
+def _normalised(pixels: Tensor) -> Tensor:
+    return (pixels / 255 - _MEAN) / _STD
+
+
+def _labels(records: list[SlideRecord]) -> Tensor:
+    return torch.tensor([int(record.target[0]) for record in records if record.target is not None])
+
+
+def _prediction(record: SlideRecord, scores: Tensor) -> Prediction:
+    output = tuple(scores[0].double().softmax(0).tolist())
+    return Prediction(name=record.name, patient=record.patient, split="test", target=record.target, output=output)

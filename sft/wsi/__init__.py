@@ -1,0 +1,45 @@
+"""Training and evaluating networks on whole slides, from a table of slides to heatmaps: ``python -m sft.wsi``.
+
+The command line does everything (docs/wsi.md). The parts are of use by themselves: tables and splits, exact augmentations of slides, heads,
+checkpoints from which a killed run goes on to the same bits, metrics with intervals, heatmaps. Needs ``pip install "sft-engine[wsi]"``.
+"""
+
+from sft.wsi.augment import Augmentation as Augmentation
+from sft.wsi.augment import draw_augmentation as draw_augmentation
+from sft.wsi.backbones import cut_before_pooling as cut_before_pooling
+from sft.wsi.backbones import load_backbone as load_backbone
+from sft.wsi.checkpoint import CheckpointFolder as CheckpointFolder
+from sft.wsi.config import AugmentConfig as AugmentConfig
+from sft.wsi.config import Config as Config
+from sft.wsi.config import DataConfig as DataConfig
+from sft.wsi.config import ModelConfig as ModelConfig
+from sft.wsi.config import TaskConfig as TaskConfig
+from sft.wsi.config import TrainConfig as TrainConfig
+from sft.wsi.errors import DatasetError as DatasetError
+from sft.wsi.errors import RunFolderError as RunFolderError
+from sft.wsi.errors import RunInterrupted as RunInterrupted
+from sft.wsi.errors import TrainingError as TrainingError
+from sft.wsi.experiment import Experiment as Experiment
+from sft.wsi.experiment import load_experiment as load_experiment
+from sft.wsi.heads import AttentionHead as AttentionHead
+from sft.wsi.heads import Evidence as Evidence
+from sft.wsi.heads import MaximumHead as MaximumHead
+from sft.wsi.heads import PooledHead as PooledHead
+from sft.wsi.heads import SegmentationHead as SegmentationHead
+from sft.wsi.heads import SlideModel as SlideModel
+from sft.wsi.heads import build_model as build_model
+from sft.wsi.heatmap import HeatmapMaker as HeatmapMaker
+from sft.wsi.inference import Predictor as Predictor
+from sft.wsi.metrics import Estimate as Estimate
+from sft.wsi.metrics import Prediction as Prediction
+from sft.wsi.metrics import evaluate_predictions as evaluate_predictions
+from sft.wsi.runfolder import RunFolder as RunFolder
+from sft.wsi.splits import assign_splits as assign_splits
+from sft.wsi.table import SlideRecord as SlideRecord
+from sft.wsi.table import SlideTable as SlideTable
+from sft.wsi.table import read_table as read_table
+from sft.wsi.training import Interruption as Interruption
+from sft.wsi.training import Trainer as Trainer
+from sft.wsi.views import Masked as Masked
+from sft.wsi.views import Recoloured as Recoloured
+from sft.wsi.views import Turned as Turned

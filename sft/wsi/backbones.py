@@ -1,0 +1,250 @@
+"""Backbones by name, cut before their pooling, so that they map an image of any size to a feature map.
+
+timm gives feature maps itself. Any other network is traced one level deep (Reed et al., torch.fx, 2022): its ``forward`` becomes a
+list of calls of its children, which stay the modules that they are (dropout, norms and ``train()`` included). Run at two image sizes, the
+last value that the result depends on, and whose height and width follow the image's, is the feature map; all behind it (pooling, flatten,
+classifier) is left out, with its parameters. Names of parameters stay, so published weights load.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from sft.errors import InputError, SourceError
+
+__all__ = ["cut_before_pooling", "load_backbone", "load_weights", "num_features"]
+
+_SIZES_PX = (128, 192)
+_MAX_DEPTH = 3
+
+
+def load_backbone(name: str, options: dict[str, Any]) -> nn.Module:
+    """A network from an image to a feature map.
+
+    Args:
+        name: "timm:NAME", "torchvision:NAME", "package.module:callable", or a bare name that timm or torchvision knows.
+        options: keyword arguments of its maker.
+
+    Raises:
+        InputError: there is no such network, its maker fails, or no feature map is found in it.
+    """
+    library, _, member = name.rpartition(":")
+    if not library:
+        library = "timm" if _is_installed("timm") and name in _timm().list_models() else "torchvision"
+    if library == "timm":
+        return _made(name, _timm().create_model, member, num_classes=0, global_pool="", **options)
+    if library == "torchvision":
+        options = dict(options)
+        if options.pop("pretrained", False):
+            options.setdefault("weights", "DEFAULT")
+        models = _import("torchvision.models", name, 'pip install torchvision, or name another backbone as "package.module:callable"')
+        return cut_before_pooling(_made(name, models.get_model, member, **options), name)
+    maker = getattr(_import(library, name, "check the name, and that PYTHONPATH reaches it"), member, None)
+    if not callable(maker):
+        raise InputError(
+            f"model.backbone {name!r}: module {library} has no callable {member!r}. Name a class or function that makes a network."
+        )
+    return cut_before_pooling(_made(name, maker, **options), name)
+
+
+def num_features(backbone: nn.Module, name: str) -> int:
+    """Channels of the feature map.
+
+    Raises:
+        InputError: the backbone does not give one.
+    """
+    features = _run(backbone, _SIZES_PX[0], name)
+    if not isinstance(features, Tensor) or features.dim() != 4:
+        shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
+        raise InputError(f"model.backbone {name!r} gives {shape} instead of a feature map [N, C, H, W]. Name one that does.")
+    return features.shape[1]
+
+
+def load_weights(backbone: nn.Module, path: Path) -> None:
+    """Load a backbone's weights; what belongs to its pooling and classifier is left.
+
+    Raises:
+        SourceError: the file cannot be read.
+        InputError: parameters are missing, or have another shape.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            state: Any = load_file(path)
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise SourceError(f"cannot read weights from {path}: {error}. Give a .safetensors file or a state_dict.") from error
+    state = state.get("state_dict", state)
+    for prefix in ("module.", "backbone."):
+        if any(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    own = backbone.state_dict()
+    missing = [key for key in own if key not in state]
+    misfit = [
+        f"{key} {tuple(state[key].shape)} for {tuple(own[key].shape)}" for key in own if key in state and state[key].shape != own[key].shape
+    ]
+    if missing or misfit:
+        listed = ", ".join([*missing[:3], *misfit[:3]])
+        raise InputError(f"weights {path}: {len(missing)} missing, {len(misfit)} of another shape ({listed}). Give those of this backbone.")
+    backbone.load_state_dict({key: state[key] for key in own})
+
+
+def cut_before_pooling(network: nn.Module, name: str) -> nn.Module:
+    """The part of a network up to its last feature map; the network itself where that is all of it.
+
+    Raises:
+        InputError: none is found.
+    """
+    results = [_run(network, size, name) for size in _SIZES_PX]
+    if all(isinstance(result, Tensor) and result.dim() == 4 for result in results) and results[0].shape[2:] != results[1].shape[2:]:
+        return network
+    reasons = []
+    for depth in range(1, _MAX_DEPTH + 1):
+        try:
+            found = _cut(network, depth)
+        except Exception as error:  # tracing runs the network's own code, which may raise anything
+            reasons.append(f"{type(error).__name__}: {error}".split("\n")[0])
+            continue
+        if found is not None:
+            return found
+        reasons.append("no value follows the image's size")
+    raise InputError(
+        f"model.backbone {name!r}: no feature map found ({reasons[-1]}). Name a callable whose network ends in a feature map [N, C, H, W]."
+    )
+
+
+class _Shallow(fx.Tracer):
+    """Traces modules down to a depth; deeper ones are called."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self._depth = depth
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name.count(".") + 1 >= self._depth
+
+
+class _Shapes(fx.Interpreter):
+    """Runs a traced network and notes what each node gives."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.sizes: dict[str, tuple[int, ...]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if isinstance(value, Tensor) and value.dim() == 4:
+            self.sizes[n.name] = tuple(value.shape[2:])
+        return value
+
+
+def _cut(network: nn.Module, depth: int) -> nn.Module | None:
+    graph = _Shallow(depth).trace(network)
+    traced = fx.GraphModule(network, graph, type(network).__name__)
+    sizes = []
+    with torch.no_grad(), _evaluating(traced):
+        for size in _SIZES_PX:
+            shapes = _Shapes(traced)
+            shapes.run(torch.zeros(1, 3, size, size))
+            sizes.append(shapes.sizes)
+    output = next(node for node in graph.nodes if node.op == "output")
+    needed = _ancestors(output)
+    image = next(node for node in graph.nodes if node.op == "placeholder")
+    maps = [
+        node
+        for node in graph.nodes
+        if node in needed and node is not image and node.name in sizes[0] and sizes[0][node.name] != sizes[1].get(node.name)
+    ]
+    # Backwards: the last one that all that follows depends on the image through.
+    for node in reversed(maps):
+        if image not in _ancestors(output, without=node):
+            output.args = (node,)
+            graph.eliminate_dead_code()
+            cut = fx.GraphModule(network, graph, type(network).__name__)
+            cut.delete_all_unused_submodules()
+            return cut
+    return None
+
+
+def _ancestors(node: fx.Node, *, without: fx.Node | None = None) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        for parent in waiting.pop().all_input_nodes:
+            if parent is not without and parent not in found:
+                found.add(parent)
+                waiting.append(parent)
+    return found
+
+
+class _evaluating:
+    """A network in eval mode for a while, each module's flag put back after."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self._flags = [(module, module.training) for module in network.modules()]
+        self._network = network
+
+    def __enter__(self) -> None:
+        self._network.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for module, flag in self._flags:
+            module.training = flag
+
+
+def _run(network: nn.Module, size_px: int, name: str) -> Any:
+    with torch.no_grad(), _evaluating(network):
+        try:
+            return network(torch.zeros(1, 3, size_px, size_px))
+        except Exception as error:
+            raise InputError(
+                f"model.backbone {name!r} does not take an image of {size_px} x {size_px} px ({type(error).__name__}: {error}). Name a "
+                "convolutional network for images of any size with three channels."
+            ) from error
+
+
+def _made(name: str, maker: Callable[..., Any], /, *arguments: Any, **options: Any) -> nn.Module:
+    try:
+        network = maker(*arguments, **options)
+    except Exception as error:  # the maker is anybody's code
+        raise InputError(
+            f"model.backbone {name!r} cannot be made ({type(error).__name__}: {error}). Check the name and model.options."
+        ) from error
+    if not isinstance(network, nn.Module):
+        raise InputError(f"model.backbone {name!r} made a {type(network).__name__}. Name a callable that returns an nn.Module.")
+    return network
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _timm() -> Any:
+    return _import("timm", "timm", 'pip install timm, or name another backbone as "package.module:callable"')
+
+
+def _import(module: str, name: str, remedy: str) -> Any:
+    if module.split(".")[0] in ("timm", "torchvision"):
+        _allow_without_operators()
+    try:
+        return importlib.import_module(module)
+    except Exception as error:  # importing runs anybody's code
+        raise InputError(f"model.backbone {name!r}: cannot import {module} ({type(error).__name__}: {error}). {remedy}.") from error
+
+
+def _allow_without_operators() -> None:
+    """Let torchvision, and timm with it, be imported beside a torch that its compiled operators do not fit (pytorch/vision#9085)."""
+    for operator in ("nms", "qnms"):
+        try:
+            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        except RuntimeError:  # there is one already
+            return

@@ -1,0 +1,184 @@
+"""The command line: a YAML file, overridden by options (``--train.lr 1e-4``), and one line for every mistake.
+
+Exit codes: 0 done; 1 an error; 2 a wrong command line; 3 done, but slides were left out; 75 asked to end, saved, start again to go on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, TextIO
+
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from rich.console import Console
+
+from sft.errors import InputError, SftError
+from sft.wsi import commands
+from sft.wsi.config import GROUPS, Config
+from sft.wsi.errors import DatasetError, RunInterrupted
+
+__all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE", "main", "read_config"]
+
+EXIT_ERROR, EXIT_USAGE, EXIT_FAILED_SLIDES, EXIT_INTERRUPTED = 1, 2, 3, 75
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code.
+
+    Args:
+        arguments: of the command line. Default: `None` (the process's own)
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    is_debug, is_json = "--debug" in given, "--json" in given
+    # What people read goes to stderr when a program reads stdout.
+    console = Console(stderr=is_json)
+    logging.getLogger("fontTools").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            parser, run = _parser()
+            found = parser.parse_args(given)
+            result = run[found.subcommand](found[found.subcommand], console)
+    except ArgumentError as error:
+        return _complain(error, EXIT_USAGE, is_debug, is_json)
+    except RunInterrupted as error:
+        return _complain(error, EXIT_INTERRUPTED, is_debug, is_json, kind="interrupted")
+    except (SftError, OSError) as error:
+        return _complain(error, EXIT_ERROR, is_debug, is_json)
+    except KeyboardInterrupt as error:
+        return _complain(error, 130, is_debug, is_json, kind="interrupted")
+    if is_json:
+        print(json.dumps(result.value, allow_nan=False))
+    return EXIT_FAILED_SLIDES if result.num_failed else 0
+
+
+def read_config(path: Path) -> Config:
+    """The configuration in a YAML file.
+
+    Raises:
+        InputError: it is wrong.
+    """
+    try:
+        return _config(_configured("config").parse_args(["--config", str(path)]))
+    except ArgumentError as error:
+        raise InputError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], commands.Result]]]:
+    parser = ArgumentParser(prog="python -m sft.wsi", description="Train and evaluate on whole slides.", exit_on_error=False)
+    subcommands = parser.add_subcommands(required=True)
+
+    doctor = _plain("what is installed here, and what is missing")
+    info = _plain("what slide files say of themselves")
+    info.add_argument("slides", type=Path, nargs="+", help="files")
+    plan = _configured("how a training step is computed, and what it takes; runs nothing")
+    plan.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the image, in px; default: the largest slide")
+    train = _configured("train, or go on with a run that was interrupted; then evaluate")
+    train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
+    train.add_argument("--bootstrap", type=int, default=1000, help="draws for the intervals")
+    evaluate = _of_run("predict and measure")
+    evaluate.add_argument("--bootstrap", type=int, default=1000, help="draws for the intervals")
+    heatmap = _of_run("draw class-activation maps over slides")
+    heatmap.add_argument("--names", type=str, nargs="+", help="slides by name; default: all of the split")
+    heatmap.add_argument("--classes", type=str, nargs="+", help="classes to draw; default: all, or the second of two")
+    heatmap.add_argument("--saliency", action="store_true", help="draw the gradient of the input as well")
+    heatmap.add_argument("--crops", type=int, default=5, help="how many crops to cut out where the map is highest")
+    heatmap.add_argument("--crop-px", type=int, default=256, help="their side")
+
+    for name, sub in (
+        ("doctor", doctor),
+        ("slide-info", info),
+        ("plan", plan),
+        ("train", train),
+        ("evaluate", evaluate),
+        ("heatmap", heatmap),
+    ):
+        subcommands.add_subcommand(name, sub, help=sub.description)
+    return parser, {
+        "doctor": lambda given, console: commands.doctor(console),
+        "slide-info": lambda given, console: commands.slide_information(given.slides, console),
+        "plan": lambda given, console: commands.plan(_config(given), given.size, console),
+        "train": lambda given, console: commands.train(_config(given), console, is_dry=given.dry_run, num_draws=given.bootstrap),
+        "evaluate": lambda given, console: commands.evaluate(_selection(given), console, num_draws=given.bootstrap),
+        "heatmap": lambda given, console: commands.heatmap(
+            _selection(given),
+            console,
+            names=given.names,
+            classes=given.classes,
+            saliency=given.saliency,
+            num_crops=given.crops,
+            crop_px=given.crop_px,
+        ),
+    }
+
+
+def _plain(description: str) -> ArgumentParser:
+    parser = ArgumentParser(description=description, exit_on_error=False)
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON object")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
+
+
+def _configured(description: str) -> ArgumentParser:
+    parser = _plain(description)
+    parser.add_argument("--config", action="config", help="YAML file; options after it win")
+    for name, cls in GROUPS.items():
+        parser.add_class_arguments(cls, name)
+    parser.add_argument("--run", type=Path, default=Path("runs/run"), help="folder that everything is written to")
+    parser.add_argument("--tensorboard", type=bool, default=False, help="write events for TensorBoard as well")
+    return parser
+
+
+def _of_run(description: str) -> ArgumentParser:
+    parser = _plain(description)
+    parser.add_argument("run", type=Path, help="folder of a run")
+    parser.add_argument("--split", type=Literal["train", "val", "test", "all"], default="val", help="slides of the run's table")
+    parser.add_argument("--csv", type=Path, help="another table, all slides of it")
+    parser.add_argument("--slides", type=Path, help="folder that slides are relative to")
+    parser.add_argument("--checkpoint", type=Literal["best", "last"], default="best", help="which weights")
+    parser.add_argument("--device", type=str, help="cpu or cuda; default: that of the run")
+    parser.add_argument("--budget", type=str, help="bytes that the device may hold; default: those of the run")
+    parser.add_argument("--out", type=Path, help="folder for the results; default: in the run's")
+    return parser
+
+
+def _config(given: Namespace) -> Config:
+    groups = {name: cls(**given[name].as_dict()) for name, cls in GROUPS.items()}
+    return Config(**groups, run=given.run, tensorboard=given.tensorboard)
+
+
+def _selection(given: Namespace) -> commands.Selection:
+    return commands.Selection(
+        run=given.run,
+        config=read_config(commands.config_path(given.run)),
+        split=given.split,
+        csv=given.csv,
+        slides=given.slides,
+        checkpoint=given.checkpoint,
+        device=given.device,
+        budget=given.budget,
+        out=given.out,
+    )
+
+
+def _complain(error: BaseException, code: int, is_debug: bool, is_json: bool, *, kind: str = "error") -> int:
+    """Print an error as one line (a wrong table: one line a problem)."""
+    if is_debug:
+        traceback.print_exception(error)
+    message = str(error).rstrip() if isinstance(error, DatasetError) else " ".join(str(error).split())
+    print(f"{kind}: {message or type(error).__name__}", file=sys.stderr)
+    if is_json:
+        problems = {"problems": list(error.problems)} if isinstance(error, DatasetError) else {}
+        print(json.dumps({"error": message, "type": type(error).__name__, **problems}))
+    return code
+
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, file: TextIO | None = None, line: str | None = None
+) -> None:
+    print(f"warning: {' '.join(str(message).split())}", file=sys.stderr)

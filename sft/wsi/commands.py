@@ -1,0 +1,395 @@
+"""What the commands of ``python -m sft.wsi`` do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+import sft
+from sft.errors import InputError, SftError
+from sft.units import format_bytes
+from sft.wsi.config import Config
+from sft.wsi.errors import RunFolderError
+from sft.wsi.experiment import Experiment, check_slides, load_experiment, plan_of_size
+from sft.wsi.files import write_csv, write_json, write_text
+from sft.wsi.heatmap import HeatmapMaker, output_numbers
+from sft.wsi.inference import Predictor
+from sft.wsi.metrics import Estimate
+from sft.wsi.progress import Reporter
+from sft.wsi.report import draw_curves, write_evaluation
+from sft.wsi.runfolder import RunFolder
+from sft.wsi.slides import slide_info
+from sft.wsi.table import SlideRecord, SlideTable, read_table
+from sft.wsi.tasks import Task
+from sft.wsi.training import Interruption, Progress, Trainer
+
+__all__ = ["Result", "Selection", "config_path", "doctor", "evaluate", "heatmap", "plan", "slide_information", "train"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a command found.
+
+    Attributes:
+        value: for ``--json``.
+        num_failed: slides that were left out.
+    """
+
+    value: Any
+    num_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """A trained model, and slides for it.
+
+    Attributes:
+        run: folder of the run.
+        config: of the run.
+        split: of the run's table.
+        csv: another table, instead.
+        slides: folder of its slides.
+        checkpoint: "best" or "last".
+        device, budget: instead of the run's.
+        out: folder for results.
+    """
+
+    run: Path
+    config: Config
+    split: str = "val"
+    csv: Path | None = None
+    slides: Path | None = None
+    checkpoint: str = "best"
+    device: str | None = None
+    budget: str | None = None
+    out: Path | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Loaded:
+    experiment: Experiment
+    records: list[SlideRecord]
+    epoch: int
+    failed: dict[str, str] = field(default_factory=dict)
+
+
+def config_path(run: Path) -> Path:
+    """The configuration of a run.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    path = run / "config.yaml"
+    if not path.is_file():
+        raise RunFolderError(f"{run} is no folder of a run: it has no config.yaml. Give the folder that train wrote to.")
+    return path
+
+
+def doctor(console: Console) -> Result:
+    """What is installed, and what is missing."""
+    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
+    needed = ("torch", "numpy", "openslide-python", "openslide-bin", "scikit-learn", "safetensors", "jsonargparse", "matplotlib", "pillow")
+    optional = ("triton", "tifffile", "imagecodecs", "torchvision", "timm", "tensorboard")
+    missing = []
+    for name in (*needed, *optional):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+            if name in needed:
+                missing.append(name)
+    found["threads"] = torch.get_num_threads()
+    found["cuda"] = torch.version.cuda
+    found["devices"] = [
+        {"name": torch.cuda.get_device_name(number), "memory_bytes": torch.cuda.get_device_properties(number).total_memory}
+        for number in range(torch.cuda.device_count())
+    ]
+    for name, value in found.items():
+        console.print(f"{name:18} {'not installed' if value is None else value}", markup=False, highlight=False, soft_wrap=True)
+    if missing:
+        raise InputError(f'missing: {", ".join(missing)}. Install them with: pip install "sft-engine[wsi]"')
+    return Result(value=found)
+
+
+def slide_information(paths: Sequence[Path], console: Console) -> Result:
+    """What slides say of themselves; a file that is none does not keep the others from being told."""
+    values: list[dict[str, Any]] = []
+    failed = 0
+    for path in paths:
+        try:
+            info = slide_info(path)
+        except SftError as error:
+            failed += 1
+            message = " ".join(str(error).split())
+            values.append({"path": str(path), "error": message})
+            console.print(f"{path}: {message}", markup=False, highlight=False, soft_wrap=True)
+            continue
+        levels = [
+            {"width_px": width, "height_px": height, "mpp": mpp} for (width, height), mpp in zip(info.levels, info.level_mpp, strict=True)
+        ]
+        values.append({"path": str(path), "num_bytes": info.num_bytes, "mpp": info.mpp, "background": info.background, "levels": levels})
+        console.print(f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}", markup=False, highlight=False, soft_wrap=True)
+        for number, level in enumerate(levels):
+            text = f"  level {number}: {level['width_px']} x {level['height_px']} px, {_resolution(level['mpp'])}"
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+    return Result(value=values, num_failed=failed)
+
+
+def plan(config: Config, size: Sequence[int] | None, console: Console) -> Result:
+    """The plan of a training step for the largest slide, or for a size.
+
+    Raises:
+        BudgetError: it does not fit.
+        InputError, SourceError: the configuration is wrong.
+    """
+    experiment = load_experiment(config)
+    if size is not None:
+        found = plan_of_size(experiment, (size[0], size[1]))
+    else:
+        failed = check_slides(experiment)
+        trainer = Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0))
+        found = _plans(experiment, trainer, failed)[0]
+    console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
+    return Result(value=json.loads(found.to_json()))
+
+
+def train(config: Config, console: Console, *, is_dry: bool, num_draws: int) -> Result:
+    """Train, or go on; then evaluate the best model on validation and test slides.
+
+    Raises:
+        SftError: as `Trainer.run`; everything that can be checked is checked before training.
+    """
+    experiment = load_experiment(config)
+    counts = {split: len(experiment.records(split)) for split in ("train", "val", "test")}
+    told = ", ".join(f"{count} {split}" for split, count in counts.items())
+    console.print(
+        f"{len(experiment.table.records)} slides ({told}); task {config.task.kind}", markup=False, highlight=False, soft_wrap=True
+    )
+    if is_dry:
+        failed = check_slides(experiment)
+        found = _plans(experiment, Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0)), failed)[0]
+        console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
+        return Result(value={"slides": counts, "failed": failed, "plan": json.loads(found.to_json())}, num_failed=len(failed))
+    with RunFolder(config.run, needed_bytes=_checkpoint_bytes(experiment)) as folder:
+        failed = check_slides(experiment)
+        events = config.run / "tensorboard" if config.tensorboard else None
+        with Reporter(console, config.train.epochs, events=events) as reporter, Interruption() as interruption:
+            trainer = Trainer(experiment, folder, failed, reporter)
+            plans = _plans(experiment, trainer, failed)
+            trainer.restore()
+            _describe(folder, experiment, plans[0])
+            progress = trainer.run(interruption)
+        draw_curves(config.run / "curves.png", progress.epochs)
+        failed = dict(progress.failed)
+        value = _finish(trainer.predictor, experiment, folder, progress, failed, console, num_draws)
+    return Result(value=value, num_failed=len(failed))
+
+
+def evaluate(selection: Selection, console: Console, *, num_draws: int) -> Result:
+    """Predict slides and measure.
+
+    Raises:
+        SftError: the run, the table or a slide is wrong.
+    """
+    loaded = _load(selection)
+    folder = selection.out or selection.run / (f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
+    title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
+    estimates = _evaluate(Predictor(loaded.experiment), loaded, folder, console, title=title, num_draws=num_draws)
+    return Result(value={"folder": str(folder), "metrics": _plain(estimates), "failed": loaded.failed}, num_failed=len(loaded.failed))
+
+
+def heatmap(
+    selection: Selection,
+    console: Console,
+    *,
+    names: Sequence[str] | None,
+    classes: Sequence[str] | None,
+    saliency: bool,
+    num_crops: int,
+    crop_px: int,
+) -> Result:
+    """Draw maps of slides.
+
+    Raises:
+        SftError: the run, the table or a slide is wrong.
+    """
+    if num_crops < 0 or crop_px < 1:
+        raise InputError(f"--crops {num_crops}, --crop-px {crop_px}: give numbers of at least 0 and 1")
+    loaded = _load(selection)
+    unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
+    if unknown:
+        raise InputError(f"--names {', '.join(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
+    maker = HeatmapMaker(loaded.experiment, selection.out or selection.run / "heatmaps")
+    outputs = output_numbers(loaded.experiment, classes)
+    drawn = []
+    for record in loaded.records:
+        if (names and record.name not in names) or record.name in loaded.failed:
+            continue
+        try:
+            for output in outputs:
+                found = maker.draw(record, output, saliency=saliency, num_crops=num_crops, crop_px=crop_px)
+                drawn.append({**asdict(found), "files": [str(path) for path in found.files]})
+                console.print(f"{found.slide}, {found.output}: {found.files[1]}", markup=False, highlight=False, soft_wrap=True)
+        except sft.SourceError as error:
+            if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error == "raise":
+                raise
+            loaded.failed[record.name] = " ".join(str(error).split())
+    return Result(value={"heatmaps": drawn, "failed": loaded.failed}, num_failed=len(loaded.failed))
+
+
+def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:
+    """Plans of the largest training slide, as it is and turned: whether they fit shows before anything runs."""
+    sizes = experiment.feed.sizes
+    records = [record for record in experiment.records("train") if record.name not in failed]
+    largest = max(records, key=lambda record: sizes[record.name][0] * sizes[record.name][1])
+    turns = (False, True) if experiment.config.augment.rotations and sizes[largest.name][0] != sizes[largest.name][1] else (False,)
+    return [trainer.plan(largest, turned=turned) for turned in turns]
+
+
+def _checkpoint_bytes(experiment: Experiment) -> int:
+    """Three checkpoints and the one being written: weights, and for each two numbers of the optimizer."""
+    weights: int = sum(tensor.nbytes for tensor in experiment.model.state_dict().values())
+    return 4 * 3 * weights + 16 * 2**20
+
+
+def _describe(folder: RunFolder, experiment: Experiment, found: sft.Plan) -> None:
+    """Write what is known before training."""
+    folder.write_yaml("config.yaml", experiment.config.to_dict())
+    write_json(folder.path / "task.json", {"task": asdict(experiment.task), "table": experiment.table.digest()})
+    write_text(folder.path / "plan.txt", found.explain() + "\n")
+    write_text(folder.path / "plan.json", found.to_json() + "\n")
+    columns = ["slide", "path", "patient", "split", "target"]
+    rows = [[r.name, r.path, r.patient, r.split, ";".join(map(str, r.target or ()))] for r in experiment.table.records]
+    write_csv(folder.path / "splits.csv", columns, rows)
+
+
+def _finish(
+    predictor: Predictor,
+    experiment: Experiment,
+    folder: RunFolder,
+    progress: Progress,
+    failed: dict[str, str],
+    console: Console,
+    num_draws: int,
+) -> dict[str, Any]:
+    """Evaluate the best model on what it was not trained on, and write the page of the run."""
+    best = folder.checkpoints.load("best")
+    if best is not None:
+        experiment.model.load_state_dict(best.weights)
+    epoch = progress.best[1] if progress.best else progress.epoch
+    lines = [f"# {folder.path.name}", "", f"Best epoch: {epoch} of {progress.epoch}; {progress.step} optimizer steps.", ""]
+    lines += ["![losses and metrics](curves.png)", ""]
+    metrics = {}
+    for split in ("val", "test"):
+        records = experiment.records(split)
+        if records:
+            loaded = _Loaded(experiment=experiment, records=records, epoch=epoch, failed=failed)
+            title = f"{split}, best model (epoch {epoch})"
+            estimates = _evaluate(predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws)
+            metrics[split] = _plain(estimates)
+            page = (folder.path / split / "summary.md").read_text(encoding="utf-8")
+            lines += [page.replace("# ", "## ", 1).replace("](", f"]({split}/"), ""]
+    write_text(folder.path / "summary.md", "\n".join(lines).rstrip() + "\n")
+    write_csv(folder.path / "failed.csv", ["slide", "problem"], list(failed.items()))
+    console.print(f"written to {folder.path}: summary.md", markup=False, highlight=False, soft_wrap=True)
+    return {
+        "run": str(folder.path),
+        "epochs": progress.epoch,
+        "steps": progress.step,
+        "best_epoch": epoch,
+        "metrics": metrics,
+        "failed": failed,
+    }
+
+
+def _evaluate(
+    predictor: Predictor, loaded: _Loaded, folder: Path, console: Console, *, title: str, num_draws: int
+) -> dict[str, dict[str, Estimate]]:
+    experiment = loaded.experiment
+    with Reporter(console, 0) as reporter:
+        reporter.start_validation(len(loaded.records))
+        predictions = predictor.predict_all(loaded.records, loaded.failed, after=reporter.advance)
+    names = {record.name for record in loaded.records}
+    failed = {name: problem for name, problem in loaded.failed.items() if name in names}
+    estimates = write_evaluation(
+        folder, experiment.task, predictions, failed, title=title, num_draws=num_draws, seed=experiment.config.train.seed
+    )
+    told = ", ".join(f"{name} {estimate.value:.4f}" for name, estimate in estimates["slides"].items())
+    console.print(f"{title}: {told or 'no targets'}", markup=False, highlight=False, soft_wrap=True)
+    return estimates
+
+
+def _load(selection: Selection) -> _Loaded:
+    """The model of a run, and the slides that it is wanted for.
+
+    Raises:
+        RunFolderError: the run is not complete enough.
+        InputError: its table has changed.
+    """
+    saved = json.loads((selection.run / "task.json").read_text(encoding="utf-8"))
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["task"].items()}
+    task = Task(**fields)
+    config = selection.config
+    config = replace(
+        config,
+        train=replace(config.train, device=selection.device or config.train.device),
+        model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config)),
+    )
+    if selection.csv is not None:
+        settings = replace(config.task, classes=list(task.classes) or None)
+        table = read_table(selection.csv, settings, root=selection.slides, needs_targets=config.task.kind == "segmentation")
+        config = replace(config, data=replace(config.data, csv=selection.csv, slides=selection.slides))
+        experiment = load_experiment(config, table=SlideTable(records=table.records, classes=task.classes), task=task)
+        records = list(table.records)
+    else:
+        if selection.slides is not None:
+            config = replace(config, data=replace(config.data, slides=selection.slides))
+        experiment = load_experiment(config, task=task)
+        if experiment.table.digest() != saved["table"]:
+            raise InputError(f"{config.data.csv} has changed since the run was trained, and its splits with it. Give slides with --csv.")
+        records = [r for r in experiment.table.records if selection.split in ("all", r.split)]
+    if not records:
+        raise InputError(f"the run has no slides of split {selection.split!r}; choose another with --split, or give --csv")
+    with_weights = RunFolder(selection.run).checkpoints.load(selection.checkpoint)
+    if with_weights is None:
+        raise RunFolderError(
+            f"{selection.run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last."
+        )
+    experiment.model.load_state_dict(with_weights.weights)
+    state = with_weights.state
+    loaded = _Loaded(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
+    for record in records:
+        problem = experiment.feed.check(record)
+        if problem is not None:
+            loaded.failed[record.name] = problem
+    if loaded.failed and config.train.on_error == "raise":
+        raise InputError("; ".join(loaded.failed.values()))
+    return loaded
+
+
+def _without_download(config: Config) -> dict[str, Any]:
+    """The backbone's options, but for pretrained weights: a trained model brings its own."""
+    return {name: value for name, value in config.model.options.items() if name not in ("pretrained", "weights")}
+
+
+def _plain(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
+    def number(value: float) -> float | None:
+        return None if value != value else value
+
+    return {
+        level: {name: {"value": number(e.value), "low": number(e.low), "high": number(e.high)} for name, e in found.items()}
+        for level, found in estimates.items()
+    }
+
+
+def _resolution(mpp: float | None) -> str:
+    return "resolution unknown" if mpp is None else f"{mpp:.4g} um/px"

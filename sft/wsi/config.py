@@ -1,0 +1,285 @@
+"""What a run is told, in groups; each field may be set in the YAML file or on the command line (``--train.lr 1e-4``).
+
+A group checks itself when it is made, so that a mistake is found before anything else is done.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from sft.errors import InputError
+from sft.units import parse_bytes
+
+__all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "TaskConfig", "TaskKind", "TrainConfig"]
+
+TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataConfig:
+    """Which slides, at which resolution, in which splits.
+
+    Args:
+        csv: the table: columns slide, label, and where wanted patient, split, mpp, mask, time, event.
+        slides: folder that slides are relative to (default: that of the table). Nothing outside of it is read.
+        mpp: micrometres per pixel to train at; default: the slide's largest level.
+        mpp_tolerance: how far from it a slide's nearest level may be, as a share.
+        num_folds: make so many patient-disjoint folds where the table has no splits; one is for testing, the next for validation.
+        fold: which of them is for testing, from 0.
+        val_fraction: share of the patients for validation where there are neither splits nor folds.
+        test_fraction: share of the patients for testing then.
+    """
+
+    csv: Path
+    slides: Path | None = None
+    mpp: float | None = None
+    mpp_tolerance: float = 0.2
+    num_folds: int | None = None
+    fold: int = 0
+    val_fraction: float = 0.2
+    test_fraction: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.mpp is not None and not 0 < self.mpp < 1000:
+            problems.append(f"data.mpp {self.mpp}: give micrometres per pixel, such as 0.5")
+        if not 0 <= self.mpp_tolerance < 1:
+            problems.append(f"data.mpp_tolerance {self.mpp_tolerance}: give a share in 0..1")
+        if self.num_folds is not None and self.num_folds < 2:
+            problems.append(f"data.num_folds {self.num_folds}: give at least 2")
+        if not 0 <= self.fold < (self.num_folds or self.fold + 1):
+            problems.append(f"data.fold {self.fold}: folds are counted from 0 to {(self.num_folds or 1) - 1}")
+        if not (0 <= self.val_fraction < 1 and 0 <= self.test_fraction < 1 and self.val_fraction + self.test_fraction < 1):
+            problems.append(f"data.val_fraction {self.val_fraction} and data.test_fraction {self.test_fraction}: leave slides to train on")
+        _refuse(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskConfig:
+    """What is predicted.
+
+    Args:
+        kind: classification (cross-entropy), multilabel (labels "a;b"), regression (Huber), cox or hazard (survival: columns time and
+            event), segmentation (column mask).
+        classes: names of the classes in order; default: those of the table, sorted. Needed for segmentation.
+        class_weights: "none", or "balanced" (inverse frequency in the training slides).
+        label_smoothing: of the cross-entropy, in 0..1.
+        num_intervals: time intervals of the discrete-time hazard.
+    """
+
+    kind: TaskKind = "classification"
+    classes: list[str] | None = None
+    class_weights: Literal["none", "balanced"] = "none"
+    label_smoothing: float = 0.0
+    num_intervals: int = 4
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 1):
+            problems.append(f"task.classes {self.classes}: give each name once")
+        if self.kind == "segmentation" and not self.classes:
+            problems.append("task.kind segmentation: name the classes of the masks' values 0, 1, ... in task.classes")
+        if not 0 <= self.label_smoothing < 1:
+            problems.append(f"task.label_smoothing {self.label_smoothing}: give a number in 0..1")
+        if self.num_intervals < 2:
+            problems.append(f"task.num_intervals {self.num_intervals}: give at least 2")
+        _refuse(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """The network and the bytes that it may use.
+
+    Args:
+        backbone: "timm:NAME", "torchvision:NAME", "package.module:callable", or a bare name that timm or torchvision knows.
+        options: arguments of the backbone's maker, such as {pretrained: true}.
+        weights: file of the backbone's weights (.safetensors, or a state_dict that torch.load reads), loaded before training.
+        head: gap (global average, linear layer), max (the maximum of each feature instead), attention (gated, over all positions),
+            segmentation.
+        attention_dim: hidden units of the attention.
+        dropout: probability, before the last layer.
+        norm: frozen (the statistics that the backbone brings), calibrated (measured on the training slides, then frozen), train, or auto:
+            frozen where weights are given (pretrained or a file), else calibrated.
+        budget: bytes that the device may hold.
+        mean: of the pixels' channels, in 0..1.
+        std: of the pixels' channels, in 0..1.
+    """
+
+    backbone: str = "torchvision:resnet18"
+    options: dict[str, Any] = field(default_factory=dict)
+    weights: Path | None = None
+    head: Literal["gap", "max", "attention", "segmentation"] = "gap"
+    attention_dim: int = 128
+    dropout: float = 0.0
+    norm: Literal["auto", "frozen", "calibrated", "train"] = "auto"
+    budget: str = "11GiB"
+    mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
+    std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.attention_dim < 1:
+            problems.append(f"model.attention_dim {self.attention_dim}: give at least 1")
+        if not 0 <= self.dropout < 1:
+            problems.append(f"model.dropout {self.dropout}: give a probability below 1")
+        if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:
+            problems.append(f"model.mean {self.mean}, model.std {self.std}: give three numbers each, std above 0")
+        try:
+            parse_bytes(self.budget)
+        except InputError as error:
+            problems.append(f"model.budget: {error}")
+        _refuse(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AugmentConfig:
+    """Changes of the training slides: drawn once for each slide and epoch, and exact whatever the strips are.
+
+    Args:
+        flips: mirror half of the slides.
+        rotations: turn slides by quarters.
+        brightness: largest relative change, as a share.
+        contrast: largest relative change, as a share.
+        saturation: largest relative change, as a share.
+        hed: largest relative and absolute change of haematoxylin, eosin and DAB.
+        stain: "macenko" brings each slide's stains to a reference, of all splits; "none" leaves them.
+    """
+
+    flips: bool = True
+    rotations: bool = True
+    brightness: float = 0.0
+    contrast: float = 0.0
+    saturation: float = 0.0
+    hed: float = 0.0
+    stain: Literal["none", "macenko"] = "none"
+
+    def __post_init__(self) -> None:
+        _refuse(
+            f"augment.{name} {getattr(self, name)}: give a share in 0..1"
+            for name in ("brightness", "contrast", "saturation", "hed")
+            if not 0 <= getattr(self, name) < 1
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The loop.
+
+    Args:
+        epochs: passes over the training slides.
+        accumulate: slides of one optimizer step.
+        optimizer: sgd (momentum 0.9), adam or adamw.
+        lr: learning rate after the warm-up.
+        weight_decay: of the optimizer; not for biases and norms.
+        schedule: constant or cosine, after the warm-up.
+        warmup_steps: optimizer steps of linear warm-up.
+        min_lr: what cosine ends at, as a share of lr.
+        clip_norm: largest norm of the gradient; default: none.
+        precision: fp32, or autocast to bf16 or fp16 (with loss scaling).
+        patience: stop after so many epochs without a better validation; default: never.
+        monitor: what is better: loss, or auc (classification, multilabel), c_index (survival), r2 (regression), dice (segmentation).
+        checkpoint_every: optimizer steps between checkpoints.
+        seed: of everything that is drawn.
+        device: cpu or cuda.
+        on_error: what a slide that cannot be read does: stop the run, or be left out (the exit code says so at the end).
+    """
+
+    epochs: int = 20
+    accumulate: int = 1
+    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    lr: float = 1e-4
+    weight_decay: float = 1e-4
+    schedule: Literal["constant", "cosine"] = "cosine"
+    warmup_steps: int = 0
+    min_lr: float = 0.0
+    clip_norm: float | None = None
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    patience: int | None = None
+    monitor: Literal["loss", "auc", "c_index", "r2", "dice"] = "loss"
+    checkpoint_every: int = 1
+    seed: int = 0
+    device: str = "cpu"
+    on_error: Literal["raise", "skip"] = "raise"
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"train.{name} {getattr(self, name)}: give at least 1"
+            for name in ("epochs", "accumulate", "checkpoint_every", "patience")
+            if getattr(self, name) is not None and getattr(self, name) < 1
+        ]
+        problems += [
+            f"train.{name} {getattr(self, name)}: give a number above 0" for name in ("lr", "clip_norm") if _not_positive(self, name)
+        ]
+        if self.weight_decay < 0 or self.warmup_steps < 0 or not 0 <= self.min_lr <= 1:
+            problems.append("train.weight_decay and train.warmup_steps are at least 0, train.min_lr a share in 0..1")
+        _refuse(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A whole run.
+
+    Attributes:
+        data, task, model, augment, train: the groups.
+        run: folder that everything is written to.
+        tensorboard: whether to write events for TensorBoard as well.
+    """
+
+    data: DataConfig
+    task: TaskConfig
+    model: ModelConfig
+    augment: AugmentConfig
+    train: TrainConfig
+    run: Path
+    tensorboard: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        if (self.model.head == "segmentation") != (self.task.kind == "segmentation"):
+            problems.append(f"model.head {self.model.head} with task.kind {self.task.kind}: segmentation wants both, or neither")
+        if self.task.kind == "cox" and self.train.accumulate < 2:
+            problems.append(f"task.kind cox with train.accumulate {self.train.accumulate}: a risk set needs several slides; give 8 or more")
+        allowed = {
+            "classification": ("loss", "auc"),
+            "multilabel": ("loss", "auc"),
+            "regression": ("loss", "r2"),
+            "cox": ("loss", "c_index"),
+            "hazard": ("loss", "c_index"),
+            "segmentation": ("loss", "dice"),
+        }[self.task.kind]
+        if self.train.monitor not in allowed:
+            problems.append(f"train.monitor {self.train.monitor} with task.kind {self.task.kind}: choose {' or '.join(allowed)}")
+        if self.task.class_weights != "none" and self.task.kind not in ("classification", "multilabel"):
+            problems.append(f"task.class_weights with task.kind {self.task.kind}: only classes have weights")
+        if self.task.label_smoothing and self.task.kind != "classification":
+            problems.append(f"task.label_smoothing with task.kind {self.task.kind}: it is for classification")
+        _refuse(problems)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as they are written to YAML."""
+        return {name: _plain(value) for name, value in asdict(self).items()}
+
+
+#: The groups by name, as the command line knows them.
+GROUPS: dict[str, type] = {
+    item.name: cls for item, cls in zip(fields(Config), (DataConfig, TaskConfig, ModelConfig, AugmentConfig, TrainConfig), strict=False)
+}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _not_positive(config: TrainConfig, name: str) -> bool:
+    value = getattr(config, name)
+    return value is not None and not value > 0
+
+
+def _refuse(problems: Any) -> None:
+    found = list(problems)
+    if found:
+        raise InputError("; ".join(found))

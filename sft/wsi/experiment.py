@@ -1,0 +1,238 @@
+"""Everything that a run is made of, from its configuration: the slides, the task, the network, the compiled network."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import sft
+from sft.analysis.interval import Interval
+from sft.errors import BudgetError, InputError, SourceError
+from sft.resident import resident_bytes
+from sft.sources.image import Image
+from sft.units import format_bytes, parse_bytes
+from sft.wsi.backbones import load_backbone, load_weights, num_features
+from sft.wsi.config import Config
+from sft.wsi.errors import DatasetError
+from sft.wsi.feed import IGNORED_LABEL, SlideFeed
+from sft.wsi.heads import SlideModel, build_model
+from sft.wsi.norms import calibrate, set_training
+from sft.wsi.optimization import make_optimizer
+from sft.wsi.randomness import counter_seed, generator
+from sft.wsi.splits import assign_splits
+from sft.wsi.table import SlideRecord, SlideTable, read_table
+from sft.wsi.tasks import Task, make_task
+
+__all__ = [
+    "Experiment",
+    "autocast",
+    "calibrate_norms",
+    "check_slides",
+    "compile_model",
+    "load_experiment",
+    "plan_of_size",
+    "segmentation_counts",
+    "segmentation_loss",
+]
+
+_CALIBRATION_CROPS = 8
+_CALIBRATION_PX = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Experiment:
+    """What a run is made of.
+
+    Attributes:
+        config: what was asked.
+        table: the slides, each with its split.
+        task: what is predicted.
+        model: the network, with its initial weights.
+        feed: opens slides.
+        freezes_norms: whether statistics of BatchNorms stay as they are.
+    """
+
+    config: Config
+    table: SlideTable
+    task: Task
+    model: SlideModel
+    feed: SlideFeed
+    freezes_norms: bool
+
+    def records(self, split: str) -> list[SlideRecord]:
+        """The slides of a split, in the order of the table."""
+        return [record for record in self.table.records if record.split == split]
+
+
+def load_experiment(config: Config, *, table: SlideTable | None = None, task: Task | None = None) -> Experiment:
+    """Read the table, and make the network with its initial weights (the same for the same configuration).
+
+    Args:
+        config: what was asked.
+        table: slides with splits, instead of those of the configuration. Default: `None`
+        task: instead of one made for the training slides. Default: `None`
+
+    Raises:
+        DatasetError: the table is wrong.
+        InputError: the network cannot be made.
+        SourceError: weights cannot be read.
+    """
+    if table is None:
+        table = read_table(config.data.csv, config.task, root=config.data.slides)
+        table = assign_splits(table, config.data, config.task.kind, config.train.seed)
+    if task is None:
+        task = make_task(config.task, table.classes, [record for record in table.records if record.split == "train"])
+    settings = config.model
+    torch.manual_seed(counter_seed(config.train.seed, "weights"))
+    backbone = load_backbone(settings.backbone, settings.options)
+    if settings.weights is not None:
+        load_weights(backbone, settings.weights)
+    model = build_model(
+        backbone,
+        num_features(backbone, settings.backbone),
+        task.num_outputs,
+        head=settings.head,
+        attention_dim=settings.attention_dim,
+        dropout=settings.dropout,
+    )
+    return Experiment(config=config, table=table, task=task, model=model, feed=SlideFeed(config), freezes_norms=settings.norm != "train")
+
+
+def check_slides(experiment: Experiment) -> dict[str, str]:
+    """Open every slide.
+
+    Returns:
+        What is wrong, by the slide's name; empty unless such slides are to be left out.
+
+    Raises:
+        DatasetError: slides cannot be used, and ``train.on_error`` is "raise"; or none is left to train on.
+    """
+    found = {record.name: problem for record in experiment.table.records if (problem := experiment.feed.check(record)) is not None}
+    if found and experiment.config.train.on_error == "raise":
+        problems = [f"line {record.row}: {found[record.name]}" for record in experiment.table.records if record.name in found]
+        raise DatasetError(str(experiment.config.data.csv), problems)
+    if all(record.name in found for record in experiment.records("train")):
+        raise DatasetError(str(experiment.config.data.csv), ["no training slide can be read:", *found.values()])
+    return found
+
+
+def calibrate_norms(experiment: Experiment, failed: dict[str, str]) -> int:
+    """Measure the statistics of norms on crops of the training slides, where the configuration wants that; returns how many norms.
+
+    Raises:
+        SourceError: slides cannot be read.
+    """
+    settings = experiment.config.model
+    brings_own = settings.weights is not None or bool(settings.options.get("pretrained") or settings.options.get("weights"))
+    if settings.norm not in ("calibrated", "auto") or (settings.norm == "auto" and brings_own):
+        return 0
+    records = [record for record in experiment.records("train") if record.name not in failed]
+    draw = generator(experiment.config.train.seed, "calibration")
+    chosen = [records[int(number)] for number in draw.integers(len(records), size=_CALIBRATION_CROPS)]
+    return calibrate(experiment.model.backbone, (_crop(experiment, record, draw) for record in chosen))
+
+
+def _crop(experiment: Experiment, record: SlideRecord, draw: np.random.Generator) -> Tensor:
+    """A crop of a slide, the one with the most different pixels of four places: half of a slide may be glass."""
+    image: Image = experiment.feed.coloured(record)
+    width_px, height_px = min(_CALIBRATION_PX, image.width_px), min(_CALIBRATION_PX, image.height_px)
+    crops = []
+    for _ in range(4):
+        left, top = int(draw.integers(image.width_px - width_px + 1)), int(draw.integers(image.height_px - height_px + 1))
+        crops.append(image.read(left, top, width_px, height_px))
+    pixels = max(crops, key=lambda crop: float(crop.std()))
+    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (experiment.config.model.mean, experiment.config.model.std))
+    return (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std
+
+
+def compile_model(model: nn.Module, config: Config, *, optimizer: torch.optim.Optimizer | None = None, num_inputs: int = 1) -> Any:
+    """The model inside the budget, for slides of any size.
+
+    The optimizer's state is taken off the budget as what it will be, not as what it is so far. So a plan does not depend on when in a
+    run it is made, and a run that is started again computes the same bits.
+
+    Args:
+        model: `SlideModel`, or what holds one.
+        config: of the run.
+        optimizer: whose state counts; one that has not made a step.
+        num_inputs: of the model; label maps come behind the image.
+
+    Raises:
+        UnsupportedError: the network has operators without an exact rule.
+        BudgetError: the optimizer's state alone is too large.
+    """
+    state_bytes = resident_bytes(model, optimizer) - resident_bytes(model, None)
+    budget_bytes = parse_bytes(config.model.budget) - state_bytes
+    if budget_bytes <= 0:
+        raise BudgetError(
+            f"model.budget {config.model.budget}: the optimizer's state needs {format_bytes(state_bytes)}. Raise it.",
+            needed_bytes=state_bytes,
+        )
+    shapes: list[tuple[int | None, ...]] = [(1, 3, None, None), *[(1, 1, None, None)] * (num_inputs - 1)]
+    return sft.compile(model, shapes if num_inputs > 1 else shapes[0], budget=budget_bytes, device=config.train.device)
+
+
+def plan_of_size(experiment: Experiment, size_px: tuple[int, int]) -> sft.Plan:
+    """The plan of a training step on a slide of (height, width) px that need not exist.
+
+    Raises:
+        UnsupportedError, BudgetError: as `sft.plan`.
+        InputError: the size is none, or the task is segmentation.
+    """
+    if min(size_px) < 1 or experiment.task.kind == "segmentation":
+        raise InputError(f"--size {size_px[0]} {size_px[1]}: give two positive numbers, and a task without masks")
+    optimizer = make_optimizer(experiment.model, experiment.config.train)
+    net = compile_model(experiment.model, experiment.config, optimizer=optimizer)
+    set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
+    with autocast(experiment.config):
+        found: sft.Plan = net.plan_for(_Imagined((1, 3, *size_px)))
+    return found
+
+
+class _Imagined:
+    """A slide of which only the size is known: enough to plan for."""
+
+    dtype = torch.float32
+
+    def __init__(self, shape: tuple[int, int, int, int]) -> None:
+        self.shape = shape
+
+    def rows(self, interval: Interval, out: Tensor) -> None:
+        """Never called.
+
+        Raises:
+            SourceError: always.
+        """
+        raise SourceError(f"rows [{interval.start}, {interval.stop}) of a slide of {self.shape} that is only planned for")
+
+
+def autocast(config: Config) -> contextlib.AbstractContextManager[Any]:
+    """The precision of the run."""
+    if config.train.precision == "fp32":
+        return contextlib.nullcontext()
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float16
+    return torch.autocast(torch.device(config.train.device).type, dtype=dtype)
+
+
+def segmentation_loss(prediction: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of the pixels that have a label."""
+    return F.cross_entropy(prediction, target, ignore_index=IGNORED_LABEL)
+
+
+def segmentation_counts(prediction: Tensor, target: Tensor) -> Tensor:
+    """Pixels that are right, predicted and true, class after class: ``[3 K]`` sums that stream."""
+    labels = target.unsqueeze(1) if target.dim() == prediction.dim() - 1 else target
+    counted = (labels != IGNORED_LABEL).to(prediction.dtype)
+    guess = prediction.argmax(1, keepdim=True)
+    sums = []
+    for number in range(prediction.shape[1]):
+        predicted = (guess == number).to(prediction.dtype) * counted
+        true = (labels == number).to(prediction.dtype)
+        sums += [(predicted * true).sum(), predicted.sum(), true.sum()]
+    return torch.stack(sums)

@@ -1,0 +1,144 @@
+"""The folder of a run: found usable before anything is computed, used by one process at a time, and never half-written."""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import yaml
+
+from sft.units import format_bytes
+from sft.wsi.checkpoint import CheckpointFolder
+from sft.wsi.errors import RunFolderError
+from sft.wsi.files import clear_partial, replacing, write_text
+
+__all__ = ["RunFolder"]
+
+_STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "slides")
+
+
+class RunFolder:
+    """A folder that belongs to this process for as long as the ``with`` block lasts.
+
+    ====================  ======================================================================
+    config.yaml           what was asked; reads as ``--config``
+    splits.csv            slide, patient, split, target
+    plan.txt, plan.json   how the largest slide is computed
+    steps.csv             a row for each optimizer step
+    metrics.csv           a row for each epoch
+    checkpoints/          ``last-*``: to go on from; ``best-*``: the best validation
+    ====================  ======================================================================
+
+    Args:
+        path: of the folder; made if it is not there.
+        needed_bytes: what must be free on its disk.
+
+    Raises:
+        RunFolderError: it cannot be written, has no room, or another process uses it.
+    """
+
+    def __init__(self, path: Path, *, needed_bytes: int = 0) -> None:
+        self.path = path
+        self._needed_bytes = needed_bytes
+        self._lock: IO[str] | None = None
+        self.checkpoints = CheckpointFolder(path / "checkpoints")
+
+    def __enter__(self) -> RunFolder:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / ".lock").open("w")
+            probe = self.path / f".probe-{os.getpid()}"
+            with probe.open("wb") as file:
+                file.write(b"0" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+            probe.unlink()
+            free_bytes = shutil.disk_usage(self.path).free
+        except OSError as error:
+            self._close()
+            raise RunFolderError(
+                f"cannot write to the run folder {self.path}: {error.strerror or error}. Give another with --run."
+            ) from error
+        if free_bytes < self._needed_bytes:
+            self._close()
+            raise RunFolderError(
+                f"the run folder {self.path} has {format_bytes(free_bytes)} free, and checkpoints need {format_bytes(self._needed_bytes)}. "
+                "Make room, or give another with --run."
+            )
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._close()
+            raise RunFolderError(
+                f"the run folder {self.path} is in use by another process. Wait for it, or give another with --run."
+            ) from error
+        clear_partial(self.path)
+        if self.checkpoints.path.is_dir():
+            self.checkpoints.clear_partial()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()  # the lock goes with the file, also when the process is killed
+            self._lock = None
+
+    def write_yaml(self, name: str, value: Any) -> None:
+        """Write YAML.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        write_text(self.path / name, yaml.safe_dump(value, sort_keys=False))
+
+    def start_steps(self, last_step: int) -> None:
+        """Leave only the rows of steps up to ``last_step``: those behind it are computed again.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        path = self.path / "steps.csv"
+        rows: list[list[str]] = []
+        if path.exists():
+            with path.open(newline="", encoding="utf-8") as file:
+                # A row that the crash cut short has fewer cells.
+                rows = [row for row in csv.reader(file) if len(row) == len(_STEP_COLUMNS) and row[0].isdigit() and int(row[0]) <= last_step]
+        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([_STEP_COLUMNS, *rows])
+
+    def add_step(self, row: Mapping[str, Any]) -> None:
+        """Append a row to steps.csv.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        try:
+            with (self.path / "steps.csv").open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerow([_cell(row[name]) for name in _STEP_COLUMNS])
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write {self.path / 'steps.csv'}: {error.strerror}. The last checkpoint is complete: make room and start the same "
+                "command again."
+            ) from error
+
+    def write_epochs(self, epochs: Sequence[Mapping[str, Any]]) -> None:
+        """Write metrics.csv.
+
+        Raises:
+            RunFolderError: it cannot be written.
+        """
+        columns = list(dict.fromkeys(name for epoch in epochs for name in epoch))
+        with replacing(self.path / "metrics.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows([columns, *([_cell(epoch.get(name, "")) for name in columns] for epoch in epochs)])
+
+
+def _cell(value: Any) -> Any:
+    return repr(value) if isinstance(value, float) else value

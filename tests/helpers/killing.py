@@ -1,0 +1,91 @@
+"""The command line in a process of its own, which dies at a chosen place.
+
+A process that is killed by a timer dies somewhere; these die where it hurts. The processes come from a server that has imported everything
+already, so that a dozen of them take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import multiprocessing
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+__all__ = ["Death", "run_process"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """Where and how a process dies.
+
+    Attributes:
+        place: a function, ``module:name`` or ``module:Class.name``.
+        call: at which call of it, from 1.
+        manner: SIGKILL before the call; after it; after it with the file that it wrote cut in half; or SIGTERM before it.
+    """
+
+    place: str
+    call: int = 1
+    manner: Literal["before", "after", "half", "term"] = "before"
+
+
+def run_process(arguments: Sequence[str], death: Death | None = None) -> int:
+    """Run the command line to its end; returns the exit code, or minus the signal that killed it."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "sft.wsi.cli"])
+    process = context.Process(target=_child, args=(list(arguments), death))
+    process.start()
+    process.join()
+    code = process.exitcode
+    process.close()
+    assert code is not None
+    return code
+
+
+def _child(arguments: list[str], death: Death | None) -> None:
+    import torch
+
+    from sft.wsi.cli import main
+
+    torch.set_num_threads(1)
+    if death is not None:
+        _arrange(death)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        code = main(arguments)
+    if code == 1:
+        print(output.getvalue())
+    os._exit(code)  # without what a normal end would tidy up
+
+
+def _arrange(death: Death) -> None:
+    module, _, path = death.place.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    function, calls = getattr(owner, name), 0
+
+    def dying(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls != death.call:
+            return function(*given, **named)
+        if death.manner == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+            return function(*given, **named)
+        if death.manner == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        function(*given, **named)
+        if death.manner == "half":
+            (written,) = (value for value in given if isinstance(value, Path))
+            os.truncate(written, written.stat().st_size // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(owner, name, dying)

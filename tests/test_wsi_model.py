@@ -1,0 +1,179 @@
+"""Backbones cut before their pooling, heads that stream, evidence that sums to the score, norms that stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import sft
+from examples.models import resnet18, vgg16
+from sft.errors import InputError, SourceError
+from sft.wsi.backbones import cut_before_pooling, load_backbone, load_weights, num_features
+from sft.wsi.heads import Evidence, SlideModel, build_model
+from sft.wsi.norms import calibrate, set_training
+from tests.helpers.wsi import TinyNet
+
+
+class _Inline(nn.Module):
+    """Pools and classifies inside ``forward``, as torchvision's DenseNet does; the last activation is no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, stride=4, padding=1)
+        self.fixed = nn.AdaptiveAvgPool2d(7)  # as VGG's: an image, whose size does not follow the input's
+        self.classifier = nn.Linear(4 * 49, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.classifier(torch.flatten(self.fixed(nn.functional.relu(self.stem(x))), 1))
+        return y
+
+
+class _Branched(nn.Module):
+    """Two poolings of different maps: neither is all that the result depends on, but the first stage is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, stride=4, padding=1), nn.Conv2d(4, 5, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = self.first(x)
+        return torch.cat([one.mean((2, 3)), self.second(one).mean((2, 3))], 1)
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.net(x)
+        return y
+
+
+class _Seq(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.flatten(1).sum(1, keepdim=True)
+
+
+def test_networks_are_cut_before_their_pooling() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 3, 96, 64)
+    inline, tiny, branched = _Inline(), TinyNet().eval(), _Branched()
+    for network, features in (
+        (inline, lambda: nn.functional.relu(inline.stem(x))),
+        (tiny, lambda: tiny.features(x)),
+        (_Wrapped(tiny), lambda: tiny.features(x)),
+        (branched, lambda: branched.first(x)),
+    ):
+        cut = cut_before_pooling(network, "n").eval()
+        assert torch.equal(cut(x), features()), type(network)
+        assert set(cut.state_dict()) < set(network.state_dict()) and not any("classifier" in name for name in cut.state_dict())
+    whole = nn.Conv2d(3, 2, 1)
+    assert cut_before_pooling(whole, "n") is whole
+    for pooled in (resnet18(2, width=4), vgg16(2, width=2)):
+        assert torch.equal(cut_before_pooling(pooled, "n").eval()(x), pooled.eval().features(x))
+
+
+def test_a_cut_backbone_still_trains_and_evaluates_differently() -> None:
+    torch.manual_seed(0)
+    cut, x = cut_before_pooling(TinyNet(), "n"), torch.randn(1, 3, 64, 64)
+    dropped = [cut.train()(x) for _ in range(8)]
+    assert not all(torch.equal(dropped[0], other) for other in dropped)  # dropout draws
+    assert torch.equal(cut.eval()(x), cut(x))
+
+
+def test_backbones_that_are_none() -> None:
+    for name, message in (
+        ("no_such_package_at_all:net", "cannot import no_such_package_at_all"),
+        ("tests.helpers.wsi:nothing", "no callable 'nothing'"),
+        ("tests.helpers.wsi:real_pixels", "made a ndarray"),
+        ("tests.helpers.wsi:write_slide", "cannot be made"),
+        ("torch.nn:Flatten", "no feature map"),
+        ("tests.test_wsi_model:_Seq", "no feature map"),
+    ):
+        with pytest.raises(InputError, match=message):
+            load_backbone(name, {})
+    with pytest.raises(InputError, match=r"does not take an image of 128 x 128 px"):
+        load_backbone("torch.nn:Conv2d", {"in_channels": 4, "out_channels": 1, "kernel_size": 3})
+    assert num_features(load_backbone("tests.helpers.wsi:tiny_net", {"width": 6}), "n") == 6
+
+
+def test_weights_load_under_the_names_of_the_uncut_network(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole, cut = TinyNet(), cut_before_pooling(TinyNet(), "n")
+    save_file(whole.state_dict(), tmp_path / "w.safetensors")
+    torch.save({"state_dict": {f"module.{name}": value for name, value in whole.state_dict().items()}}, tmp_path / "w.pt")
+    for name in ("w.safetensors", "w.pt"):
+        with torch.no_grad():
+            for parameter in cut.parameters():
+                parameter.zero_()
+        load_weights(cut, tmp_path / name)
+        assert all(torch.equal(value, whole.state_dict()[key]) for key, value in cut.state_dict().items())
+    with pytest.raises(InputError, match="of another shape"):
+        load_weights(cut_before_pooling(TinyNet(4), "n"), tmp_path / "w.pt")
+    (tmp_path / "bad.pt").write_bytes(b"no weights")
+    with pytest.raises(SourceError, match="cannot read weights"):
+        load_weights(cut, tmp_path / "bad.pt")
+
+
+def _model(head: Any) -> SlideModel:
+    torch.manual_seed(1)
+    backbone = cut_before_pooling(TinyNet(), "n")
+    model = build_model(backbone, 8, 3, head=head, attention_dim=4).double()
+    set_training(model, training=False, freeze_norms=True)
+    return model
+
+
+@pytest.mark.parametrize("head", ["gap", "max", "attention", "segmentation"])
+def test_heads_stream_exactly(head: Any) -> None:
+    model = _model(head)
+    x = torch.randn(1, 3, 136, 72, dtype=torch.float64, requires_grad=True)
+    net = sft.compile(model, x.shape, budget="64MiB", options=sft.Options(tile=(24, None)))
+    assert any(segment.mode == "tiled" and segment.num_steps > 2 for segment in net.plan.segments)
+    plain, streamed = model(x), net(x)
+    assert torch.allclose(plain, streamed, rtol=1e-12, atol=1e-13)
+    inputs = [x, *model.parameters()]
+    weights = torch.randn_like(plain)
+    pairs = zip(torch.autograd.grad(plain, inputs, weights), torch.autograd.grad(streamed, inputs, weights), strict=True)
+    for expected, found in pairs:
+        # A gradient that cancels to nothing (of the attention's last bias) is rounding on both sides.
+        assert (expected - found).norm() <= 1e-11 * expected.norm() + 1e-13
+
+
+def test_only_values_without_pixels_are_whole_in_heads() -> None:
+    for head in ("max", "attention"):
+        report = sft.check(_model(head), (1, 3, 128, 128))
+        assert report.ok and not report.whole_reasons, str(report)
+
+
+@pytest.mark.parametrize("head", ["gap", "max", "attention"])
+def test_evidence_sums_to_the_score(head: Any) -> None:
+    model = _model(head)
+    x = torch.randn(1, 3, 96, 64, dtype=torch.float64)
+    scores, evidence = sft.compile(Evidence(model), x.shape, budget="64MiB", options=sft.Options(tile=(16, None)))(x)
+    assert isinstance(model.head.classifier, nn.Linear)
+    assert evidence.shape == (1, 3, 12, 8)
+    assert torch.allclose(evidence.sum((2, 3)) + model.head.classifier.bias, scores, rtol=1e-12)
+    assert torch.allclose(scores, model(x), rtol=1e-12)
+
+
+def test_calibrated_norms_normalise_and_stay_frozen_in_training() -> None:
+    torch.manual_seed(0)
+    network, crops = TinyNet(), [3 * torch.randn(1, 3, 96, 96) + 2 for _ in range(6)]
+    flags = [module.training for module in network.modules()]
+    assert calibrate(network, crops) == 2
+    assert flags == [module.training for module in network.modules()]
+    first = network.features[1]
+    assert isinstance(first, nn.BatchNorm2d) and first.momentum == 0.1
+    features = torch.cat([network.features[0](crop) for crop in crops])
+    assert torch.allclose(first.running_mean if first.running_mean is not None else torch.empty(0), features.mean((0, 2, 3)), atol=1e-5)
+    set_training(network, training=True, freeze_norms=True)
+    assert network.training and not first.training
+    before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+    network(crops[0])
+    assert all(torch.equal(before[name], buffer) for name, buffer in network.named_buffers())

@@ -1,0 +1,192 @@
+"""Tables of slides as people write them, and as nobody should; splits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sft.errors import InputError
+from sft.wsi.config import DataConfig, TaskConfig, TaskKind
+from sft.wsi.errors import DatasetError
+from sft.wsi.splits import assign_splits
+from sft.wsi.table import SlideRecord, SlideTable, read_table
+
+
+def _table(folder: Path, text: str, *slides: str, encoding: str = "utf-8") -> Path:
+    for name in slides:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"slide")
+    table = folder / "table.csv"
+    table.write_bytes(text.encode(encoding))
+    return table
+
+
+def _problems(table: Path, task: TaskConfig | None = None, root: Path | None = None) -> tuple[str, ...]:
+    with pytest.raises(DatasetError) as caught:
+        read_table(table, task or TaskConfig(), root=root)
+    assert isinstance(caught.value, InputError)
+    return caught.value.problems
+
+
+def test_aliases_a_byte_order_mark_and_semicolons(tmp_path: Path) -> None:
+    text = "Case_ID; Slide_ID ;TARGET;Partition;MPP\r\np1;a;tumor;training;0.25\r\n\r\np2;sub/b.svs;normal;dev;\r\n"
+    table = read_table(_table(tmp_path, text, "a.svs", "sub/b.svs", encoding="utf-8-sig"), TaskConfig())
+    assert table.classes == ("normal", "tumor")
+    first, second = table.records
+    assert (first.name, first.path, first.target, first.patient, first.split, first.mpp) == (
+        "a",
+        tmp_path / "a.svs",
+        (1.0,),
+        "p1",
+        "train",
+        0.25,
+    )
+    assert (second.name, second.path, second.target, second.split, second.mpp) == ("b", tmp_path / "sub" / "b.svs", (0.0,), "val", None)
+
+
+def test_every_problem_of_a_table_is_told_at_once(tmp_path: Path) -> None:
+    text = (
+        "slide,label,patient,split,mpp\n"
+        "a.svs,x,p1,train,0.5\n"
+        "a.svs,y,p2,val,0.5\n"  # the same file
+        "gone.svs,x,p3,train,0.5\n"
+        "empty.svs,y,p4,train,0.5\n"
+        "../outside.svs,x,p5,train,0.5\n"
+        "/etc/passwd,x,p6,train,0.5\n"
+        "b.svs,,p1,test,0.5\n"  # no label, and a patient of another split
+        "c.svs,y,p7,somewhere,-1\n"
+        "d.svs,y,p8,train\n"  # a cell is missing
+        ",y,p9,train,0.5\n"
+        "e.svs,y,p10,,nan\n"
+    )
+    table = _table(tmp_path, text, "a.svs", "b.svs", "c.svs", "d.svs", "e.svs")
+    (tmp_path / "empty.svs").write_bytes(b"")
+    problems = "\n".join(_problems(table, root=tmp_path))
+    expected = (
+        "line 3: slide a.svs is on line 2 already", "line 4: slide", "is missing", "line 5:", "has no bytes",
+        "line 6: slide '../outside.svs' is outside of", "line 7: slide '/etc/passwd' is outside of", "line 8: slide 'b.svs' has no label",
+        "line 9: split 'somewhere'", "line 9: mpp -1", "line 10: 4 cells under 5 columns", "line 11: no slide", "line 12: mpp 'nan'",
+        "patient 'p1' is in train (line 2), test (line 8)", "line 9, 12: no split",
+    )  # fmt: skip
+    for text in expected:
+        assert text in problems, text
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"),
+        (b"slide,label\n", "no slides"),
+        (b"slide,label\n\xff\xfe,x\n", "no UTF-8"),
+        (b"slide,label\na\0b,x\n", "zero bytes"),
+        (b'slide,label\n"a.svs,x\n', "close the quotes"),
+        (b"picture,thing\na,b\n", "no column slide"),
+        (b"slide,thing\na,b\n", "no column label"),
+        (b"slide,slide,label\na,a,b\n", "2 times"),
+    ],
+)
+def test_files_that_are_no_tables(tmp_path: Path, content: bytes, message: str) -> None:
+    table = tmp_path / "table.csv"
+    table.write_bytes(content)
+    assert any(message in problem for problem in _problems(table))
+
+
+def test_a_table_that_is_not_there_is_a_dataset_error(tmp_path: Path) -> None:
+    assert "check the path" in _problems(tmp_path / "none.csv")[0]
+    assert "cannot be read" in _problems(tmp_path)[0]
+
+
+def test_paths_leave_the_root_in_no_way(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for given in ("../secret.svs", "x/../../secret.svs", str(tmp_path / "secret.svs"), "../root2/a.svs"):
+        table = _table(tmp_path, f"slide,label\n{given},x\n", "secret.svs", "root2/a.svs", "root/in.svs")
+        assert "outside of" in _problems(table, root=root)[0], given
+    table = _table(tmp_path, "slide,label\nx/../in.svs,x\n")
+    assert read_table(table, TaskConfig(), root=root).records[0].path == root / "in.svs"
+
+
+def test_an_ambiguous_name_is_refused_and_equal_stems_get_different_names(tmp_path: Path) -> None:
+    table = _table(tmp_path, "slide,label\na,x\n", "a.svs", "a.tif")
+    assert "could be a.svs, a.tif" in _problems(table)[0]
+    table = _table(tmp_path, "slide,label\none/a.svs,x\ntwo/a.svs,y\n", "one/a.svs", "two/a.svs")
+    assert [record.name for record in read_table(table, TaskConfig()).records] == ["one_a.svs", "two_a.svs"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "targets"),
+    [
+        ("classification", "slide,label\na.svs,10\nb.svs,9\n", [(1.0,), (0.0,)]),
+        ("multilabel", 'slide,label\na.svs,"er;pr"\nb.svs,\n', [(1.0, 1.0), (0.0, 0.0)]),
+        ("regression", "slide,label\na.svs,1.5\nb.svs,-2\n", [(1.5,), (-2.0,)]),
+        ("cox", "slide,time,event\na.svs,3,1\nb.svs,4.5,0\n", [(3.0, 1.0), (4.5, 0.0)]),
+        ("hazard", "slide,survival_months,censorship\na.svs,3,1\nb.svs,4.5,0\n", [(3.0, 0.0), (4.5, 1.0)]),
+    ],
+)
+def test_targets_of_each_kind(tmp_path: Path, kind: TaskKind, text: str, targets: Sequence[tuple[float, ...]]) -> None:
+    table = read_table(_table(tmp_path, text, "a.svs", "b.svs"), TaskConfig(kind=kind))
+    assert [record.target for record in table.records] == targets
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("classification", "slide,label\na.svs,z\n", "label 'z' is none of x, y"),
+        ("multilabel", 'slide,label\na.svs,"x;z"\n', "label z is none of x, y"),
+        ("regression", "slide,label\na.svs,many\n", "label 'many' is no number"),
+        ("cox", "slide,time,event\na.svs,-1,1\n", "time '-1'"),
+        ("cox", "slide,time,event\na.svs,1,2\n", "event '2'"),
+        ("hazard", "slide,time\na.svs,1\n", "no column event"),
+        ("segmentation", "slide,mask\na.svs,\n", "has no mask"),
+    ],
+)
+def test_wrong_targets(tmp_path: Path, kind: TaskKind, text: str, message: str) -> None:
+    classes = ["x", "y"] if kind in ("classification", "multilabel", "segmentation") else None
+    problems = _problems(_table(tmp_path, text, "a.svs"), TaskConfig(kind=kind, classes=classes))
+    assert any(message in problem for problem in problems), problems
+
+
+def _made(num_patients: int, slides_each: int) -> SlideTable:
+    records = [
+        SlideRecord(
+            name=f"s{patient}-{number}", path=Path(f"s{patient}-{number}"), target=(float(patient % 3 == 0),), patient=f"p{patient}",
+            split=None, mpp=None, mask=None, row=2,
+        )
+        for patient in range(num_patients)
+        for number in range(slides_each)
+    ]  # fmt: skip
+    return SlideTable(records=tuple(records), classes=("no", "yes"))
+
+
+def test_folds_share_no_patient_are_stratified_and_cover_every_slide_once() -> None:
+    table, tested = _made(30, 3), []
+    for fold in range(5):
+        config = DataConfig(csv=Path("t.csv"), num_folds=5, fold=fold)
+        found = assign_splits(table, config, "classification", seed=1)
+        assert found == assign_splits(table, config, "classification", seed=1)
+        patients = {split: {r.patient for r in found.records if r.split == split} for split in ("train", "val", "test")}
+        assert not (patients["train"] & patients["val"] or patients["train"] & patients["test"] or patients["val"] & patients["test"])
+        assert {split: len(names) for split, names in patients.items()} == {"train": 18, "val": 6, "test": 6}
+        positive = {r.patient for r in found.records if r.split == "test" and r.target == (1.0,)}
+        assert len(positive) == 2
+        tested += [r.name for r in found.records if r.split == "test"]
+    assert sorted(tested) == sorted(record.name for record in table.records)
+
+
+def test_shares_of_the_patients_and_too_few_of_them() -> None:
+    config = DataConfig(csv=Path("t.csv"), val_fraction=0.25, test_fraction=0.2)
+    found = assign_splits(_made(20, 2), config, "classification", seed=0)
+    sizes = {split: len({r.patient for r in found.records if r.split == split}) for split in ("train", "val", "test")}
+    assert sizes["test"] == 4 and sizes["val"] in (5, 6) and sum(sizes.values()) == 20
+    with pytest.raises(DatasetError, match="2 patients for 5 folds"):
+        assign_splits(_made(2, 2), DataConfig(csv=Path("t.csv"), num_folds=5), "classification", seed=0)
+
+
+def test_a_split_that_cannot_be_learnt_from_is_refused() -> None:
+    table = _made(6, 1)
+    records = tuple(replace(record, split="train" if record.target == (0.0,) else "val") for record in table.records)
+    with pytest.raises(DatasetError, match="class 'yes' has no training slide"):
+        assign_splits(SlideTable(records=records, classes=table.classes), DataConfig(csv=Path("t.csv")), "classification", seed=0)

@@ -1,0 +1,155 @@
+"""Turned, recoloured and masked slides: a strip of theirs has the bits of the whole, and they are what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import sft
+from sft.errors import InputError, SourceError
+from sft.sources import Normalized, Slide
+from sft.sources.image import Image, Pixels, check_region
+from sft.wsi.augment import draw_augmentation
+from sft.wsi.config import AugmentConfig
+from sft.wsi.slides import open_slide, slide_info, thumbnail
+from sft.wsi.stain import hed_shift, macenko
+from sft.wsi.views import IDENTITY, Affine, Masked, Recoloured, Turned
+from tests.helpers.wsi import TinyNet, real_pixels, tissue_places, write_slide
+
+
+class _Array:
+    """An image in memory."""
+
+    def __init__(self, pixels: Pixels) -> None:
+        self.pixels = pixels
+        self.height_px, self.width_px = pixels.shape[:2]
+
+    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
+        check_region("array", x, y, w, h, self.width_px, self.height_px)
+        return self.pixels[y : y + h, x : x + w]
+
+
+def _crop(height: int, width: int) -> Pixels:
+    top, left = tissue_places(168)[0]
+    return real_pixels()[top : top + height, left : left + width]
+
+
+def _whole(image: Image) -> Pixels:
+    return image.read(0, 0, image.width_px, image.height_px)
+
+
+@given(st.integers(0, 2**31), st.integers(1, 60), st.integers(1, 60), st.data())
+def test_any_rectangle_of_an_augmented_slide_has_the_bits_of_the_whole(seed: int, height: int, width: int, data: st.DataObject) -> None:
+    config = AugmentConfig(brightness=0.3, contrast=0.3, saturation=0.5, hed=0.2)
+    augmentation = draw_augmentation(config, seed, 3, "slide")
+    stain = macenko(thumbnail(_Array(_crop(168, 160)), 1024)[0], "slide")
+    image = augmentation.apply(_Array(_crop(height, width)), stain=stain)
+    whole = _whole(image)
+    assert whole.shape == (image.height_px, image.width_px, 3) and whole.dtype == np.uint8
+    top, left = data.draw(st.integers(0, image.height_px - 1)), data.draw(st.integers(0, image.width_px - 1))
+    rows, cols = data.draw(st.integers(1, image.height_px - top)), data.draw(st.integers(1, image.width_px - left))
+    assert np.array_equal(image.read(left, top, cols, rows), whole[top : top + rows, left : left + cols])
+
+
+@pytest.mark.parametrize("quarters", range(4))
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_turning_is_what_numpy_does(quarters: int, mirrored: bool) -> None:
+    pixels = _crop(20, 33)
+    expected = np.rot90(pixels[:, ::-1] if mirrored else pixels, quarters)
+    assert np.array_equal(_whole(Turned(_Array(pixels), quarters=quarters, mirrored=mirrored)), expected)
+    with pytest.raises(InputError):
+        Turned(_Array(pixels), quarters=quarters).read(0, 0, 34, 34)
+
+
+def test_recolouring_is_the_map_that_it_says() -> None:
+    pixels = _crop(40, 40)
+    density = hed_shift((0.1, -0.2, 0.05), (0.02, 0.0, -0.01))
+    intensity = Affine.of(np.eye(3) * 1.1, (-0.05, 0.0, 0.02))
+    found = _whole(Recoloured(_Array(pixels), density=density, intensity=intensity)).astype(np.float64)
+    densities = -np.log((pixels.astype(np.float64) + 1) / 256) @ np.array(density.matrix).T + density.offset
+    shares = np.clip(256 * np.exp(-densities) - 1, 0, 255) / 255
+    expected = np.clip((shares @ np.array(intensity.matrix).T + intensity.offset) * 255, 0, 255)
+    # Half a step of the table is 0.06 grey levels; then a rounding, which is scaled by 1.1, and another.
+    assert np.abs(found - expected).max() <= (0.0625 + 0.5) * 1.1 + 0.5
+    assert np.array_equal(_whole(Recoloured(_Array(pixels))), pixels)
+
+
+def test_augmentations_follow_from_seed_epoch_and_slide_alone() -> None:
+    config = AugmentConfig(hed=0.1)
+    drawn = [draw_augmentation(config, seed, epoch, slide) for seed in (0, 1) for epoch in (0, 1) for slide in ("a", "b")]
+    assert drawn == [draw_augmentation(config, seed, epoch, slide) for seed in (0, 1) for epoch in (0, 1) for slide in ("a", "b")]
+    assert len({augmentation.density for augmentation in drawn}) == len(drawn)
+    turned = [draw_augmentation(AugmentConfig(), 0, epoch, "a") for epoch in range(64)]
+    assert {(augmentation.quarters, augmentation.mirrored) for augmentation in turned} == {(q, m) for q in range(4) for m in (False, True)}
+    plain = draw_augmentation(AugmentConfig(flips=False, rotations=False), 0, 0, "a")
+    assert plain.quarters == 0 and not plain.mirrored and plain.density == plain.intensity == IDENTITY
+
+
+def test_macenko_undoes_another_stain() -> None:
+    pixels = _crop(160, 160)
+    changed = _whole(Recoloured(_Array(pixels), density=hed_shift((0.3, -0.2, 0.0), (0.0, 0.0, 0.0))))
+    plain, restored = (_whole(Recoloured(_Array(image), density=macenko(image, "s"))).astype(float) for image in (pixels, changed))
+    before = np.abs(pixels.astype(float) - changed).mean()
+    assert np.abs(plain - restored).mean() < before / 2
+    with pytest.raises(SourceError, match="0 px of its thumbnail are stained"):
+        macenko(np.full((50, 50, 3), 255, np.uint8), "glass")
+
+
+def test_a_mask_paints_over_what_it_leaves_out() -> None:
+    pixels = _crop(33, 40)
+    mask = np.array([[1, 0], [0, 7]], np.uint8)
+    found = _whole(Masked(_Array(pixels), mask, (9, 8, 7)))
+    kept = np.zeros((33, 40), bool)
+    kept[:17, :20] = kept[17:, 20:] = True
+    assert np.array_equal(found[kept], pixels[kept]) and (found[~kept] == (9, 8, 7)).all()
+    with pytest.raises(InputError, match="another ratio"):
+        Masked(_Array(pixels), np.ones((100, 10)), (0, 0, 0))
+
+
+def test_a_network_computes_the_same_in_strips_of_an_augmented_slide(tmp_path: Path) -> None:
+    write_slide(tmp_path / "s.tif", _crop(160, 144))
+    augmentation = draw_augmentation(AugmentConfig(hed=0.1, brightness=0.1), 5, 0, "s")
+    image = augmentation.apply(open_slide(tmp_path / "s.tif").image)
+    source = Normalized(image, mean=(0.5,) * 3, std=(0.25,) * 3, dtype=torch.float64)
+    model = TinyNet().double().eval()
+    net = sft.compile(model, source, budget="8MiB", options=sft.Options(tile=(16, None)))
+    tensor = (torch.from_numpy(_whole(image)).permute(2, 0, 1)[None] / 255.0 - 0.5).double() / 0.25
+    plain = torch.autograd.grad(model(tensor).square().sum(), list(model.parameters()))
+    assert net.plan_for(source).segments[0].num_steps > 1
+    streamed = torch.autograd.grad(net(source).square().sum(), list(model.parameters()))
+    for a, b in zip(plain, streamed, strict=True):
+        # The pixels are normalised in another order of operations, in float64: rounding of some thousand summands.
+        assert (a - b).norm() <= 1e-6 * a.norm()
+
+
+def test_slides_open_at_the_resolution_that_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "s.tif"
+    write_slide(path, _crop(160, 144), num_levels=3)
+    info = slide_info(path)
+    assert info.levels == ((144, 160), (72, 80), (36, 40)) and info.level_mpp == pytest.approx((0.5, 1.0, 2.0))
+    half = open_slide(path, mpp=1.05)
+    assert half.image.width_px == 72 and half.mpp == pytest.approx(1.0)
+    assert open_slide(path, mpp=1.0, slide_mpp=0.25).image.width_px == 36  # the table knows better
+    with pytest.raises(InputError, match=r"levels have 0.5, 1, 2 um/px"):
+        open_slide(path, mpp=8.0)
+    write_slide(path, _crop(160, 144), mpp=None)
+    with pytest.raises(InputError, match="the file has no resolution"):
+        open_slide(path, mpp=1.0)
+    assert open_slide(path).mpp is None
+
+
+def test_a_thumbnail_is_made_of_averages(tmp_path: Path) -> None:
+    pixels = _crop(45, 60)
+    small, factor = thumbnail(_Array(pixels), 16)
+    assert factor == 4 and small.shape == (12, 15, 3)
+    assert abs(float(small[0, 0, 0]) - pixels[:4, :4, 0].mean()) <= 0.5
+    assert abs(float(small[11, 0, 0]) - pixels[44:, :4, 0].mean()) <= 0.5
+    path = tmp_path / "s.tif"
+    write_slide(path, np.repeat(np.repeat(pixels, 8, 0), 8, 1), num_levels=4)
+    with Slide(path) as slide:
+        assert np.array_equal(thumbnail(slide, 60)[0], pixels)

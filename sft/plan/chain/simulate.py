@@ -18,7 +18,8 @@ from typing import Literal
 from sft.errors import InputError
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.link import Link
-from sft.plan.chain.schedule import Operation, Schedule, activation, grad, saved
+from sft.plan.chain.schedule import Operation, Schedule, activation, grad
+from sft.plan.chain.work import Work, work_of
 
 __all__ = ["Event", "Simulation", "Stream", "simulate"]
 
@@ -86,19 +87,6 @@ def simulate(chain: Chain, schedule: Schedule, *, link: Link | None = None) -> S
     return _Player(chain, schedule, link or Link()).play()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """A computation: what it reads and makes, and what it costs beside that."""
-
-    reads: tuple[str, ...]
-    makes: tuple[str, ...]
-    workspace_bytes: int
-    seconds: float
-    down_bytes: int = 0
-    up_bytes: int = 0
-    streamable: bool = False
-
-
 class _Player:
     def __init__(self, chain: Chain, schedule: Schedule, link: Link) -> None:
         n = chain.num_stages
@@ -124,7 +112,7 @@ class _Player:
         self.where = ""
 
     def play(self) -> Simulation:
-        self._make(activation(0))
+        self._make(activation(0), self.chain.input_bytes)
         self.memory.append((0.0, self.held))
         for place, operation in enumerate(self.schedule.operations):
             self.where = f"{self.schedule.strategy}: operation {place} ({operation})"
@@ -151,17 +139,11 @@ class _Player:
             memory=tuple(self.memory),
         )
 
-    def _bytes(self, value: str) -> int:
-        """Size of an activation or a gradient."""
-        i = int(value[1:])
-        return self.chain.activation_bytes(i) if value[0] == "x" else self.chain.grad_bytes(i)
-
-    def _make(self, value: str, num_bytes: int | None = None) -> None:
+    def _make(self, value: str, size: int) -> None:
         if value in self.device or value in self.host:
             self._refuse(f"{value} is there already")
         if value in self.made and value[0] == "y":
             self._refuse(f"{value} was made before; each backward runs once")
-        size = self._bytes(value) if num_bytes is None else num_bytes
         self.made.add(value)
         if value in self.streamed:
             self.host[value] = size
@@ -181,43 +163,16 @@ class _Player:
     def _refuse(self, problem: str) -> None:
         raise InputError(f"{self.where}: {problem}. The schedule is not one for this chain")
 
-    def _work(self, operation: Operation) -> _Work:
-        chain, first, last = self.chain, operation.first, operation.last
+    def _work(self, operation: Operation) -> Work:
         if operation.kind == "loss":
             self.num_losses += 1
             if self.num_losses > 1:
                 self._refuse("the loss runs once")
-            return _Work(
-                reads=(activation(chain.num_stages),), makes=(grad(chain.num_stages),), workspace_bytes=0, seconds=0.0, streamable=True
-            )
-        if not 1 <= first <= last <= chain.num_stages or (not operation.mode and first != last):
-            self._refuse(f"there are no stages {first}..{last} to run as one")
-        part = chain.alternative(first, last, operation.mode) if operation.mode else chain.stage(first)
-        weights = sum(chain.stage(i).weight_bytes for i in range(first, last + 1) if i in self.streamed_weights)
-        streamable = bool(operation.mode) and chain.alternative(first, last, operation.mode).streamable
-        if operation.kind == "forward":
-            return _Work(
-                reads=(activation(first - 1),),
-                makes=(activation(last), saved(last)) if operation.save else (activation(last),),
-                workspace_bytes=part.forward_workspace_bytes + weights,
-                seconds=part.forward_seconds,
-                up_bytes=weights,
-                streamable=streamable,
-            )
-        reads = [grad(last), activation(first - 1)]
-        if part.saved_bytes or part.reads_output:
-            reads.append(saved(last))
-        if part.reads_output:
-            reads.append(activation(last))
-        return _Work(
-            reads=tuple(reads),
-            makes=(grad(first - 1),),
-            workspace_bytes=part.backward_workspace_bytes + 2 * weights,
-            seconds=part.backward_seconds,
-            down_bytes=weights,
-            up_bytes=weights,
-            streamable=streamable,
-        )
+        try:
+            return work_of(self.chain, operation, self.streamed_weights)
+        except InputError as error:
+            self._refuse(str(error))
+            raise
 
     def _compute(self, operation: Operation) -> None:
         work = self._work(operation)
@@ -225,26 +180,20 @@ class _Player:
         down, up = work.down_bytes, work.up_bytes
         for value in work.reads:
             if value in self.streamed and value in self.host:
-                up += self._bytes(value) if operation.kind != "loss" else 0
+                up += self.host[value] if operation.kind != "loss" else 0
             elif value in self.device:
                 start = max(start, self.fetched_at.get(value, 0.0))
             else:
                 self._refuse(f"it reads {value}, which is not on the device")
             if value[0] == "s" and self.saved_by[value] != (operation.first, operation.mode):
                 self._refuse(f"{value} was saved by another form of the stages")
-        for value in work.makes:
+        for value, size in work.makes:
             if value[0] == "s":
-                part = (
-                    self.chain.alternative(operation.first, operation.last, operation.mode)
-                    if operation.mode
-                    else self.chain.stage(operation.first)
-                )
                 self.saved_by[value] = (operation.first, operation.mode)
-                self._make(value, part.saved_bytes)
-            else:
-                self._make(value)
-                down += self._bytes(value) if value in self.streamed and operation.kind != "loss" else 0
-        if not work.streamable and any(value in self.streamed for value in (*work.reads, *work.makes)):
+            self._make(value, size)
+            down += size if value in self.streamed and operation.kind != "loss" else 0
+        used = (*work.reads, *(value for value, _ in work.makes))
+        if not work.streamable and any(value in self.streamed for value in used):
             self._refuse("it takes its input or output whole, but the cut is streamed")
         self._hold(work.workspace_bytes)
         seconds = work.seconds
@@ -258,7 +207,7 @@ class _Player:
         self.compute = end
         self.events.append(Event(stream="compute", label=str(operation), start_seconds=start, end_seconds=end))
         self._stream(operation, start, down, up)
-        for value in work.makes:
+        for value, _ in work.makes:
             self.ready_at[value] = end
         self.memory.append((start, self.held))
         self._hold(-work.workspace_bytes)

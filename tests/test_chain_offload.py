@@ -36,15 +36,15 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
 
     rng = random.Random(11)
     num_slowed = 0
-    for case in range(120):
+    for case in range(80):
         chain = random_chain(rng, rng.randint(1, 4))
         n, rate, budget = chain.num_stages, rng.choice([1, 2, 3]), _between(rng, chain)
-        edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1, chain.activation_bytes(n))]
+        edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1)]
         best, _, leaves = fluid_optimum([edges], start_bytes=chain.input_bytes, budget_bytes=budget, rate=rate)
         found = offload_dp.fluid_optima(chain, budget_bytes=budget, link=_link(rate), slot_bytes=1)
         assert best is not None and found[0].seconds == pytest.approx(best, abs=1e-6), case
         num_slowed += any(leaves) and best > chain.compute_seconds
-    assert num_slowed > 35
+    assert num_slowed > 25
 
 
 def test_what_the_published_formulas_get_wrong() -> None:

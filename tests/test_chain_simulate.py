@@ -197,7 +197,7 @@ def test_json_round_trips_and_text() -> None:
             loss(),
             backward(1, 2, mode="tile(4)"),
         ),
-        streamed_cuts=(0,),
+        streamed_cuts=(1,),
         streamed_weights=(2,),
     )
     assert Schedule.from_json(schedule.to_json()) == schedule

@@ -15,7 +15,7 @@ from scipy.optimize import linprog
 
 from sft.plan.chain.fluid import Edge
 
-__all__ = ["fluid_optimum", "fluid_seconds"]
+__all__ = ["fluid_optimum"]
 
 _WAIT, _OUT_WAITING, _OUT, _IN_WAITING, _IN, _GONE_START, _GONE_END = range(7)
 _NUM = 7
@@ -24,45 +24,63 @@ _NUM = 7
 def fluid_optimum(
     paths: Sequence[Sequence[Edge]], *, start_bytes: int, budget_bytes: int, rate: float
 ) -> tuple[float | None, tuple[Edge, ...], tuple[bool, ...]]:
-    """The least time over all paths and all offload sets, with one that takes it; see :func:`fluid_seconds`."""
-    sizes = {"start_bytes": start_bytes, "budget_bytes": budget_bytes}
-    found: list[tuple[float, int, Sequence[Edge], tuple[bool, ...]]] = []
+    """The least time over all paths and all offload sets, with one that takes it; the time is None if nothing fits.
+
+    Args:
+        paths: edges in order, the loss as the last of each.
+        start_bytes: what is on the device in the beginning.
+        budget_bytes: the memory.
+        rate: the bytes a second of a half-duplex link.
+    """
+    found: list[tuple[float, int, Sequence[Edge], tuple[bool, ...], _Programme]] = []
     for path in paths:
         for leaves in product([False, True], repeat=len(path) - 1):
-            seconds = fluid_seconds(path, (*leaves, False), rate=rate, **sizes)
+            programme = _Programme(path, (*leaves, False), start_bytes, budget_bytes, rate)
+            seconds = programme.least_seconds()
             if seconds is not None:
-                found.append((seconds, len(found), path, leaves))
+                found.append((seconds, len(found), path, leaves, programme))
     best: float | None = None
     way: tuple[tuple[Edge, ...], tuple[bool, ...]] = ((), ())
-    for least, _, path, leaves in sorted(found):
+    for least, _, path, leaves, programme in sorted(found, key=lambda item: item[:2]):
         if best is not None and least >= best - 1e-9:
             break
         for turn in range(2 * (2 * len(path) - 1)) if any(leaves) else (None,):
-            seconds = fluid_seconds(path, (*leaves, False), rate=rate, turn=turn, **sizes)
+            seconds = programme.least_seconds(turn)
             if seconds is not None and (best is None or seconds < best - 1e-9):
                 best, way = seconds, (tuple(path), leaves)
     return best, *way
 
 
-def fluid_seconds(
-    edges: Sequence[Edge],
-    leaves: Sequence[bool],
-    *,
-    start_bytes: int,
-    budget_bytes: int,
-    rate: float,
-    turn: int | None = None,
-) -> float | None:
-    """Least time on a half-duplex link of ``rate`` bytes a second; None if it does not fit.
+class _Programme:
+    """One path and one offload set; what leaves is given for each edge."""
 
-    Args:
-        edges: a path, the loss as its last edge.
-        leaves: for each edge whether its input and saved bytes leave.
-        start_bytes: what is there in the beginning.
-        budget_bytes: the memory.
-        rate: the link's bytes a second, one way at a time.
-        turn: the interval (two to an operation) in which the link turns round; None lets it carry both ways at any time.
-    """
+    def __init__(self, edges: Sequence[Edge], leaves: Sequence[bool], start_bytes: int, budget_bytes: int, rate: float) -> None:
+        rows, limits = _constraints(edges, leaves, start_bytes, budget_bytes, rate)
+        self._num_ops = 2 * len(edges) - 1
+        self._rows, self._limits = np.array(rows), np.array(limits)
+        self._cost = np.zeros(self._num_ops * _NUM)
+        self._cost[_WAIT::_NUM] = 1.0
+        self._compute_seconds = sum(edge.forward_seconds + edge.backward_seconds for edge in edges)
+
+    def least_seconds(self, turn: int | None = None) -> float | None:
+        """Least time, None if it does not fit; ``turn`` is the interval (two to an operation) in which the link turns round, None lets it
+        carry both ways at any time.
+        """
+        bounds: list[tuple[float, float | None]] = [(0, None)] * len(self._cost)
+        for interval in range(2 * self._num_ops) if turn is not None else ():
+            op, run = divmod(interval, 2)
+            if interval < (turn or 0):
+                bounds[op * _NUM + (_IN_WAITING, _IN)[run]] = (0, 0)
+            if interval > (turn or 0):
+                bounds[op * _NUM + (_OUT_WAITING, _OUT)[run]] = (0, 0)
+        found = linprog(self._cost, A_ub=self._rows, b_ub=self._limits, bounds=bounds, method="highs")
+        return float(found.fun) + self._compute_seconds if found.success else None
+
+
+def _constraints(
+    edges: Sequence[Edge], leaves: Sequence[bool], start_bytes: int, budget_bytes: int, rate: float
+) -> tuple[list[np.ndarray], list[float]]:
+    """``rows @ variables <= limits``."""
     n = len(edges)
     num_ops = 2 * n - 1  # forwards, the loss, backwards
     present = [start_bytes]
@@ -114,16 +132,4 @@ def fluid_seconds(
             add([*back, *minus(out)], 0)
     last = num_ops - 1
     add(minus(moved(last, outs, end=False)), -total)
-    cost = np.zeros(num_ops * _NUM)
-    cost[_WAIT::_NUM] = 1.0
-    bounds: list[tuple[float, float | None]] = [(0, None)] * len(cost)
-    for interval in range(2 * num_ops) if turn is not None else ():
-        op, run = divmod(interval, 2)
-        if interval < (turn or 0):
-            bounds[at(op, ins[run])] = (0, 0)
-        if interval > (turn or 0):
-            bounds[at(op, outs[run])] = (0, 0)
-    found = linprog(cost, A_ub=np.array(rows), b_ub=np.array(limits), bounds=bounds, method="highs")
-    if not found.success:
-        return None
-    return float(found.fun) + sum(edge.forward_seconds + edge.backward_seconds for edge in edges)
+    return rows, limits

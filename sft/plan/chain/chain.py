@@ -100,16 +100,20 @@ class Chain:
     """A network as solvers see it.
 
     Attributes:
-        input_bytes: |x_0|, on the device from the start.
+        input_bytes: |x_0|, on the device from the start unless it is streamed.
         input_grad_bytes: |y_0|; 0 if nobody wants it.
         stages: the stages ``1..n``, in order.
         alternatives: other ways to run some of them.
+        input_may_stream: whether ``x_0`` may be read from the host piece by piece instead (and ``y_0`` be written there).
+        output_may_stream: whether ``x_n`` may be written to the host piece by piece (and ``y_n`` be read from there).
     """
 
     input_bytes: int
     stages: tuple[Stage, ...]
     input_grad_bytes: int = 0
     alternatives: tuple[Alternative, ...] = ()
+    input_may_stream: bool = False
+    output_may_stream: bool = False
 
     def __post_init__(self) -> None:
         _check_numbers(self)

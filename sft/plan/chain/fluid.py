@@ -60,6 +60,7 @@ class Edge:
         up_forward_bytes: what comes from there.
         down_backward_bytes: the same for the backward.
         up_backward_bytes: the same for the backward.
+        host_bytes: what it puts on the host in any case.
         movable: whether its input and saved bytes may be offloaded.
     """
 
@@ -77,6 +78,7 @@ class Edge:
     up_forward_bytes: int = 0
     down_backward_bytes: int = 0
     up_backward_bytes: int = 0
+    host_bytes: int = 0
     movable: bool = True
 
 
@@ -132,6 +134,7 @@ class _Slots:
     entering: int
     saved: int
     kept: int
+    host: int
     link_forward: int
     link_backward: int
     seconds: float
@@ -235,6 +238,7 @@ def _in_slots(edges: Sequence[Edge], link: Link, slot_bytes: int) -> list[_Slots
                 entering=entering,
                 saved=saved,
                 kept=saved + output,
+                host=up(edge.host_bytes),
                 link_forward=max(0, along.time("F", edge, forward_seconds * down_rate - forward_busy)),
                 link_backward=max(0, along.time("B", edge, backward_seconds * up_rate - backward_busy)),
                 seconds=forward_seconds + backward_seconds,
@@ -271,7 +275,7 @@ def _follow(state: _Search, labels: _Labels, number: int, leaves: bool) -> _Labe
     slots, limit = state.slots[number], state.limit
     waiting, coming = np.maximum(labels.down, 0), np.maximum(labels.up, 0)
     below = labels.held - waiting
-    host = labels.host + (slots.entering + slots.saved if leaves else 0)
+    host = labels.host + slots.host + (slots.entering + slots.saved if leaves else 0)
     fits = (below + slots.need_forward <= limit) & (below + slots.need_backward <= limit) & (host <= state.host_limit)
     chosen = np.flatnonzero(fits)
     labels, waiting, coming, below, host = labels.take(chosen), waiting[chosen], coming[chosen], below[chosen], host[chosen]

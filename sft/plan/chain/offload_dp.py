@@ -44,7 +44,7 @@ def fluid_optima(
     n, room = chain.num_stages, budget_bytes - chain.resident_bytes
     if room < chain.input_bytes:
         return []
-    edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1, chain.activation_bytes(n))]
+    edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1)]
     return search(
         edges,
         start=0,

@@ -33,9 +33,10 @@ def kept_edge(chain: Chain, i: int) -> Edge:
     )
 
 
-def loss_edge(chain: Chain, source: int, target: int, input_bytes: int) -> Edge:
-    """The caller's turn, as the last edge."""
-    grad_bytes = chain.grad_bytes(chain.num_stages)
+def loss_edge(chain: Chain, source: int, target: int, *, streamed: bool = False) -> Edge:
+    """The caller's turn, as the last edge; of a streamed output nothing is on the device."""
+    n = chain.num_stages
+    input_bytes, grad_bytes = (0, 0) if streamed else (chain.activation_bytes(n), chain.grad_bytes(n))
     return Edge(
         source=source,
         target=target,

@@ -68,7 +68,7 @@ def place_copies(
     """
     hosted = {name for cut in streamed_cuts for name in (f"x{cut}", f"y{cut}")}
     lives = _lives(chain, operations, set(away) - hosted)
-    during, peak = _release(chain, operations, lives, budget_bytes, hosted, frozenset(streamed_weights))
+    during = _release(chain, operations, lives, budget_bytes, hosted, frozenset(streamed_weights))
     left = [(name, life) for name, life in lives.items() if life.released >= 0]
     fetches = _fetch(left, during, budget_bytes)
     before: dict[int, list[Operation]] = {}
@@ -82,7 +82,7 @@ def place_copies(
     for place, operation in enumerate(operations):
         placed += before.get(place, ())
         placed.append(operation)
-    return Placed(operations=tuple(placed), peak_bytes=peak, host_bytes=sum(life.num_bytes for _, life in left))
+    return Placed(operations=tuple(placed), peak_bytes=max(during), host_bytes=sum(life.num_bytes for _, life in left))
 
 
 def _lives(chain: Chain, operations: tuple[Operation, ...], away: set[str]) -> dict[str, _Life]:
@@ -111,7 +111,7 @@ def _release(
     budget_bytes: int,
     hosted: set[str],
     streamed_weights: frozenset[int],
-) -> tuple[list[int], int]:
+) -> list[int]:
     """Decide where each value is given back; returns what is held during each operation if it comes back just in time."""
     held = chain.resident_bytes - 2 * sum(chain.stage(i).weight_bytes for i in streamed_weights)
     sizes = {} if activation(0) in hosted else {activation(0): chain.input_bytes}
@@ -119,7 +119,6 @@ def _release(
     waiting = [name for name in lives if name == activation(0)]
     out: set[str] = set()
     during: list[int] = []
-    peak = held
     for place, operation in enumerate(operations):
         if operation.kind == "free":
             during.append(held)
@@ -147,11 +146,10 @@ def _release(
             lives[name].released = place
             held -= sizes[name]
         during.append(held + extra)
-        peak = max(peak, held + extra)
         held += sum(made.values())
         sizes.update(made)
         waiting += [name for name in made if name in lives and lives[name].made == place]
-    return during, peak
+    return during
 
 
 def _fetch(left: list[tuple[str, _Life]], during: list[int], budget_bytes: int) -> list[tuple[int, str]]:

@@ -92,6 +92,8 @@ class _Player:
         n = chain.num_stages
         if not all(0 <= cut <= n for cut in schedule.streamed_cuts) or not all(1 <= i <= n for i in schedule.streamed_weights):
             raise InputError(f"{schedule.strategy}: streamed cuts or weights of a longer chain than this one of {n} stages")
+        if (0 in schedule.streamed_cuts and not chain.input_may_stream) or (n in schedule.streamed_cuts and not chain.output_may_stream):
+            raise InputError(f"{schedule.strategy}: it streams the chain's input or output, which this chain does not allow")
         self.chain, self.schedule, self.link = chain, schedule, link
         self.streamed_weights = frozenset(schedule.streamed_weights)
         self.streamed = frozenset(name for cut in schedule.streamed_cuts for name in (activation(cut), grad(cut)))

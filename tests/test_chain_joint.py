@@ -76,10 +76,10 @@ def test_the_search_is_exact_over_every_path_and_placement() -> None:
     num_feasible = num_mixed = 0
     for case in range(60):
         chain, link, budget = _case(rng, streamable=False, full_duplex=False)
-        search = Joint(chain, link=link, slot_bytes=1, bucket_bytes=1, most_labels=10**6)
+        search = Joint(chain, link=link, slot_bytes=1, bucket_bytes=1, most_labels=10**6, adaptive=False)
         found = search.paths(budget)
         assert search.table is not None
-        paths = list(_every_path(ways(chain, search.table, longest=chain.num_stages), 0, 2 * chain.num_stages + 2))
+        paths = list(_every_path(ways(chain, search.table, longest=chain.num_stages, adaptive=False), 0, 2 * chain.num_stages + 2))
         best, path, leaves = fluid_optimum(paths, start_bytes=chain.input_bytes, budget_bytes=budget, rate=link.down_bytes_per_second)
         assert (best is None) == (not found), case
         if best is not None:
@@ -98,7 +98,7 @@ def test_schedules_against_every_path_and_placement() -> None:
         search = Joint(chain, link=link, slot_bytes=1, bucket_bytes=1)
         search.paths(budget)
         assert search.table is not None
-        edges = ways(chain, search.table, longest=chain.num_stages)
+        edges = ways(chain, search.table, longest=chain.num_stages, most_points=5, adaptive=False)
         best = math.inf
         for start in (0, 1):
             for path in _every_path(edges, start, 2 * chain.num_stages + 2):

@@ -19,14 +19,17 @@ The published Algorithm 1 tests with dF for dF+, which refuses plans that fit, a
 backward, which allows plans that do not. Between the two passes the link may still be busy: `_turn`. An edge that streams its cuts or
 weights holds the link itself, so its u is shortened by those bytes.
 
-Labels that are worse in everything are dropped, and at most so many are kept at a cut. Memory goes in slots: needs rounded up, link times
+A nested backward (see `paths`) runs in the memory that is free when its turn comes, which a label knows.
+
+Labels that are worse in everything are dropped, those that cannot become faster than a known schedule, too, and at most so many are kept
+at a cut. Memory goes in slots: needs rounded up, link times
 down (as rounded partial sums), values as rounded partial sums (section 5.3.2 there). The result is a guide: the schedule built from it is
 judged by the simulator, with whole copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import floor, inf
 
@@ -62,6 +65,9 @@ class Edge:
         up_backward_bytes: the same for the backward.
         host_bytes: what it puts on the host in any case.
         movable: whether its input and saved bytes may be offloaded.
+        backward_curve: if given, the backward takes what memory there is: its seconds for each number of buckets, infinite where it does
+            not fit; `backward_seconds` and `backward_need_bytes` are not read then.
+        bucket_bytes: of that curve.
     """
 
     source: int
@@ -80,14 +86,17 @@ class Edge:
     up_backward_bytes: int = 0
     host_bytes: int = 0
     movable: bool = True
+    backward_curve: _Floats | None = field(default=None, compare=False, repr=False)
+    bucket_bytes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An edge of a path, and whether its input and saved bytes leave."""
+    """An edge of a path, whether its input and saved bytes leave, and the buckets for its backward if it has a curve."""
 
     edge: Edge
     leaves: bool
+    num_buckets: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +114,7 @@ class FluidPath:
 
 @dataclass(slots=True)
 class _Labels:
-    """The labels of one node, field by field; ``via`` and ``before`` lead back."""
+    """The labels of one node, field by field; ``via`` and ``before`` lead back, ``buckets`` is what the last edge's backward may hold."""
 
     held: _Ints
     down: _Ints
@@ -114,6 +123,7 @@ class _Labels:
     seconds: _Floats
     via: _Ints
     before: _Ints
+    buckets: _Ints
 
     def __len__(self) -> int:
         return len(self.held)
@@ -122,7 +132,7 @@ class _Labels:
         return _Labels(*(getattr(self, name)[chosen] for name in _FIELDS))
 
 
-_FIELDS = ("held", "down", "up", "host", "seconds", "via", "before")
+_FIELDS = ("held", "down", "up", "host", "seconds", "via", "before", "buckets")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +147,9 @@ class _Slots:
     host: int
     link_forward: int
     link_backward: int
-    seconds: float
+    busy_backward: float
+    forward_seconds: float
+    backward_seconds: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +160,9 @@ class _Search:
     limit: int
     host_limit: float
     most_labels: int
+    incumbent_seconds: float
+    estimates: Mapping[int, tuple[_Floats, int]]
+    least_after: dict[int, float] = field(default_factory=dict)
     slots: list[_Slots] = field(default_factory=list)
     nodes: dict[int, _Labels] = field(default_factory=dict)
 
@@ -173,6 +188,8 @@ def search(
     slot_bytes: int = 1,
     most_labels: int = 2000,
     num_paths: int = 1,
+    incumbent_seconds: float = inf,
+    estimates: Mapping[int, tuple[_Floats, int]] | None = None,
 ) -> list[FluidPath]:
     """The fastest paths from node ``start`` to node ``end``, the best first; empty if none fits.
 
@@ -185,8 +202,10 @@ def search(
         link: the link.
         host_budget_bytes: most bytes that may leave.
         slot_bytes: what memory is counted in.
-        most_labels: labels kept at a node; the fastest ones if there are more.
+        most_labels: labels kept at a node; if there are more, the most promising by ``estimates``, and the fastest.
         num_paths: how many paths to return.
+        incumbent_seconds: paths that are no faster are of no use.
+        estimates: for a node the seconds that the rest may take, for each number of free buckets, and the bucket's bytes.
     """
     state = _Search(
         edges=edges,
@@ -195,23 +214,26 @@ def search(
         limit=budget_bytes // slot_bytes,
         host_limit=inf if host_budget_bytes is None else host_budget_bytes // slot_bytes,
         most_labels=most_labels,
+        incumbent_seconds=incumbent_seconds,
+        estimates=estimates or {},
     )
     state.slots = _in_slots(edges, link, slot_bytes)
+    state.least_after = _least_after(edges, state.slots, end)
     none = np.zeros(1, dtype=np.int64)
-    state.nodes[start] = _Labels(none - (-start_bytes // slot_bytes), none, none, none, np.zeros(1), none - 1, none - 1)
+    state.nodes[start] = _Labels(none - (-start_bytes // slot_bytes), none, none, none, np.zeros(1), none - 1, none - 1, none)
     arriving: dict[int, list[_Labels]] = {}
     for number, edge in enumerate(edges):
         if edge.source not in state.nodes:
             if edge.source not in arriving:
                 continue
-            state.nodes[edge.source] = _pruned(_joined(arriving.pop(edge.source)), state.most_labels)
+            state.nodes[edge.source] = _pruned(state, edge.source, _joined(arriving.pop(edge.source)))
         for leaves in (False, True) if edge.movable and edge.input_bytes + edge.saved_bytes else (False,):
             found = _follow(state, state.nodes[edge.source], number, leaves)
             if len(found):
                 arriving.setdefault(edge.target, []).append(found)
     if end not in arriving:
         return []
-    state.nodes[end] = _pruned(_joined(arriving[end]), state.most_labels)
+    state.nodes[end] = _pruned(state, end, _joined(arriving[end]))
     return _best(state, end, num_paths)
 
 
@@ -241,7 +263,9 @@ def _in_slots(edges: Sequence[Edge], link: Link, slot_bytes: int) -> list[_Slots
                 host=up(edge.host_bytes),
                 link_forward=max(0, along.time("F", edge, forward_seconds * down_rate - forward_busy)),
                 link_backward=max(0, along.time("B", edge, backward_seconds * up_rate - backward_busy)),
-                seconds=forward_seconds + backward_seconds,
+                busy_backward=backward_busy,
+                forward_seconds=forward_seconds,
+                backward_seconds=backward_seconds,
             )
         )
     return found
@@ -273,15 +297,19 @@ class _Rounding:
 def _follow(state: _Search, labels: _Labels, number: int, leaves: bool) -> _Labels:
     """The labels at the other end of an edge."""
     slots, limit = state.slots[number], state.limit
-    waiting, coming = np.maximum(labels.down, 0), np.maximum(labels.up, 0)
-    below = labels.held - waiting
+    below = labels.held - np.maximum(labels.down, 0)
     host = labels.host + slots.host + (slots.entering + slots.saved if leaves else 0)
-    fits = (below + slots.need_forward <= limit) & (below + slots.need_backward <= limit) & (host <= state.host_limit)
+    fits = (below + slots.need_forward <= limit) & (host <= state.host_limit)
+    buckets, need_backward, seconds = _backwards(state, number, below, np.maximum(labels.up, 0))
+    fits &= (below + need_backward <= limit) & np.isfinite(seconds)
+    fits &= labels.seconds + slots.forward_seconds + seconds + state.least_after[state.edges[number].target] < state.incumbent_seconds
     chosen = np.flatnonzero(fits)
-    labels, waiting, coming, below, host = labels.take(chosen), waiting[chosen], coming[chosen], below[chosen], host[chosen]
+    labels, below, host = labels.take(chosen), below[chosen], host[chosen]
+    buckets, need_backward, seconds = buckets[chosen], need_backward[chosen], seconds[chosen]
+    waiting, coming = np.maximum(labels.down, 0), np.maximum(labels.up, 0)
     wait_forward = np.maximum(labels.held + slots.need_forward - limit, 0)
-    wait_backward = np.maximum(below + coming + slots.need_backward - limit, 0)
-    forward, backward = wait_forward + slots.link_forward, wait_backward + slots.link_backward
+    wait_backward = np.maximum(below + coming + need_backward - limit, 0)
+    forward, backward = wait_forward + slots.link_forward, wait_backward + _link_backward(state, number, seconds)
     if leaves:
         queue = waiting + slots.entering
         held = labels.held + slots.kept - np.minimum(queue, forward)
@@ -293,16 +321,57 @@ def _follow(state: _Search, labels: _Labels, number: int, leaves: bool) -> _Labe
         held = labels.held + slots.kept - np.minimum(waiting, forward)
         down = labels.down - forward
         up = labels.up - backward
-    seconds = labels.seconds + slots.seconds + wait_forward / state.down_rate + wait_backward / state.up_rate
-    return _Labels(held, down, up, host, seconds, np.full(len(chosen), 2 * number + leaves), chosen.astype(np.int64))
+    total = labels.seconds + slots.forward_seconds + seconds + wait_forward / state.down_rate + wait_backward / state.up_rate
+    return _Labels(held, down, up, host, total, np.full(len(chosen), 2 * number + leaves), chosen.astype(np.int64), buckets)
+
+
+def _backwards(state: _Search, number: int, below: _Ints, coming: _Ints) -> tuple[_Ints, _Ints, _Floats]:
+    """For each label the buckets, the need in slots and the seconds of an edge's backward.
+
+    With a curve it takes the memory that is free without a wait; if it cannot run in that, the least that it can run in.
+    """
+    edge, slots = state.edges[number], state.slots[number]
+    curve = edge.backward_curve
+    if curve is None:
+        none = np.zeros(len(below), dtype=np.int64)
+        return none, none + slots.need_backward, np.full(len(below), slots.backward_seconds)
+    least = int(np.argmax(np.isfinite(curve)))
+    free = (state.limit - below - coming) * state.slot_bytes // edge.bucket_bytes
+    buckets = np.clip(free, least, len(curve) - 1)
+    seconds = np.maximum(curve[buckets], state.link.streamed_seconds(edge.down_backward_bytes, edge.up_backward_bytes))
+    return buckets, -(-buckets * edge.bucket_bytes // state.slot_bytes), seconds
+
+
+def _link_backward(state: _Search, number: int, seconds: _Floats) -> _Ints:
+    """What the link can carry while an edge's backward runs, in slots."""
+    slots = state.slots[number]
+    if state.edges[number].backward_curve is None:
+        return np.full(len(seconds), slots.link_backward, dtype=np.int64)
+    return np.maximum(0, np.floor(seconds * state.up_rate - slots.busy_backward + 1e-9)).astype(np.int64)
+
+
+def _least_after(edges: Sequence[Edge], slots: Sequence[_Slots], end: int) -> dict[int, float]:
+    """For each node the least time of computations that any path from it still takes."""
+    found = {end: 0.0}
+    for edge, slot in sorted(zip(edges, slots, strict=True), key=lambda pair: -pair[0].source):
+        backward = slot.backward_seconds if edge.backward_curve is None else float(edge.backward_curve[-1])
+        after = slot.forward_seconds + backward + found.get(edge.target, inf)
+        found[edge.source] = min(found.get(edge.source, inf), after)
+    return {node: found.get(node, inf) for edge in edges for node in (edge.source, edge.target)}
 
 
 def _joined(parts: list[_Labels]) -> _Labels:
     return _Labels(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
 
 
-def _pruned(labels: _Labels, most: int) -> _Labels:
-    """Without labels that another one equals or betters in everything; fastest first."""
+def _pruned(state: _Search, node: int, labels: _Labels) -> _Labels:
+    """Without labels that another betters or equals in everything, that come too late, or, if there are too many, that promise least."""
+    most = state.most_labels
+    if state.incumbent_seconds < inf:
+        least = labels.seconds + np.maximum(state.least_after[node], _link_seconds(state, labels))
+        labels = labels.take(least < state.incumbent_seconds)
+    if len(labels) > 8 * most:
+        labels = labels.take(_promising(state, node, labels, 4 * most))
     order = np.lexsort((labels.up, labels.down, labels.held, labels.seconds))
     labels = labels.take(order)
     marks = np.stack([labels.held, labels.held - np.maximum(labels.down, 0), labels.down, labels.up, labels.host], axis=1)
@@ -315,23 +384,46 @@ def _pruned(labels: _Labels, most: int) -> _Labels:
         here = here[~lost]
         among = np.all(marks[here][None, :, :] <= marks[here][:, None, :], axis=2)
         kept = np.concatenate([kept, here[~np.any(np.tril(among, -1), axis=1)]])
-        if len(kept) >= most:
-            break
-    return labels.take(kept[:most])
+    labels = labels.take(kept)
+    return labels.take(_promising(state, node, labels, most)) if len(labels) > most else labels
 
 
-def _steps(state: _Search, node: int, row: int) -> list[int]:
-    """The edges that led to a label, as ``2 * number + leaves``, in order."""
+def _promising(state: _Search, node: int, labels: _Labels, most: int) -> npt.NDArray[np.intp]:
+    """The rows of so many labels, in order: by what the whole may take if nothing more leaves, or if all that waits has; and the fastest."""
+    after = state.least_after[node]
+    wholes = []
+    for held in (labels.held, labels.held - np.maximum(labels.down, 0)):
+        rest = np.full(len(labels), after)
+        if node in state.estimates:
+            curve, bucket_bytes = state.estimates[node]
+            rest = curve[np.clip((state.limit - held) * state.slot_bytes // bucket_bytes, 0, len(curve) - 1)]
+        wholes.append(labels.seconds + np.where(np.isfinite(rest), np.maximum(rest, _link_seconds(state, labels)), 1e9 + after))
+    chosen = np.zeros(len(labels), dtype=bool)
+    for whole, share in ((wholes[0], most // 2), (wholes[1], most * 3 // 4), (labels.seconds, most)):
+        order = np.argsort(np.where(chosen, np.inf, whole), kind="stable")
+        chosen[order[: share - int(chosen.sum())]] = True
+    return np.flatnonzero(chosen)
+
+
+def _link_seconds(state: _Search, labels: _Labels) -> _Floats:
+    """What the link still has to carry, at least, until the backward is back at the same cut."""
+    down, up = np.maximum(labels.down, 0) / state.down_rate, np.maximum(labels.up, 0) / state.up_rate
+    return np.maximum(down, up) if state.link.full_duplex else down + up
+
+
+def _steps(state: _Search, node: int, row: int) -> list[tuple[int, int]]:
+    """The edges that led to a label, as ``2 * number + leaves``, with their buckets, in order."""
     found = []
     while (via := int(state.nodes[node].via[row])) >= 0:
-        found.append(via)
-        row, node = int(state.nodes[node].before[row]), state.edges[via // 2].source
+        labels = state.nodes[node]
+        found.append((via, int(labels.buckets[row])))
+        row, node = int(labels.before[row]), state.edges[via // 2].source
     return found[::-1]
 
 
 def _best(state: _Search, end: int, num_paths: int) -> list[FluidPath]:
     labels = state.nodes[end]
-    found: list[tuple[float, int, list[int]]] = []
+    found: list[tuple[float, int, list[tuple[int, int]]]] = []
     least = labels.seconds + _turn_at_least(state, labels)
     for row in np.argsort(least, kind="stable"):
         if len(found) >= num_paths and least[row] >= found[num_paths - 1][0]:
@@ -341,7 +433,7 @@ def _best(state: _Search, end: int, num_paths: int) -> list[FluidPath]:
         found.append((seconds, int(row), vias))
         found.sort()
     return [
-        FluidPath(steps=tuple(Step(state.edges[via // 2], bool(via % 2)) for via in vias), seconds=seconds)
+        FluidPath(steps=tuple(Step(state.edges[via // 2], bool(via % 2), buckets) for via, buckets in vias), seconds=seconds)
         for seconds, _, vias in found[:num_paths]
     ]
 
@@ -352,7 +444,7 @@ def _turn_at_least(state: _Search, labels: _Labels) -> _Floats:
     return np.where((down > 0) & (up > 0), both, np.maximum(0.0, np.where((down > 0) | (up > 0), down + up, 0.0)))
 
 
-def _turn(state: _Search, held: int, down: int, up: int, vias: list[int]) -> float:
+def _turn(state: _Search, held: int, down: int, up: int, vias: list[tuple[int, int]]) -> float:
     """The wait between the passes (section 5.2.2 there, equations 9 and 10).
 
     If only one direction is behind, it works on while the computation goes on in the other pass, up to the other direction's first copy.
@@ -369,13 +461,19 @@ def _turn(state: _Search, held: int, down: int, up: int, vias: list[int]) -> flo
     busy = held if leaving else held + up
     wait = max(0.0, max(down, up) / rate - window)
     elapsed, above = 0.0, 0
-    for via in reversed(vias):
+    for via, buckets in reversed(vias):
         if elapsed >= window:
             break
-        slots = state.slots[via // 2]
+        slots, edge = state.slots[via // 2], state.edges[via // 2]
         above += slots.kept
         # A forward still reads an input whose bytes have left: coming back, they would be there twice.
-        need = slots.need_backward if leaving else slots.need_forward + (slots.entering if via % 2 else 0)
+        need = slots.need_forward + (slots.entering if via % 2 else 0)
+        carried = slots.link_forward
+        if leaving:
+            need, carried = slots.need_backward, slots.link_backward
+        if leaving and edge.backward_curve is not None:
+            need = -(-buckets * edge.bucket_bytes // state.slot_bytes)
+            carried = int(_link_backward(state, via // 2, edge.backward_curve[buckets : buckets + 1])[0])
         wait = max(wait, (busy - above + need - state.limit) / rate - elapsed)
-        elapsed += (slots.link_backward / state.up_rate) if leaving else (slots.link_forward / state.down_rate)
+        elapsed += carried / (state.up_rate if leaving else state.down_rate)
     return wait

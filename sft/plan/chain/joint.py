@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from math import inf
 
 from sft.errors import BudgetError
 from sft.plan.chain import acg, bisect, offload_dp, offload_greedy, optimal, revolve, sqrt, vdnn
@@ -62,26 +63,32 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
         return plain
     best: tuple[tuple[float, int], Schedule] | None = None
     needed_bytes: list[int] = []
-    for candidate in _candidates(chain, budget_bytes, host_budget_bytes, link, needed_bytes):
+
+    def offer(candidate: Schedule) -> float:
+        """Take it if it is the best so far; how long the best takes."""
+        nonlocal best
         found = simulate(chain, candidate, link=link)
         mark = (found.seconds, found.peak_bytes)
         if _fits(found, budget_bytes, host_budget_bytes) and (best is None or mark < best[0]):
             best = (mark, candidate)
-            if found.seconds <= chain.compute_seconds * (1 + 1e-12):  # nothing is faster than computing everything once
-                break
+        return inf if best is None else best[0][0]
+
+    incumbent_seconds = inf
+    for solver in RESTRICTED.values():
+        try:
+            schedule = solver(chain, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, link=link)
+        except BudgetError as refusal:
+            needed_bytes.append(refusal.needed_bytes)
+            continue
+        incumbent_seconds = offer(schedule)
+    for weights in _weight_choices(chain):
+        if incumbent_seconds > chain.compute_seconds * (1 + 1e-12) or chain.alternatives:
+            search = Joint(chain, link=link, streamed_weights=weights)
+            for schedule in search.schedules(budget_bytes, host_budget_bytes, incumbent_seconds):
+                incumbent_seconds = offer(schedule)
     if best is None:
         raise too_small("auto", budget_bytes, _least_budget(chain, host_budget_bytes, link, min(needed_bytes), budget_bytes))
     return replace(best[1], strategy="auto")
-
-
-def _candidates(chain: Chain, budget_bytes: int, host_budget_bytes: int | None, link: Link, needed_bytes: list[int]) -> Iterator[Schedule]:
-    for solver in RESTRICTED.values():
-        try:
-            yield solver(chain, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, link=link)
-        except BudgetError as refusal:
-            needed_bytes.append(refusal.needed_bytes)
-    for weights in _weight_choices(chain):
-        yield from Joint(chain, link=link, streamed_weights=weights).schedules(budget_bytes, host_budget_bytes)
 
 
 def _fits(found: Simulation, budget_bytes: int, host_budget_bytes: int | None) -> bool:
@@ -134,13 +141,16 @@ class Joint:
         slot_bytes: int | None = None,
         bucket_bytes: int | None = None,
         most_labels: int | None = None,
+        adaptive: bool = True,
     ) -> None:
         self.chain, self.link, self.streamed_weights = chain, link, streamed_weights
-        self._slot_bytes, self._bucket_bytes, self._most_labels = slot_bytes, bucket_bytes, most_labels
+        self._slot_bytes, self._bucket_bytes, self._most_labels, self._adaptive = slot_bytes, bucket_bytes, most_labels, adaptive
         self._resident_bytes = chain.resident_bytes - 2 * sum(chain.stage(i).weight_bytes for i in streamed_weights)
         self.table: optimal.Table | None = None
 
-    def paths(self, budget_bytes: int, host_budget_bytes: int | None = None, num_paths: int = 1) -> list[FluidPath]:
+    def paths(
+        self, budget_bytes: int, host_budget_bytes: int | None = None, num_paths: int = 1, incumbent_seconds: float = inf
+    ) -> list[FluidPath]:
         """The fastest paths of the fluid model, best first."""
         chain, n = self.chain, self.chain.num_stages
         room = budget_bytes - self._resident_bytes
@@ -148,8 +158,8 @@ class Joint:
             return []
         bucket = self._bucket_bytes or max(1, -(-room // _NUM_BUCKETS))
         if self.table is None or self.table.bucket_bytes * self.table.num_buckets < room - bucket:
-            self.table = optimal.Table(chain, num_buckets=room // bucket, bucket_bytes=bucket, with_loss=False)
-        edges = ways(chain, self.table, longest=max(8, 4096 // n), streamed_weights=self.streamed_weights)
+            self.table = optimal.Table(chain, num_buckets=room // bucket, bucket_bytes=bucket, with_loss=True)
+        edges = ways(chain, self.table, longest=max(8, 4096 // n), adaptive=self._adaptive, streamed_weights=self.streamed_weights)
         labels = self._most_labels or min(2000, max(100, _MOST_EDGE_LABELS // len(edges)))
         found: list[FluidPath] = []
         starts = {0: chain.input_bytes, 1: 0} if any(edge.source == 1 for edge in edges) else {0: chain.input_bytes}
@@ -165,6 +175,8 @@ class Joint:
                 slot_bytes=self._slot_bytes or max(1, room // _NUM_SLOTS),
                 most_labels=labels,
                 num_paths=num_paths,
+                incumbent_seconds=incumbent_seconds,
+                estimates={2 * i: (self.table.first_pass_row(i), self.table.bucket_bytes) for i in range(n)},
             )
         return sorted(found, key=lambda path: path.seconds)[:num_paths]
 
@@ -184,12 +196,12 @@ class Joint:
             strategy="auto", operations=placed.operations, streamed_cuts=cuts, streamed_weights=self.streamed_weights
         ), placed.peak_bytes
 
-    def schedules(self, budget_bytes: int, host_budget_bytes: int | None = None) -> Iterator[Schedule]:
+    def schedules(self, budget_bytes: int, host_budget_bytes: int | None = None, incumbent_seconds: float = inf) -> Iterator[Schedule]:
         """The best few paths' schedules that fit, after searching with less if none does."""
         tight = budget_bytes
         for _ in range(_NUM_TIGHTENINGS):
             least_excess = None
-            for path in self.paths(tight, host_budget_bytes, _NUM_PATHS):
+            for path in self.paths(tight, host_budget_bytes, _NUM_PATHS, incumbent_seconds):
                 schedule, peak = self.schedule(path, budget_bytes)
                 if peak <= budget_bytes:
                     yield schedule

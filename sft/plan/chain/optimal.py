@@ -99,6 +99,15 @@ class Table:
         """``C(i, j, m)``; infinite if it cannot be done."""
         return float(self._cost[i, j, num_buckets])
 
+    def row(self, i: int, j: int) -> _Vector:
+        """``C(i, j, m)`` for every number of buckets."""
+        row: _Vector = self._cost[i, j]
+        return row
+
+    def first_pass_row(self, i: int) -> _Vector:
+        """``P(i, m)`` for every number of buckets."""
+        return self._first[i]
+
     def curve(self, i: int, j: int) -> list[tuple[int, float]]:
         """Where ``C(i, j, m)`` falls: (buckets, seconds), from the smallest number that works on."""
         row = self._cost[i, j]

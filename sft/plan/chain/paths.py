@@ -48,7 +48,8 @@ def ways(
     table: Table,
     *,
     longest: int,
-    most_points: int = 3,
+    most_points: int = 2,
+    adaptive: bool = True,
     streamed_weights: Collection[int] = (),
 ) -> list[Edge]:
     """All edges, by their source, the loss last.
@@ -57,7 +58,8 @@ def ways(
         chain: the chain.
         table: solutions of all its parts.
         longest: most stages to a nested edge; lengths above 8 are thinned out.
-        most_points: different budgets for the backward of a nested edge.
+        most_points: nested edges with a fixed budget for the backward, between the same cuts.
+        adaptive: whether there is also one whose backward takes what is free.
         streamed_weights: the stages whose weights are streamed.
     """
     n = chain.num_stages
@@ -69,7 +71,7 @@ def ways(
         )
         for length in lengths:
             if i + length <= n:
-                found += _nested(chain, table, i, i + length, most_points, streamed_weights)
+                found += _nested(chain, table, i, i + length, most_points, adaptive, streamed_weights)
         for other in chain.alternatives:
             if other.first == i + 1:
                 found += _alternatives(chain, other, streamed_weights)
@@ -80,7 +82,11 @@ def ways(
 
 def path_operations(chain: Chain, table: Table, steps: tuple[Step, ...]) -> tuple[Operation, ...]:
     """The operations of a path, without copies."""
-    taken = [step.edge.label for step in steps if isinstance(step.edge.label, Way)]
+    taken = [
+        replace(step.edge.label, num_buckets=step.num_buckets) if step.edge.backward_curve is not None else step.edge.label
+        for step in steps
+        if isinstance(step.edge.label, Way)
+    ]
     operations: list[Operation] = []
     for way in taken:
         operations += _forwards(chain, way)
@@ -138,11 +144,15 @@ def _backwards(chain: Chain, table: Table, way: Way) -> Iterator[Operation]:
     yield from free(grad(way.last))
 
 
-def _nested(chain: Chain, table: Table, i: int, j: int, most_points: int, streamed_weights: Collection[int]) -> Iterator[Edge]:
+def _nested(
+    chain: Chain, table: Table, i: int, j: int, most_points: int, adaptive: bool, streamed_weights: Collection[int]
+) -> Iterator[Edge]:
     """One stage or more with nothing kept inside; a light stage alone would be the kept one again."""
     if j == i + 1 and chain.stage(j).is_light:
         return
     curve = table.curve(i, j)
+    if not curve:
+        return
     if len(curve) > most_points:  # the least memory, the least time, and some between
         curve = [curve[k * (len(curve) - 1) // (most_points - 1)] for k in range(most_points)]
     needs = (
@@ -165,6 +175,9 @@ def _nested(chain: Chain, table: Table, i: int, j: int, most_points: int, stream
         )
         way = Way(first=i + 1, last=j, mode="nested", num_buckets=num_buckets)
         yield _with_weights(chain, edge, i + 1, j, streamed_weights, way)
+    if adaptive:
+        edge = replace(edge, backward_curve=table.row(i, j), bucket_bytes=table.bucket_bytes)
+        yield _with_weights(chain, edge, i + 1, j, streamed_weights, Way(first=i + 1, last=j, mode="nested"))
 
 
 def _alternatives(chain: Chain, other: Alternative, streamed_weights: Collection[int]) -> Iterator[Edge]:

@@ -1,8 +1,9 @@
 """The fluid offloading problem as a linear programme, one for each offload set: nothing in common with the label search.
 
-Time is cut at the operations, in their fixed order: a wait before each, then the operation. In each of these intervals the link carries some
-bytes out and some in. Memory is linear between the cuts, so it is checked at the start and at the end of every operation. In an ordered schedule
-nothing comes back before everything has left: an interval is chosen up to which bytes go out, and from which on they come in; all are tried.
+Time is cut at the operations, in their fixed order: a wait before each, then the operation. In each of these intervals the link carries
+some bytes out and some in. Memory is linear between the cuts, so it is checked at the start and at the end of every operation. In an
+ordered schedule nothing comes back before everything has left: an interval is chosen up to which bytes go out, and from which on they
+come in; all are tried.
 """
 
 from __future__ import annotations

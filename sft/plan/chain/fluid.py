@@ -389,7 +389,7 @@ def _pruned(state: _Search, node: int, labels: _Labels) -> _Labels:
 
 
 def _promising(state: _Search, node: int, labels: _Labels, most: int) -> npt.NDArray[np.intp]:
-    """The rows of so many labels, in order: by what the whole may take if nothing more leaves, or if all that waits has; and the fastest."""
+    """The rows of so many labels, in order: by what the whole may take if nothing more leaves, or all that waits has; and the fastest."""
     after = state.least_after[node]
     wholes = []
     for held in (labels.held, labels.held - np.maximum(labels.down, 0)):

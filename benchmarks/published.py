@@ -1,0 +1,345 @@
+"""The published planners' own numbers beside what our solvers make of the same networks. No GPU: bytes are counted on meta tensors, times
+come from a roofline, and both say so.
+
+1. Feng and Huang, CVPR 2021, Table 2: peak memory of a step, plain and with their checkpoints. Ours runs the step of torchvision's networks
+on
+   meta tensors, with `acg`'s checkpoints, and meters it.
+2. Butt's thesis, section 4.1: recomputation against memory on equal layers, and section 4.2: the solver's time on DenseNet-121.
+3. Beaumont, Eyraud-Dubois and Shilova, Euro-Par 2020, section 6: offloading schedules against their lower bound.
+4. All strategies on the same chains: what deciding jointly is worth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from harness.networks import Network, Roofline, trace
+from harness.report import Table, add_common_arguments, environment, mib, result_stem, write_results
+from rich.console import Console
+from rich.progress import track
+
+from sft.errors import BudgetError
+from sft.plan.chain import acg, offload_dp, optimal
+from sft.plan.chain.bound import offload_bound_seconds
+from sft.plan.chain.chain import Chain, Stage
+from sft.plan.chain.link import Link
+from sft.plan.chain.offloading import least_bytes, plain_peak_bytes
+from sft.plan.chain.simulate import simulate
+from sft.plan.chain.strategies import STRATEGIES, strategy
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A row of Feng and Huang's Table 2, memory in MiB."""
+
+    name: str
+    batch: int
+    plain_mib: int
+    best_mib: int
+    size: int = 224
+
+
+#: NASNet, AmoebaNet and DARTS are left out: torchvision has none of them.
+TABLE_2 = (
+    Published(name="alexnet", batch=1024, plain_mib=4955, best_mib=3287),
+    Published(name="vgg11", batch=64, plain_mib=3577, best_mib=2781),
+    Published(name="vgg13", batch=64, plain_mib=5136, best_mib=3565),
+    Published(name="vgg16", batch=64, plain_mib=5136, best_mib=3565),
+    Published(name="vgg19", batch=64, plain_mib=5189, best_mib=3565),
+    Published(name="resnet18", batch=256, plain_mib=5635, best_mib=3677),
+    Published(name="resnet34", batch=128, plain_mib=4079, best_mib=1838),
+    Published(name="resnet50", batch=64, plain_mib=5323, best_mib=1973),
+    Published(name="resnet101", batch=32, plain_mib=3934, best_mib=1024),
+    Published(name="resnet152", batch=16, plain_mib=2767, best_mib=526),
+    Published(name="densenet121", batch=32, plain_mib=4027, best_mib=898),
+    Published(name="densenet161", batch=16, plain_mib=3751, best_mib=666),
+    Published(name="densenet169", batch=32, plain_mib=4862, best_mib=897),
+    Published(name="densenet201", batch=16, plain_mib=3146, best_mib=474),
+    Published(name="inception_v3", batch=32, plain_mib=3074, best_mib=881, size=300),
+)
+
+#: Networks of the offloading paper, batch 32.
+OFFLOADED = ("resnet50", "resnet101", "resnet152", "densenet121", "densenet201", "inception_v3")
+
+#: The link of the offloading paper: 12.2 GB/s, one way at a time.
+LINK = Link(down_bytes_per_second=12.2e9, up_bytes_per_second=12.2e9, full_duplex=False)
+
+
+def make_network(name: str, batch: int, size: int) -> Network:
+    """A network of torchvision on the meta device."""
+    for operator in ("nms", "qnms"):  # a torchvision built for another torch lacks them, and fails on import; no network here calls them
+        with contextlib.suppress(RuntimeError):
+            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    import torchvision
+
+    arguments: dict[str, Any] = {"aux_logits": False, "init_weights": False} if name == "inception_v3" else {}
+    with torch.device("meta"):
+        model = torchvision.models.get_model(name, weights=None, **arguments)
+    return trace(model, (batch, 3, size, size))
+
+
+def table_2_row(row: Published, num_tries: int) -> dict[str, Any]:
+    """Our plain peak; the peak of the best sum's checkpoints; the least peak of the best few sums'."""
+    network = make_network(row.name, row.batch, row.size)
+    best = acg.optimal_checkpoints(network.dag)
+    others = sorted(islice(acg.solutions(network.dag), 400), key=lambda found: found.total_bytes)[:num_tries]
+    noted = sum(network.dag.edge_bytes.values())
+    return {
+        "network": row.name,
+        "batch": row.batch,
+        "published_plain_mib": row.plain_mib,
+        "plain_bytes": network.step_peak_bytes(),
+        "published_best_mib": row.best_mib,
+        "objective_bytes": best.total_bytes,
+        "best_bytes": network.step_peak_bytes(best.checkpoints),
+        "least_bytes": min(network.step_peak_bytes(found.checkpoints) for found in (best, *others)),
+        "num_checkpoints": len(best.checkpoints),
+        "num_vertices": len(network.groups),
+        "input_bytes": network.dag.sizes_bytes[0],
+        "index_bytes": noted,
+        "largest_bytes": max(network.dag.sizes_bytes[1:]),
+    }
+
+
+def table_2(rows: list[dict[str, Any]]) -> Table:
+    """The rows for people."""
+
+    def cells(row: dict[str, Any]) -> list[str]:
+        ours = row["least_bytes"] + row["input_bytes"]
+        return [
+            f"{row['network']} b{row['batch']}",
+            f"{row['published_plain_mib']:,}",
+            mib(row["plain_bytes"] + row["input_bytes"]),
+            f"{row['published_best_mib']:,}",
+            mib(row["best_bytes"] + row["input_bytes"]),
+            mib(ours),
+            f"{ours / _MIB / row['published_best_mib']:.2f}",
+            mib(row["objective_bytes"]),
+            f"{row['least_bytes'] / row['largest_bytes']:.2f}",
+        ]
+
+    headers = (
+        "network",
+        "plain, published",
+        "plain, ours",
+        "checkpoints, published",
+        "best sum, ours",
+        "least peak, ours",
+        "ours / published",
+        "best sum itself",
+        "peak / largest value",
+    )
+    return Table(title="Feng and Huang's Table 2 (MiB)", headers=headers, rows=[cells(row) for row in rows])
+
+
+def trade_off_rows() -> list[dict[str, Any]]:
+    """Butt's equal layers: forward, backward, activation and gradient of 1 each."""
+    found = []
+    stage = Stage(forward_seconds=1.0, backward_seconds=1.0, output_bytes=1, grad_bytes=1)
+    for num_layers, memory in ((20, 40), (20, 10), (40, 60), (40, 10), (100, 60), (100, 24), (100, 10)):
+        chain = Chain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
+        seconds = simulate(chain, optimal.solve(chain, budget_bytes=memory, bucket_bytes=1)).seconds
+        found.append({"num_layers": num_layers, "memory": memory, "seconds": seconds, "overhead": seconds / chain.compute_seconds - 1})
+    return found
+
+
+def trade_off(rows: list[dict[str, Any]]) -> Table:
+    """The rows for people, with what the thesis reads from its plots."""
+    published = {(20, 10): "38 %", (100, 10): "40 %", (100, 24): "hardly any", (40, 10): "30 % at just over 10"}
+    cells = [
+        [
+            str(row["num_layers"]),
+            str(row["memory"]),
+            f"{row['seconds']:.0f}",
+            f"{row['overhead']:.1%}",
+            published.get((row["num_layers"], row["memory"]), ""),
+        ]
+        for row in rows
+    ]
+    headers = ("layers", "memory", "time", "over no recomputation", "thesis")
+    return Table(title="Equal layers (Butt, section 4.1)", headers=headers, rows=cells)
+
+
+def solver_rows(chain: Chain) -> list[dict[str, Any]]:
+    """The optimal solver on DenseNet-121 with buckets of 1, 5 and 25 MB, at half of plain training's memory."""
+    budget = plain_peak_bytes(chain) // 2
+    found = []
+    for megabytes in (1, 5, 25):
+        started = time.process_time()
+        schedule = optimal.solve(chain, budget_bytes=budget, bucket_bytes=megabytes * 10**6)
+        cpu_seconds = time.process_time() - started
+        result = simulate(chain, schedule)
+        found.append(
+            {
+                "bucket_mb": megabytes,
+                "num_stages": chain.num_stages,
+                "num_buckets": budget // (megabytes * 10**6),
+                "budget_bytes": budget,
+                "cpu_seconds": cpu_seconds,
+                "step_over_plain": result.seconds / chain.compute_seconds,
+                "peak_bytes": result.peak_bytes,
+            }
+        )
+    return found
+
+
+def solver_table(rows: list[dict[str, Any]]) -> Table:
+    """The rows for people."""
+    published = {1: "26 min", 5: "7 min", 25: "under 1 min"}
+    cells = [
+        [
+            f"{row['bucket_mb']} MB",
+            str(row["num_stages"]),
+            str(row["num_buckets"]),
+            f"{row['cpu_seconds']:.2f}",
+            published[row["bucket_mb"]],
+            f"{row['step_over_plain']:.4f}",
+        ]
+        for row in rows
+    ]
+    headers = ("bucket", "stages", "buckets", "solver, CPU s", "thesis's solver", "step / plain")
+    return Table(title="Solving DenseNet-121, batch 32, at half of its memory (Butt, section 4.2)", headers=headers, rows=cells)
+
+
+def offload_rows(name: str, chain: Chain, num_budgets: int) -> list[dict[str, Any]]:
+    """Step time over the lower bound, for budgets from the least that works up to plain's."""
+    low, top = least_bytes(chain), plain_peak_bytes(chain)
+    found = []
+    for step in range(num_budgets):
+        budget = low + (top - low) * step // num_budgets
+        bound = offload_bound_seconds(chain, budget_bytes=budget, link=LINK)
+        fluid = offload_dp.fluid_optima(chain, budget_bytes=budget, link=LINK)
+        row: dict[str, Any] = {"network": name, "budget_bytes": budget, "share": step / num_budgets, "bound_seconds": bound}
+        row["fluid"] = fluid[0].seconds / bound if fluid else None
+        for solver in ("offload-dp", "offload-greedy", "vdnn"):
+            row[solver] = _ratio(chain, solver, budget, bound)
+        found.append(row)
+    return found
+
+
+def _ratio(chain: Chain, name: str, budget_bytes: int, unit_seconds: float) -> float | None:
+    try:
+        return simulate(chain, strategy(name)(chain, budget_bytes=budget_bytes, link=LINK), link=LINK).seconds / unit_seconds
+    except BudgetError:
+        return None
+
+
+def offload_table(rows: list[dict[str, Any]]) -> Table:
+    """The largest ratio of each network."""
+    cells = []
+    for name in dict.fromkeys(row["network"] for row in rows):
+        mine = [row for row in rows if row["network"] == name]
+        found = [[row[solver] for row in mine if row[solver] is not None] for solver in ("fluid", "offload-dp", "offload-greedy", "vdnn")]
+        cells.append([name, str(len(mine)), *(f"{max(ratios):.3f}" if ratios else "" for ratios in found)])
+    headers = ("network", "budgets", "fluid model", "offload-dp", "offload-greedy", "vdnn")
+    title = "Largest step time over the lower bound (Beaumont et al., section 6: at most 1.2 for their dynamic programme)"
+    return Table(title=title, headers=headers, rows=cells)
+
+
+def joint_rows(name: str, chain: Chain) -> list[dict[str, Any]]:
+    """Every strategy at shares of plain's memory, as multiples of plain's time."""
+    top = plain_peak_bytes(chain)
+    found = []
+    for percent in (60, 40, 25, 15):
+        row: dict[str, Any] = {"network": name, "percent": percent}
+        for solver in STRATEGIES:
+            started = time.process_time()
+            row[solver] = _ratio(chain, solver, top * percent // 100, chain.compute_seconds)
+            row[f"{solver} cpu_seconds"] = time.process_time() - started
+        found.append(row)
+    return found
+
+
+def joint_table(rows: list[dict[str, Any]]) -> Table:
+    """The rows for people."""
+    names = [name for name in STRATEGIES if name != "none"]
+    cells = [
+        [
+            row["network"],
+            f"{row['percent']} %",
+            *("" if row[name] is None else f"{row[name]:.3f}" for name in names),
+            f"{row['auto cpu_seconds']:.1f}",
+        ]
+        for row in rows
+    ]
+    headers = ("network", "of plain's memory", *names, "auto, CPU s")
+    return Table(title="Step time over plain's, by strategy (blank: does not fit)", headers=headers, rows=cells)
+
+
+_NOTES = """\
+Bytes: the training step of torchvision's networks on meta tensors (loss = sum), metered above parameters and their gradients, the input
+added. Operator scratch is not in it; the published numbers are of PyTorch 1.5 on a GPU and include it. *Best sum* has the checkpoints that
+are optimal for the published objective (checkpoints plus largest segment); *least peak* is the lowest metered peak among the best
+{num_tries} sums, since the objective knows neither gradients nor that late checkpoints are gone when early segments run backward. DenseNet
+is traced with concatenations made step by step.
+
+The last column shows a floor that no choice of checkpoints goes below: around the first layers of VGG and ResNet-18 four values of the
+largest size are alive at once. For VGG-13 to 19 and ResNet-18 the published number is that floor plus the pooling indices and the input
+(seen from the sizes; not said in the paper).
+
+Times are simulated on a roofline of {flops:.1f} TFLOP/s, {bandwidth:.2f} TB/s and {start:.0f} us an operator (no device was timed), the
+link is {link:.1f} GB/s, one way at a time. Chains are cut at single values; what lies between two cuts is saved by the stage. CPU seconds
+of
+solvers are of one thread of a machine shared with other work."""
+
+
+def main() -> int:
+    """Run all parts."""
+    parser = argparse.ArgumentParser(description="Published numbers beside ours.")
+    parser.add_argument("--tries", type=int, default=12, help="sums whose peak is metered (default 12)")
+    parser.add_argument("--budgets", type=int, default=12, help="budgets of the offloading part (default 12)")
+    add_common_arguments(parser)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    console, device = Console(), Roofline()
+
+    def shown(items: Any, what: str) -> Iterator[Any]:
+        return iter(track(items, description=what, console=console))
+
+    checkpoint_rows = [table_2_row(row, args.tries) for row in shown(TABLE_2, "checkpoints")]
+    chains = {name: make_network(name, 32, 300 if name == "inception_v3" else 224).chain(device) for name in OFFLOADED}
+    solving = solver_rows(chains["densenet121"])
+    offloading = [row for name in shown(OFFLOADED, "offloading") for row in offload_rows(name, chains[name], args.budgets)]
+    together = [row for name in shown(("resnet50", "densenet121", "inception_v3"), "strategies") for row in joint_rows(name, chains[name])]
+    equal = trade_off_rows()
+    tables = [
+        table_2(checkpoint_rows),
+        trade_off(equal),
+        solver_table(solving),
+        offload_table(offloading),
+        joint_table(together),
+    ]
+    raw = {
+        "environment": {**environment(args.threads), "torchvision": importlib.metadata.version("torchvision")},
+        "checkpoints": checkpoint_rows,
+        "equal_layers": equal,
+        "solver": solving,
+        "offloading": offloading,
+        "strategies": together,
+    }
+    notes = _NOTES.format(
+        num_tries=args.tries,
+        flops=device.flops_per_second / 1e12,
+        bandwidth=device.bytes_per_second / 1e12,
+        start=device.start_seconds * 1e6,
+        link=LINK.down_bytes_per_second / 1e9,
+    )
+    written = write_results(result_stem(args.out, "published"), raw, tables, notes, None)
+    for table in tables:
+        console.print(table.terminal())
+    console.print(written)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

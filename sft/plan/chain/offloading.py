@@ -1,0 +1,104 @@
+"""What the offloading strategies share: a chain on which everything is kept, as edges of the fluid model, and schedules of offload sets."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from sft.plan.chain.chain import Chain
+from sft.plan.chain.fluid import Edge
+from sft.plan.chain.link import Link
+from sft.plan.chain.place import place_copies
+from sft.plan.chain.reversal import keep_all, reversal
+from sft.plan.chain.schedule import Schedule, activation, saved
+from sft.plan.chain.simulate import simulate
+from sft.plan.chain.solver import too_small
+
+__all__ = ["best_offload", "kept_edge", "least_bytes", "loss_edge", "offload_values", "offloaded", "plain_peak_bytes"]
+
+
+def kept_edge(chain: Chain, i: int) -> Edge:
+    """Stage ``i`` with everything kept."""
+    stage = chain.stage(i)
+    output = stage.output_bytes if stage.reads_output else 0
+    return Edge(
+        source=i - 1,
+        target=i,
+        forward_seconds=stage.forward_seconds,
+        backward_seconds=stage.backward_seconds,
+        forward_need_bytes=stage.output_bytes + stage.saved_bytes + stage.forward_workspace_bytes,
+        backward_need_bytes=stage.grad_bytes + chain.grad_bytes(i - 1) + stage.saved_bytes + output + stage.backward_workspace_bytes,
+        input_bytes=chain.activation_bytes(i - 1),
+        saved_bytes=stage.saved_bytes,
+        output_bytes=stage.output_bytes,
+    )
+
+
+def loss_edge(chain: Chain, source: int, target: int, *, streamed: bool = False) -> Edge:
+    """The caller's turn, as the last edge; of a streamed output nothing is on the device."""
+    n = chain.num_stages
+    input_bytes, grad_bytes = (0, 0) if streamed else (chain.activation_bytes(n), chain.grad_bytes(n))
+    return Edge(
+        source=source,
+        target=target,
+        forward_seconds=0.0,
+        backward_seconds=0.0,
+        forward_need_bytes=grad_bytes,
+        backward_need_bytes=grad_bytes,
+        input_bytes=input_bytes,
+        saved_bytes=0,
+        output_bytes=0,
+        movable=False,
+    )
+
+
+def offload_values(chain: Chain, stages: Iterable[int]) -> set[str]:
+    """What leaves with the stages: their inputs, and what they save."""
+    found: set[str] = set()
+    for i in stages:
+        found |= {activation(i - 1), saved(i)} if chain.stage(i).saved_bytes else {activation(i - 1)}
+    return found
+
+
+def offloaded(chain: Chain, strategy: str, stages: Collection[int], budget_bytes: int) -> tuple[Schedule, int]:
+    """The schedule that keeps everything, with what leaves for the host with the ``stages``; and the bytes that it holds at its peak."""
+    placed = place_copies(chain, reversal(chain, keep_all), offload_values(chain, stages), budget_bytes)
+    return Schedule(strategy=strategy, operations=placed.operations), placed.peak_bytes
+
+
+def plain_peak_bytes(chain: Chain) -> int:
+    """What plain training holds: everything kept."""
+    return offloaded(chain, "none", (), 0)[1]
+
+
+def least_bytes(chain: Chain) -> int:
+    """What offloading everything holds."""
+    return offloaded(chain, "none", range(1, chain.num_stages + 1), 0)[1]
+
+
+def best_offload(
+    chain: Chain,
+    strategy: str,
+    sets: Iterable[Collection[int]],
+    *,
+    budget_bytes: int,
+    host_budget_bytes: int | None,
+    link: Link,
+) -> Schedule:
+    """Of several offload sets (by stage) the one whose schedule is fastest and inside the budgets.
+
+    Raises:
+        BudgetError: none is.
+    """
+    best: tuple[float, Schedule] | None = None
+    for stages in sets:
+        schedule, peak = offloaded(chain, strategy, stages, budget_bytes)
+        if peak > budget_bytes:
+            continue
+        found = simulate(chain, schedule, link=link)
+        if host_budget_bytes is not None and found.host_peak_bytes > host_budget_bytes:
+            continue
+        if best is None or found.seconds < best[0]:
+            best = (found.seconds, schedule)
+    if best is None:
+        raise too_small(strategy, budget_bytes, plain_peak_bytes(chain) if host_budget_bytes is not None else least_bytes(chain))
+    return best[1]

@@ -1,0 +1,108 @@
+"""Pictures of schedules: memory and streams over time, and time against memory. Needs the extra ``plot``.
+
+Files are written beside their place and then renamed, so a picture that could not be finished leaves what was there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sft.errors import InputError, SourceError
+from sft.plan.chain.pareto import Point, front
+from sft.plan.chain.simulate import Simulation, Stream
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["pareto_figure", "save_figure", "timeline_figure"]
+
+_LANES: tuple[tuple[Stream, str], ...] = (("compute", "compute"), ("down", "to host"), ("up", "from host"))
+_COLOURS = {"F": "tab:blue", "B": "tab:orange", "L": "tab:gray", ">": "tab:green", "<": "tab:purple"}
+_GIB = 2**30
+
+
+def timeline_figure(simulation: Simulation, *, budget_bytes: int | None = None, title: str = "") -> Figure:
+    """Above, what the device holds over time; below, what the compute stream and the two directions of the link do."""
+    figure = _new_figure()
+    memory, streams = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    seconds, held = zip(*((time, num_bytes / _GIB) for time, num_bytes in simulation.memory), strict=True)
+    memory.step(seconds, held, where="post", color="tab:blue")
+    memory.set_ylabel("device memory (GiB)")
+    memory.set_ylim(bottom=0)
+    if budget_bytes is not None:
+        memory.axhline(budget_bytes / _GIB, color="tab:red", linestyle="--", label="budget")
+        memory.legend(loc="lower center")
+    if title:
+        memory.set_title(title)
+    for lane, (stream, _) in enumerate(_LANES):
+        events = [event for event in simulation.events if event.stream == stream and event.end_seconds > event.start_seconds]
+        streams.broken_barh(
+            [(event.start_seconds, event.end_seconds - event.start_seconds) for event in events],
+            (-lane - 0.4, 0.8),
+            facecolors=[_COLOURS[event.label[0]] for event in events],
+            edgecolor="white",
+            linewidth=0.3,
+        )
+    streams.set_yticks([-lane for lane in range(len(_LANES))], [name for _, name in _LANES])
+    streams.set_xlabel("seconds")
+    return figure
+
+
+def pareto_figure(points: Sequence[Point], *, plain_seconds: float | None = None, title: str = "") -> Figure:
+    """Each strategy's best times over the memory that they take; times as multiples of ``plain_seconds`` if that is given."""
+    if not points:
+        raise InputError("there are no points to draw; no strategy fits any budget of the sweep")
+    figure = _new_figure()
+    axes = figure.subplots()
+    unit = plain_seconds or 1.0
+    for name in dict.fromkeys(point.strategy for point in points):
+        best = front(point for point in points if point.strategy == name)
+        heavy = name == "auto"
+        axes.plot(
+            [point.peak_bytes / _GIB for point in best],
+            [point.seconds / unit for point in best],
+            marker="o",
+            markersize=3,
+            label=name,
+            linewidth=2.5 if heavy else 1.0,
+            color="black" if heavy else None,
+        )
+    axes.set_xlabel("device memory (GiB)")
+    axes.set_ylabel("time of a step / plain" if plain_seconds else "seconds")
+    axes.legend(fontsize="small")
+    if title:
+        axes.set_title(title)
+    return figure
+
+
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a figure to a file of any format that matplotlib knows by its ending.
+
+    Raises:
+        InputError: the ending is none that matplotlib knows.
+        SourceError: the file cannot be written; what was there before is untouched.
+    """
+    target = Path(path)
+    beside = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
+    try:
+        figure.savefig(beside, dpi=150)
+        beside.replace(target)
+    except ValueError as error:
+        raise InputError(f"cannot draw {target.name}: {error}") from error
+    except OSError as error:
+        raise SourceError(f"cannot write {target}: {error}") from error
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _new_figure() -> Figure:
+    """A figure of its own, not one of pyplot's global ones."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise InputError("drawing needs matplotlib: pip install 'sft-engine[plot]'") from error
+    make: Callable[..., Figure] = Figure
+    return make(figsize=(8, 5), layout="constrained")

@@ -1,0 +1,76 @@
+"""Strategy ``revolve``: binomial checkpointing with a number of slots.
+
+Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26(1), 2000. With ``s`` slots (the input's among them) and no step run
+forward more than ``r`` times, ``binomial(s + r, s)`` equal steps can be reversed; ``n`` steps need ``r n - binomial(s + r, s + 1)``
+forwards beside those that belong to their backwards, with the smallest such ``r``, and no schedule needs fewer.
+
+The method knows slots, not bytes: all stages count alike. The most slots whose schedule fits the budget are taken. Complexity: O(n^2) for
+the splits, O(n log n) operations for a number of slots, of which there are n.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from math import comb
+
+from sft.plan.chain.chain import Chain
+from sft.plan.chain.link import Link
+from sft.plan.chain.reversal import Decide, reversal
+from sft.plan.chain.schedule import Operation, Schedule
+from sft.plan.chain.solver import fastest_that_fits
+
+__all__ = ["num_advances", "operations", "solve"]
+
+
+def num_advances(num_steps: int, slots: int) -> int:
+    """The fewest forwards to reverse so many equal steps, without the one that belongs to each backward.
+
+    >>> [num_advances(n, s) for n, s in ((10, 3), (100, 10), (1000, 20), (5, 1), (5, 5))]
+    [15, 222, 2747, 10, 4]
+    """
+    repetitions = 0
+    while comb(slots + repetitions, slots) < num_steps:
+        repetitions += 1
+    return repetitions * num_steps - comb(slots + repetitions, slots + 1)
+
+
+@cache
+def _split(num_steps: int, slots: int) -> int:
+    """How far to advance before the next slot is filled."""
+    if slots == 1:
+        return num_steps - 1
+
+    def cost(k: int) -> int:
+        return k + num_advances(num_steps - k, slots - 1) + num_advances(k, slots)
+
+    return min(range(1, num_steps), key=cost)
+
+
+def _decide(i: int, j: int, pending: bool, slots: int) -> tuple[int, int, int]:
+    if j == i + 1:
+        return i, slots, slots
+    return i + _split(j - i, slots), max(1, slots - 1), slots
+
+
+def operations(chain: Chain, slots: int) -> tuple[Operation, ...]:
+    """The schedule with so many slots."""
+    decide: Decide = _decide
+    return reversal(chain, decide, slots)
+
+
+def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+    """The fastest of the binomial schedules with 1..n slots that fits.
+
+    Raises:
+        BudgetError: none does.
+    """
+    plans = (operations(chain, slots) for slots in _slots(chain.num_stages))
+    return fastest_that_fits(chain, "revolve", plans, budget_bytes, link)
+
+
+def _slots(num_stages: int) -> list[int]:
+    """All numbers of slots of a short chain; of a long one in steps of a 16th."""
+    found = [1]
+    while found[-1] < num_stages:
+        found.append(min(num_stages, max(found[-1] + 1, found[-1] * 17 // 16)))
+    return found

@@ -1,0 +1,178 @@
+"""A schedule is data: an ordered list of operations with explicit frees, waits and copies.
+
+The order is the order of issue. What a compute operation allocates is there from its start; what is freed is free for everything behind in
+the list. Copies run beside the computation, on streams of their own: ``offload`` starts a copy to the host, ``release`` waits for it and
+gives the device's bytes back, ``prefetch`` takes device bytes and starts the copy back, and the first operation that reads the value waits
+for it. So which bytes are held at any place of the list does not depend on how long anything takes: the peak is a property of the
+schedule alone, and a slow copy costs time, never memory.
+
+The three forwards of the checkpointing literature are: keeping everything (``save``), keeping the input (no ``save``), keeping nothing (no
+``save``, and a free of the input behind it).
+
+In text, ``F3`` is a forward, ``F3+`` one that saves, ``L`` the loss, ``B3`` a backward, ``F3-5[tile(64)]`` an alternative, ``-x2`` a free,
+``>x2`` an offload, ``~x2`` a release, ``<x2`` a prefetch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from sft.errors import InputError
+
+__all__ = [
+    "Kind",
+    "Operation",
+    "Schedule",
+    "activation",
+    "backward",
+    "forward",
+    "free",
+    "grad",
+    "loss",
+    "offload",
+    "prefetch",
+    "release",
+    "saved",
+]
+
+Kind = Literal["forward", "loss", "backward", "free", "offload", "release", "prefetch"]
+
+_KINDS = frozenset({"forward", "loss", "backward", "free", "offload", "release", "prefetch"})
+_SIGNS = {"free": "-", "offload": ">", "release": "~", "prefetch": "<"}
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One entry of a schedule.
+
+    Attributes:
+        kind: what it does.
+        first: of computations the first stage.
+        last: of computations the last stage.
+        mode: the alternative's name; empty for a plain stage.
+        save: of a forward, whether it leaves what its backward needs.
+        value: of the other kinds the value: ``"x3"``, ``"s3"`` or ``"y3"``.
+    """
+
+    kind: Kind
+    first: int = 0
+    last: int = 0
+    mode: str = ""
+    save: bool = False
+    value: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise InputError(f"a schedule has no operation of kind {self.kind!r}; there are {', '.join(sorted(_KINDS))}")
+
+    def __str__(self) -> str:
+        if self.kind == "loss":
+            return "L"
+        if self.kind in _SIGNS:
+            return _SIGNS[self.kind] + self.value
+        span = str(self.last) if self.first == self.last else f"{self.first}-{self.last}"
+        mode = f"[{self.mode}]" if self.mode else ""
+        return self.kind[0].upper() + span + mode + ("+" if self.save else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """What a solver returns and an executor runs.
+
+    Attributes:
+        strategy: the name of the solver.
+        operations: in order of issue.
+        streamed_cuts: the activations that are never whole on the device: they, and their gradients, are written to the host and read from
+            it piece by piece by the alternatives on their two sides.
+        streamed_weights: the stages whose weights come from the host at each use.
+    """
+
+    strategy: str
+    operations: tuple[Operation, ...]
+    streamed_cuts: tuple[int, ...] = ()
+    streamed_weights: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(str(operation) for operation in self.operations)
+
+    def count(self, kind: Kind) -> int:
+        """How many stages the operations of a kind cover (or how many operations, if they cover none)."""
+        return sum(o.last - o.first + 1 for o in self.operations if o.kind == kind)
+
+    def to_json(self) -> str:
+        """The schedule as JSON text; :meth:`from_json` reads it back."""
+        return json.dumps({"format": _FORMAT, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Read what :meth:`to_json` wrote.
+
+        Raises:
+            InputError: it is not such text, or of another version.
+        """
+        try:
+            found = json.loads(text)
+            if found.pop("format") != _FORMAT:
+                raise InputError(f"this schedule was written by another version; this one reads format {_FORMAT}")
+            return cls(
+                strategy=found["strategy"],
+                operations=tuple(Operation(**operation) for operation in found["operations"]),
+                streamed_cuts=tuple(found["streamed_cuts"]),
+                streamed_weights=tuple(found["streamed_weights"]),
+            )
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise InputError(f"this is no schedule's JSON: {error}") from error
+
+
+def activation(i: int) -> str:
+    """The name of ``x_i``."""
+    return f"x{i}"
+
+
+def saved(i: int) -> str:
+    """The name of what the forward that ended with stage ``i`` saved."""
+    return f"s{i}"
+
+
+def grad(i: int) -> str:
+    """The name of ``y_i``."""
+    return f"y{i}"
+
+
+def forward(first: int, last: int = 0, *, mode: str = "", save: bool = False) -> Operation:
+    """A forward of one stage, or of an alternative."""
+    return Operation(kind="forward", first=first, last=last or first, mode=mode, save=save)
+
+
+def backward(first: int, last: int = 0, *, mode: str = "") -> Operation:
+    """A backward of one stage, or of an alternative."""
+    return Operation(kind="backward", first=first, last=last or first, mode=mode)
+
+
+def loss() -> Operation:
+    """The caller's turn: ``x_n`` becomes ``y_n``."""
+    return Operation(kind="loss")
+
+
+def free(*values: str) -> Iterable[Operation]:
+    """Values that nobody reads any more."""
+    return [Operation(kind="free", value=value) for value in values]
+
+
+def offload(value: str) -> Operation:
+    """Start a copy to the host."""
+    return Operation(kind="offload", value=value)
+
+
+def release(value: str) -> Operation:
+    """Wait for that copy, and give the bytes on the device back."""
+    return Operation(kind="release", value=value)
+
+
+def prefetch(value: str) -> Operation:
+    """Start the copy back."""
+    return Operation(kind="prefetch", value=value)

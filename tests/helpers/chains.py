@@ -1,0 +1,108 @@
+"""Random chains, and searches through everything, against which the solvers are checked."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Iterator
+from functools import cache
+
+from sft.plan.chain.chain import Chain, Stage
+from sft.plan.chain.schedule import Operation, activation, backward, forward, free, grad, loss, saved
+
+__all__ = ["every_persistent_schedule", "fastest_of_all_states", "random_chain", "uniform_chain"]
+
+
+def uniform_chain(num_stages: int, *, light: bool = False, forward_seconds: float = 1.0, backward_seconds: float = 0.0) -> Chain:
+    """Equal stages of one byte each."""
+    stage = Stage(
+        forward_seconds=forward_seconds, backward_seconds=backward_seconds, output_bytes=1, grad_bytes=1, saved_bytes=0 if light else 1
+    )
+    return Chain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_stages)
+
+
+def random_chain(rng: random.Random, num_stages: int, *, light: bool = False, largest: int = 6, weights: bool = False) -> Chain:
+    """A chain of small whole numbers, so that sums of times are exact."""
+    stages = []
+    for _ in range(num_stages):
+        heavy = not light and rng.random() < 0.6
+        stages.append(
+            Stage(
+                forward_seconds=rng.randint(0, 9),
+                backward_seconds=rng.randint(0, 9),
+                output_bytes=rng.randint(1, largest),
+                grad_bytes=rng.randint(0, largest),
+                saved_bytes=rng.randint(0, largest) if heavy else 0,
+                reads_output=heavy and rng.random() < 0.5,
+                forward_workspace_bytes=rng.choice([0, 0, rng.randint(0, largest)]),
+                backward_workspace_bytes=rng.choice([0, 0, rng.randint(0, largest)]),
+                weight_bytes=rng.randint(0, 3) if weights else 0,
+            )
+        )
+    return Chain(input_bytes=rng.randint(1, largest), input_grad_bytes=rng.randint(0, largest), stages=tuple(stages))
+
+
+def every_persistent_schedule(chain: Chain) -> Iterator[tuple[Operation, ...]]:
+    """All of them, written out without the solvers' tables or emitter."""
+
+    def returning(i: int) -> tuple[Operation, ...]:
+        stage, x = chain.stage(i), tuple(free(activation(i)))
+        kept = () if stage.is_light else tuple(free(saved(i)))
+        before, after = ((), x) if stage.reads_output else (x, ())
+        return (*before, backward(i), *after, *kept, *free(grad(i)))
+
+    @cache
+    def parts(i: int, j: int, pending: bool) -> tuple[tuple[Operation, ...], ...]:
+        if pending and i == j:
+            return ((loss(),),)
+        first = chain.stage(i + 1)
+        if j == i + 1 and not pending:
+            if first.is_light:
+                return ((backward(j), *free(grad(j))),)
+            return ((forward(j, save=True), *returning(j)),)
+        found = [(forward(i + 1, save=not first.is_light), *rest, *returning(i + 1)) for rest in parts(i + 1, j, pending)]
+        there: tuple[Operation, ...] = ()
+        for k in range(i + 1, j + 1 if pending else j):
+            there = (*there, forward(k), *(free(activation(k - 1)) if k > i + 1 else ()))
+            found += [(*there, *right, *free(activation(k)), *left) for right in parts(k, j, pending) for left in parts(i, k, False)]
+        return tuple(found)
+
+    yield from parts(0, chain.num_stages, True)
+
+
+def fastest_of_all_states(chain: Chain, budget_bytes: int) -> float | None:
+    """Least time over *all* schedules of a light chain, checkpoints dropped and made again at will; None if nothing fits.
+
+    Dijkstra over (activations held, gradient held): a move runs one operation, or drops one activation. The loss needs ``x_n``.
+    """
+    assert all(stage.is_light for stage in chain.stages)
+    n = chain.num_stages
+    room = budget_bytes - chain.resident_bytes
+    start = (frozenset([0]), n + 1)
+    best: dict[tuple[frozenset[int], int], float] = {start: 0.0}
+    queue: list[tuple[float, int, tuple[frozenset[int], int]]] = [(0.0, 0, start)]
+    ticket = 0
+    while queue:
+        seconds, _, state = heapq.heappop(queue)
+        if seconds > best[state]:
+            continue
+        held, position = state
+        if position == 0:
+            return seconds
+        base = sum(chain.activation_bytes(i) for i in held) + (chain.grad_bytes(position) if position <= n else 0)
+        moves: list[tuple[float, int, tuple[frozenset[int], int]]] = [(0.0, 0, (held - {i}, position)) for i in held if i]
+        for i in range(1, n + 1):
+            if i - 1 in held and i not in held:
+                stage = chain.stage(i)
+                moves.append((stage.forward_seconds, stage.output_bytes + stage.forward_workspace_bytes, (held | {i}, position)))
+        if position == n + 1 and n in held:
+            moves.append((0.0, chain.grad_bytes(n), (held, n)))
+        if position <= n and position - 1 in held:
+            stage = chain.stage(position)
+            moves.append((stage.backward_seconds, chain.grad_bytes(position - 1) + stage.backward_workspace_bytes, (held, position - 1)))
+        for cost, extra, target in moves:
+            if base + extra <= room and seconds + cost < best.get(target, float("inf")):
+                best[target] = seconds + cost
+                ticket += 1
+                heapq.heappush(queue, (seconds + cost, ticket, target))
+    return None

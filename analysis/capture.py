@@ -192,7 +192,8 @@ def _exported(
     with grad_modes_followed(model):
         exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
-    return functional(exported)
+    is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return functional(exported, under_autocast=is_cast)
 
 
 def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:

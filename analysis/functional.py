@@ -4,8 +4,8 @@
 tracing the program twice more, which takes two thirds of a capture's time. What networks write is simple, though: an activation in place
 on a value that nobody else looks at, the statistics of a norm. Such a program is rewritten here directly, by one rule: after a write the
 old name means the new value. The rule is sound while no other name of the same memory is read after the write; which names those are
-follows from the operators' schemas. Anything else (a view that is read after its base was written, inner graphs, operators that this
-module does not know) goes the long way, and the result is the same graph.
+follows from the operators' schemas. Anything else (a view that is read after its base was written, inner graphs, autocast, operators that
+this module does not know) goes the long way, and the result is the same graph.
 """
 
 from __future__ import annotations
@@ -43,9 +43,14 @@ class FunctionalProgram:
     updates: Mapping[str, str]
 
 
-def functional(exported: ExportedProgram) -> FunctionalProgram:
-    """The program without writes."""
-    return rewritten(exported) or _decomposed(exported)
+def functional(exported: ExportedProgram, *, under_autocast: bool = False) -> FunctionalProgram:
+    """The program without writes.
+
+    Args:
+        exported: what ``torch.export`` made.
+        under_autocast: whether it runs under autocast, whose casts only the exporter's own way puts into the program.
+    """
+    return (None if under_autocast else rewritten(exported)) or _decomposed(exported)
 
 
 def _decomposed(exported: ExportedProgram) -> FunctionalProgram:

@@ -21,6 +21,7 @@ from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
+from sft.execute.stopwatch import time_step
 from sft.fingerprint import Fingerprint, fingerprint
 from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
 from sft.kernels.philox import draw_seed
@@ -275,6 +276,9 @@ class Engine:
         self.destination.check([problem.dtypes[name] for name in graph.outputs])
         planned = self._given(problem, kind) or plan_segments(problem, self.budget_bytes, self.options, kind.traced.device.type)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes)
+        if self.options.profile == "measure" and kind.traced.device.type != "meta":
+            with autocast_off(kind.traced.device):
+                plan = replace(plan, projected_seconds=time_step(problem, planned.region, kind.traced.device))
         return _Ready(plan, planned.region, captured)
 
     def _check_sources(self, problem: Problem) -> None:

@@ -27,6 +27,8 @@ class Options:
         state_every: keep the walk's state every so many strips.
         state_slots: hold so many states of a walk at most, and restore the others (Revolve).
         batch_tile: batch elements that walk together.
+        profile: ``"measure"`` to time the step that is planned, on the device, by running each distinct program of it for a moment
+            (``Plan.projected_seconds``); ``"auto"`` leaves that out.
     """
 
     strategy: str = "auto"
@@ -36,6 +38,7 @@ class Options:
     state_every: int | None = None
     state_slots: int | None = None
     batch_tile: int | None = None
+    profile: str = "auto"
 
     def __post_init__(self) -> None:
         problems = []
@@ -47,6 +50,8 @@ class Options:
             problems.append("strategy 'sft' computes halos again, halo 'carry' forbids it: drop one")
         if self.backend not in ("auto", "aten"):
             problems.append(f"backend {self.backend!r}: choose 'auto' or 'aten'")
+        if self.profile not in ("auto", "measure"):
+            problems.append(f"profile {self.profile!r}: choose 'auto' or 'measure'")
         if self.tile is not None:
             if len(tuple(self.tile)) != 2:  # from untyped callers
                 problems.append(f"tile {self.tile!r}: give (rows, cols)")

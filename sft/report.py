@@ -35,6 +35,8 @@ def explain(plan: Plan) -> str:
         f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
         f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
     ]
+    if plan.projected_seconds is not None:
+        lines.append(f"  projected time    {plan.projected_seconds:>10.4g} s  each program timed on the device, as often as it runs")
     for number, segment in enumerate(plan.segments):
         lines += ["", *_segment(number, segment)]
     if plan.notes:

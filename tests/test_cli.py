@@ -86,6 +86,14 @@ def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]
     assert [line for line in lines if line and line[0] in rows] == [[name, "no" if rows[name]["error"] else "yes"] for name in rows]
 
 
+def test_a_plan_may_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *_NET, "--json"]) == 0
+    assert sft.Plan.from_json(capsys.readouterr().out).projected_seconds is None
+    assert main(["plan", *_NET, "--json", "--time"]) == 0
+    seconds = sft.Plan.from_json(capsys.readouterr().out).projected_seconds
+    assert seconds is not None and seconds > 0
+
+
 def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", *_NET]) == 0
     assert "exact" in capsys.readouterr().out

@@ -43,14 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, console: Console) -> int:
     if args.command == "doctor":
         return show_doctor(console, as_json=args.json)
-    model = load_model(args.model, _model_arguments(args.model_args))
+    # A model without memory can be planned, but not timed.
+    model = load_model(args.model, _model_arguments(args.model_args), meta=not getattr(args, "time", False))
     model.train(not args.inference)
     shapes = tuple(parse_shape(text) for text in args.input)
     if args.command == "check":
         return show_check(model, shapes, console, as_json=args.json)
     if args.inference:
         model.requires_grad_(False)
-    options = Options(strategy=args.strategy, halo=args.halo, tile=parse_tile(args.tile) if args.tile else None)
+    options = Options(
+        strategy=args.strategy,
+        halo=args.halo,
+        tile=parse_tile(args.tile) if args.tile else None,
+        profile="measure" if args.time else "auto",
+    )
     question = Question(model=model, shapes=shapes, budget=args.budget, options=options, out=args.out)
     show = compare_strategies if args.compare else show_plan
     return show(question, console, as_json=args.json)
@@ -87,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="how to plan (default: auto)")
     plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="how strips get the rows between them")
     plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
+    plan.add_argument("--time", action="store_true", help="time the plan's programs on this machine: how long a step would take")
     plan.add_argument("--compare", action="store_true", help="one table of all strategies")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
     return parser

@@ -62,12 +62,12 @@ def compare_strategies(question: Question, console: Console, *, as_json: bool) -
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("strategy", "fits", box=None, pad_edge=False)
-    for header in ("total", "projected peak", "FLOPs / plain", "tiled segments", "strip rows", "panels"):
+    for header in ("total", "projected peak", "FLOPs / plain", "seconds", "tiled segments", "strip rows", "panels"):
         table.add_column(header, justify="right")
     for row in rows:
         total = "-" if row["total_bytes"] is None else format_bytes(row["total_bytes"])
         if row["error"]:
-            table.add_row(row["strategy"], "no", total, *["-"] * 5)
+            table.add_row(row["strategy"], "no", total, *["-"] * 6)
             continue
         table.add_row(
             row["strategy"],
@@ -75,6 +75,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             total,
             format_bytes(row["projected_peak_bytes"]),
             f"{row['redundancy']:.4f}",
+            "-" if row["projected_seconds"] is None else f"{row['projected_seconds']:.3g}",
             str(row["num_tiled_segments"]),
             ", ".join(map(str, row["strip_rows"])) or "-",
             ", ".join(map(str, row["num_panels"])) or "-",
@@ -99,6 +100,7 @@ def _row(question: Question, strategy: str) -> dict[str, Any]:
         "flops": found.flops,
         "plain_flops": found.plain_flops,
         "redundancy": found.redundancy,
+        "projected_seconds": found.projected_seconds,
         "num_tiled_segments": len(tiled),
         "strip_rows": [segment.strip_rows for segment in tiled],
         "num_panels": [segment.num_panels for segment in tiled],

@@ -21,7 +21,7 @@ from sft.walk.segments import TiledSegment
 from sft.walk.values import Gradients, Values
 from sft.walk.whole import WholeSegment
 
-__all__ = ["Projection", "plain_programs", "project"]
+__all__ = ["Projection", "plain_programs", "project", "run_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,12 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
         segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
         region = replace(region, segments=segments)
     machine = PhantomMachine(on_host=problem.on_host)
+    run_step(problem, region, machine)
+    return Projection(peak_bytes=machine.meter.peak_bytes, flops=machine.meter.flops)
+
+
+def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
+    """Take a step on a machine of byte counts, forward and, in training, back."""
     meter = machine.meter
     inputs = set(problem.resident_inputs)
     given = {
@@ -65,7 +71,6 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
         sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
         region.backward(machine, tape, grads, sinks=sinks)
     del outputs, given
-    return Projection(peak_bytes=meter.peak_bytes, flops=meter.flops)
 
 
 @lru_cache(maxsize=4)

@@ -121,7 +121,7 @@ class Plan:
             gradients (where they are on the device), cuts, states, strips, new parameter gradients.
         flops: what a step computes (convolutions and matrix products, as ``torch.utils.flop_counter`` counts them).
         plain_flops: what plain PyTorch computes for the same step.
-        projected_seconds: ``None`` without a cost model.
+        projected_seconds: of a step, from timing its programs on the device; ``None`` where that was not asked for.
         segments: in order.
         notes: why operators that read an image run on whole tensors, one line each.
     """

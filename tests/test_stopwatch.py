@@ -1,0 +1,112 @@
+"""Predicted time: what is timed, how often it counts, and that nothing of the caller's changes. No test looks at a clock."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import sft
+from sft.execute.stopwatch import Stopwatch, time_step
+from sft.lower.program import Program
+from sft.plan.problem import Problem
+from sft.plan.project import run_step
+from sft.walk.machine import PhantomMachine
+from sft.walk.region import Region
+
+_SHAPE = (2, 3, 40, 24)
+
+
+def _model() -> nn.Module:
+    """Two phases of strips and a tail that saves for its backward pass."""
+    layers = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(4, 2))
+
+
+def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Problem, Region]:
+    """The problem and the region that a timed plan is made of."""
+    seen: list[tuple[Problem, Region]] = []
+
+    def note(problem: Problem, region: Region, device: torch.device) -> float:
+        seen.append((problem, region))
+        return 1.0
+
+    monkeypatch.setattr("sft.engine.time_step", note)
+    plan = sft.plan(_model(), _SHAPE, budget="64MiB", options=sft.Options(profile="measure", **options))
+    assert plan.projected_seconds == 1.0
+    return seen[-1]
+
+
+class _Counting(PhantomMachine):
+    """Notes which programs run."""
+
+    programs: list[Program]
+
+    def run(self, program: Program, *arguments: Any) -> Any:
+        self.programs.append(program)
+        return PhantomMachine.run(self, program, *arguments)
+
+
+@pytest.mark.parametrize("options", [{"tile": (8, None)}, {"tile": (8, 16)}, {"tile": (8, None), "state_slots": 2}, {"strategy": "none"}])
+def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, region = _planned(monkeypatch, **options)
+    counting = _Counting()
+    counting.programs = []
+    run_step(problem, region, counting)
+    time_once = Stopwatch._time
+    monkeypatch.setattr(Stopwatch, "_time", lambda *arguments: (1.0, time_once(*arguments)[1]))
+    monkeypatch.setattr(Stopwatch, "_once", lambda *_: 0.0)
+    stopwatch = Stopwatch()
+    run_step(problem, region, stopwatch)
+    assert stopwatch.seconds == len(counting.programs)
+    assert stopwatch.num_timed == len({id(program) for program in counting.programs})
+    assert stopwatch.meter.peak_bytes == counting.meter.peak_bytes
+
+
+def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, region = _planned(monkeypatch, tile=(8, None))
+    ticks = iter(range(10**9))
+    monkeypatch.setattr("sft.execute.stopwatch.time.perf_counter", lambda: float(next(ticks)))
+    found = time_step(problem, region, torch.device("cpu"))
+    counting = _Counting()
+    counting.programs = []
+    run_step(problem, region, counting)
+    # Each run of a program takes one tick of this clock, and so does the walk; a new buffer's fill is taken off its zeros.
+    num_zeros = found - len(counting.programs) - 1
+    assert 0 <= num_zeros < 200 and num_zeros == int(num_zeros)
+
+
+def test_nothing_of_the_callers_changes() -> None:
+    model = _model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    net = sft.compile(model, _SHAPE, budget="64MiB", options=sft.Options(tile=(8, None), profile="measure"))
+    assert net.plan.projected_seconds > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert sft.Plan.from_json(net.plan.to_json()) == net.plan
+    assert "projected time" in net.plan.explain()
+
+
+def test_time_is_measured_where_it_is_asked_for() -> None:
+    assert sft.plan(_model(), _SHAPE).projected_seconds is None
+    assert sft.plan(_model().to("meta"), _SHAPE, options=sft.Options(profile="measure")).projected_seconds is None
+    with pytest.raises(sft.InputError, match="profile 'always'"):
+        sft.Options(profile="always")
+
+
+def test_an_input_in_whole_numbers_is_timed() -> None:
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Conv2d(3, 5, 3, padding=1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.layer(x), labels)
+
+    labels = torch.empty(2, 40, 24, dtype=torch.long, device="meta")
+    plan = sft.plan(Loss(), [_SHAPE, labels], options=sft.Options(tile=(8, None), profile="measure"))
+    assert plan.projected_seconds is not None and plan.projected_seconds > 0

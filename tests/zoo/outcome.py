@@ -42,7 +42,7 @@ class TilingOutcome:
     error: float = 0.0
     """The largest relative error of outputs, gradients, buffers and updated parameters."""
     rounding_of_eager: float = 0.0
-    """Where the error is above the tolerance: how far eager PyTorch's own answer moves with the last bit of the input."""
+    """Where the error is above the tolerance: how far eager PyTorch's own answer moves where only roundings differ."""
     left_strips: Mapping[str, int] = field(default_factory=dict)
     """Operators that run whole although a value that they read could come in strips, and how many there are."""
 

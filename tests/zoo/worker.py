@@ -5,8 +5,8 @@ What is compared, and by which rule, is :func:`tests.helpers.exactness.assert_ex
 * **Initialisations that hide errors.** Zero gammas and layer scales of 1e-6 switch branches off, and with them every error inside. A
   parameter whose elements are all the same is moved by random numbers from [-1/2, 1/2]; running statistics start at random values.
 * **Conditioning.** Some models amplify every rounding at this size: norms over two values, gradients that cancel. Where an error is above
-  the tolerance, eager PyTorch is compared with itself on an input that differs in its last bit only, and ten times as much is allowed as
-  its own answer moves by, but never more than 1e-8.
+  the tolerance, eager PyTorch is compared with itself, on an input that differs in its last bit only and in channels-last layout, and ten
+  times as much is allowed as its own answer moves by, but never more than 1e-6.
 * **Eager first.** A model that cannot run an input in eager PyTorch, or makes infinities of it, says nothing about us.
 """
 
@@ -44,7 +44,7 @@ _BUDGET = "8GiB"
 
 _TOLERANCE = 1e-10
 #: How many times the rounding of eager PyTorch is allowed where it is above the tolerance, and the most that is allowed.
-_ROUNDINGS, _LARGEST_ERROR = 10, 1e-8
+_ROUNDINGS, _LARGEST_ERROR = 10, 1e-6
 
 #: Strips of full width, and strips of panels. A stale buffer shows in the second step only, of whichever tiling; one of them takes it.
 _TILINGS: dict[str, tuple[sft.Options, int]] = {

@@ -294,11 +294,19 @@ class _Nudged(_Witness):
 
 
 class _ChannelsLast(_Witness):
-    """Has its input, and with it what follows, in channels-last layout, where the input is an image or a volume."""
+    """Has its input and its weights, and with them what follows, in channels-last layout, where these are images or volumes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for parameter in model.parameters():
+            parameter.data = _channels_last(parameter.data)
 
     def __call__(self, x: Tensor, *others: Tensor) -> object:
-        layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format)
-        return self.model(x.contiguous(memory_format=layout), *others)
+        return self.model(_channels_last(x), *others)
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format))
 
 
 def _compare(

@@ -45,8 +45,8 @@ _NETS: dict[str, tuple[str, dict[str, Any]]] = {
 #: Classes that call their channels otherwise.
 _IN_CHANNELS = {"resnet10": "n_input_channels"}
 _OUT_CHANNELS = {"resnet10": "num_classes", "SEResNet50": "num_classes", "EfficientNetBN": "num_classes"}
-#: Classes whose gates end on maps of one position.
-_BATCH = {"EfficientNetBN": 2}
+#: Classes whose gates end on maps of one position, and whose norms on maps of a few.
+_BATCH = {"EfficientNetBN": 2, "SEResNet50": 2}
 
 
 def _case(name: str, num_dims: int) -> Case:

@@ -22,7 +22,6 @@ from sft.nn import WithLoss
 from sft.plan.types import Plan
 from sft.wsi.augment import draw_augmentation
 from sft.wsi.checkpoint import get_random_state, seed_everything, set_random_state
-from sft.wsi.config import Config
 from sft.wsi.errors import RunInterrupted, TrainingError
 from sft.wsi.experiment import Experiment, autocast, calibrate_norms, compile_model, segmentation_loss
 from sft.wsi.inference import Predictor, mean_loss

@@ -143,7 +143,7 @@ def test_slides_open_at_the_resolution_that_is_asked_for(tmp_path: Path) -> None
     write_slide(path, _crop(160, 144), mpp=None)
     with pytest.raises(InputError, match="the file has no resolution"):
         open_slide(path, mpp=1.0)
-    assert open_slide(path).mpp is None
+    assert open_slide(path).image.mpp is None
 
 
 def test_a_thumbnail_is_made_of_averages(tmp_path: Path) -> None:

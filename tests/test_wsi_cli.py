@@ -18,8 +18,12 @@ import torch
 import yaml
 from PIL import Image
 
+from sft.sources import BadTile, open_image
+from sft.tissue import TissueMask
 from sft.wsi.checkpoint import CheckpointFolder
 from sft.wsi.cli import main
+from sft.wsi.runfolder import RunFolder
+from sft.wsi.tissue import read_area
 from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table, write_task
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -223,7 +227,7 @@ def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytes
         (["train", "--config", config, "--run", run, "--data.csv", str(broken)], 1, "line 3: slide 's0.tif' has no label"),
         (["train", "--config", config, "--run", run, "--model.backbone", "no.such:net"], 1, "cannot import no.such"),
         (["train", "--config", config, "--run", run, "--model.budget", "20KiB"], 1, "Raise the budget"),
-        (["train", "--config", config, "--run", run, "--data.mpp", "16"], 1, "no training slide can be read"),
+        (["train", "--config", config, "--run", run, "--data.mpp", "0.1"], 1, "no training slide can be read"),
         (["train", "--config", config, "--run", str(tmp_path / "file" / "run")], 1, "cannot write to the run folder"),
         (["train", "--config", config, "--run", "/proc/sft-run"], 1, "cannot write to the run folder"),
         (["evaluate", str(tmp_path)], 1, "no folder of a run"),
@@ -235,7 +239,7 @@ def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytes
         assert main(arguments) == code, arguments
         output, errors = capsys.readouterr()
         assert message in " ".join((output + errors).split()) and "Traceback" not in errors, (arguments, errors)
-        if code != 3 and "broken" not in str(arguments) and "16" not in arguments:
+        if code != 3 and "broken" not in str(arguments) and "0.1" not in arguments:
             assert len([line for line in errors.splitlines() if not line.startswith("warning")]) == 1, (arguments, errors)
     assert not list((tmp_path / "run").rglob("*.safetensors"))
     assert main(["train", "--config", config, "--run", run, "--train.epochs", "0", "--debug"]) == 1
@@ -264,9 +268,49 @@ def test_a_full_disk_stops_the_run_before_or_loses_nothing(
     assert (tmp_path / "run" / "summary.md").exists()
 
 
-def test_a_run_folder_belongs_to_one_process(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from sft.wsi.runfolder import RunFolder
+def test_tissue_is_found_drawn_and_may_be_given_back_as_a_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "none.svs").write_bytes(b"no slide")
+    slide = _ROOT / "examples" / "data" / "CMU-1-Small-Region.svs"
+    assert main(["tissue", str(slide), str(tmp_path / "none.svs"), "--out", str(tmp_path / "out"), "--json"]) == 3
+    (found, failed), _ = _said(capsys)
+    assert "none.svs" in failed["error"] and 0.3 < found["share"] < 0.42 and found["box_px"]["h"] > 2500
+    with Image.open(found["files"][2]) as picture:
+        drawn = np.asarray(picture)
+    assert drawn.shape == (1484, 1110, 3) and drawn[:200, :200].min() >= 128  # glass, paler; dust on it, too
+    assert 1000 < (drawn == (20, 150, 40)).all(2).sum() < 0.05 * 1484 * 1110  # lines
+    whole = open_image(slide)
+    mask, polygons = (read_area(Path(name), whole) for name in found["files"][:2])
+    assert isinstance(mask, TissueMask) and mask.share == found["share"] and not list((tmp_path / "out").glob(".*"))
+    # The outline goes along the borders of the mask's px, which hold several of the slide's: both say the same of each of them.
+    assert np.array_equal(mask.region(700, 900, 300, 200), polygons.region(700, 900, 300, 200))
+    assert main(["tissue", str(slide), "--out", str(tmp_path / "out"), "--mpp", "0"]) == 1
 
+
+def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = write_task(tmp_path, num_slides=6, size_px=264)
+    damage_tile(tmp_path / "s1.tif")
+    damage_tile(tmp_path / "s4.tif", 0)
+    np.save(tmp_path / "s2.npy", open_image(tmp_path / "s2.tif").read(0, 0, 264, 264))
+    (tmp_path / "s2.tif").unlink()
+    table.write_text(table.read_text().replace("s2.tif", "s2.npy"))
+    data = {"tissue": "crop", "host_budget": "1MiB", "csv": str(table)}
+    config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", data=data, train={"on_error": "fill", "epochs": 1})
+    assert main(["train", "--config", str(config), "--bootstrap", "0", "--json"]) == 0
+    told, _ = _said(capsys)
+    rows = _rows(tmp_path / "run" / "damaged.csv")
+    assert told["filled_tiles"] == len(rows) and not told["failed"] and {row["slide"] for row in rows} == {"s1", "s4"}
+    assert {(row["left_px"], row["top_px"]) for row in rows if row["slide"] == "s4" and row["level"] == "0"} == {("0", "0")}
+    assert "could not be decoded" in (tmp_path / "run" / "summary.md").read_text()
+    folder = RunFolder(tmp_path / "run")  # a run that goes on keeps what it knew
+    assert folder.add_damage({}) == len(rows)
+    more = {"s0": (BadTile(level=0, x=128, y=0, width_px=128, height_px=128, reason="said\nso"),)}
+    assert folder.add_damage(more) == folder.add_damage(more) == len(rows) + 1
+    assert _rows(tmp_path / "run" / "damaged.csv")[0] == {
+        "slide": "s0", "level": "0", "left_px": "128", "top_px": "0", "width_px": "128", "height_px": "128", "reason": "said so"
+    }  # fmt: skip
+
+
+def test_a_run_folder_belongs_to_one_process(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunFolder(trained / "run"):
         assert main(["train", "--config", str(trained / "c.yaml")]) == 1
         assert "in use by another process" in capsys.readouterr().err
@@ -304,3 +348,4 @@ def test_the_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) ->
     assert main(["doctor", "--json"]) == 0
     told, _ = _said(capsys)
     assert told["torch"] == torch.__version__ and told["safetensors"]
+    assert all(told[name] for name in ("tifffile", "imagecodecs", "simplejpeg", "zarr", "scikit-image", "shapely"))

@@ -1,4 +1,4 @@
-"""Turned, recoloured and masked slides: a strip of theirs has the bits of the whole, and they are what they say."""
+"""Turned and recoloured slides: a strip of theirs has the bits of the whole, and they are what they say."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 import sft
 from sft.errors import InputError, SourceError
-from sft.sources import Normalized, Slide
+from sft.sources import Normalized, Raster, Slide, open_image
 from sft.sources.image import Image, Pixels, check_region
 from sft.wsi.augment import draw_augmentation
 from sft.wsi.config import AugmentConfig
 from sft.wsi.slides import open_slide, slide_info, thumbnail
 from sft.wsi.stain import hed_shift, macenko
-from sft.wsi.views import IDENTITY, Affine, Masked, Recoloured, Turned
+from sft.wsi.views import IDENTITY, Affine, Recoloured, Turned
 from tests.helpers.wsi import TinyNet, real_pixels, tissue_places, write_slide
 
 
@@ -100,15 +100,16 @@ def test_macenko_undoes_another_stain() -> None:
         macenko(np.full((50, 50, 3), 255, np.uint8), "glass")
 
 
-def test_a_mask_paints_over_what_it_leaves_out() -> None:
-    pixels = _crop(33, 40)
-    mask = np.array([[1, 0], [0, 7]], np.uint8)
-    found = _whole(Masked(_Array(pixels), mask, (9, 8, 7)))
-    kept = np.zeros((33, 40), bool)
-    kept[:17, :20] = kept[17:, 20:] = True
-    assert np.array_equal(found[kept], pixels[kept]) and (found[~kept] == (9, 8, 7)).all()
-    with pytest.raises(InputError, match="another ratio"):
-        Masked(_Array(pixels), np.ones((100, 10)), (0, 0, 0))
+def test_views_of_a_slide_are_rasters_with_its_facts(tmp_path: Path) -> None:
+    write_slide(tmp_path / "s.tif", _crop(160, 144))
+    slide = open_image(tmp_path / "s.tif", slide_mpp=(0.5, 0.25))
+    turned, recoloured = Turned(slide, quarters=1), Recoloured(slide, intensity=Affine.of(np.eye(3) * 0.5))
+    assert isinstance(turned, Raster) and isinstance(recoloured, Raster)
+    assert turned.level_dimensions == ((160, 144),) and turned.mpp == (0.25, 0.5) and turned.tile_height_px == 128
+    # Rows of a turned slide are columns below: where nobody knows the tiles, many of them at a time.
+    assert Turned(open_image(tmp_path / "s.tif", mpp=0.75), quarters=3).tile_height_px == 256
+    assert recoloured.level_dimensions == slide.level_dimensions and thumbnail(recoloured, 80)[0].shape == (80, 72, 3)
+    assert np.abs(recoloured.read(3, 4, 5, 6, 1).astype(int) - slide.read(3, 4, 5, 6, 1) / 2).max() <= 0.5
 
 
 def test_a_network_computes_the_same_in_strips_of_an_augmented_slide(tmp_path: Path) -> None:
@@ -132,15 +133,17 @@ def test_slides_open_at_the_resolution_that_is_asked_for(tmp_path: Path) -> None
     write_slide(path, _crop(160, 144), num_levels=3)
     info = slide_info(path)
     assert info.levels == ((144, 160), (72, 80), (36, 40)) and info.level_mpp == pytest.approx((0.5, 1.0, 2.0))
-    half = open_slide(path, mpp=1.05)
-    assert half.image.width_px == 72 and half.mpp == pytest.approx(1.0)
+    assert open_slide(path, mpp=1.0).image.width_px == 72
+    between = open_slide(path, mpp=1.5)  # no level has it: two px become one, three times four
+    assert (between.image.width_px, between.image.height_px) == (48, 53) and between.image.mpp == pytest.approx((1.5, 1.5))
+    assert between.scale == pytest.approx((3.0, 3.0)) and between.whole.width_px == 144
     assert open_slide(path, mpp=1.0, slide_mpp=0.25).image.width_px == 36  # the table knows better
-    with pytest.raises(InputError, match=r"levels have 0.5, 1, 2 um/px"):
-        open_slide(path, mpp=8.0)
+    with pytest.raises(InputError, match="nothing is enlarged"):
+        open_slide(path, mpp=0.2)
     write_slide(path, _crop(160, 144), mpp=None)
     with pytest.raises(InputError, match="the file has no resolution"):
         open_slide(path, mpp=1.0)
-    assert open_slide(path).mpp is None
+    assert open_slide(path).image.mpp is None
 
 
 def test_a_thumbnail_is_made_of_averages(tmp_path: Path) -> None:

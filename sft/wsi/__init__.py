@@ -30,6 +30,7 @@ from sft.wsi.heads import SlideModel as SlideModel
 from sft.wsi.heads import build_model as build_model
 from sft.wsi.heatmap import HeatmapMaker as HeatmapMaker
 from sft.wsi.inference import Predictor as Predictor
+from sft.wsi.interruption import Interruption as Interruption
 from sft.wsi.metrics import Estimate as Estimate
 from sft.wsi.metrics import Prediction as Prediction
 from sft.wsi.metrics import evaluate_predictions as evaluate_predictions
@@ -38,8 +39,6 @@ from sft.wsi.splits import assign_splits as assign_splits
 from sft.wsi.table import SlideRecord as SlideRecord
 from sft.wsi.table import SlideTable as SlideTable
 from sft.wsi.table import read_table as read_table
-from sft.wsi.training import Interruption as Interruption
 from sft.wsi.training import Trainer as Trainer
-from sft.wsi.views import Masked as Masked
 from sft.wsi.views import Recoloured as Recoloured
 from sft.wsi.views import Turned as Turned

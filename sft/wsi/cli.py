@@ -18,7 +18,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from rich.console import Console
 
 from sft.errors import InputError, SftError
-from sft.wsi import commands
+from sft.wsi import commands, inspection
 from sft.wsi.config import GROUPS, Config
 from sft.wsi.errors import DatasetError, RunInterrupted
 
@@ -76,6 +76,11 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
     doctor = _plain("what is installed here, and what is missing")
     info = _plain("what slide files say of themselves")
     info.add_argument("slides", type=Path, nargs="+", help="files")
+    tissue = _plain("find the tissue on slides: masks, polygons, and pictures to look at")
+    tissue.add_argument("slides", type=Path, nargs="+", help="slide files")
+    tissue.add_argument("--out", type=Path, required=True, help="folder for the results")
+    tissue.add_argument("--mpp", type=float, default=8.0, help="micrometres per pixel of the masks")
+    tissue.add_argument("--slide-mpp", type=float, help="micrometres per pixel of the slides, where the files are wrong or silent")
     plan = _configured("how a training step is computed, and what it takes; runs nothing")
     plan.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the image, in px; default: the largest slide")
     train = _configured("train, or go on with a run that was interrupted; then evaluate")
@@ -93,6 +98,7 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
     for name, sub in (
         ("doctor", doctor),
         ("slide-info", info),
+        ("tissue", tissue),
         ("plan", plan),
         ("train", train),
         ("evaluate", evaluate),
@@ -100,8 +106,9 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
     ):
         subcommands.add_subcommand(name, sub, help=sub.description)
     return parser, {
-        "doctor": lambda given, console: commands.doctor(console),
-        "slide-info": lambda given, console: commands.slide_information(given.slides, console),
+        "doctor": lambda given, console: inspection.doctor(console),
+        "slide-info": lambda given, console: inspection.slide_information(given.slides, console),
+        "tissue": lambda given, console: inspection.tissue(given.slides, given.out, console, mpp=given.mpp, slide_mpp=given.slide_mpp),
         "plan": lambda given, console: commands.plan(_config(given), given.size, console),
         "train": lambda given, console: commands.train(_config(given), console, is_dry=given.dry_run, num_draws=given.bootstrap),
         "evaluate": lambda given, console: commands.evaluate(_selection(given), console, num_draws=given.bootstrap),

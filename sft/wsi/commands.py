@@ -1,38 +1,34 @@
-"""What the commands of ``python -m sft.wsi`` do."""
+"""What the commands of ``python -m sft.wsi`` do that are about a network; `sft.wsi.inspection` has those about slides alone."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 import sft
-from sft.errors import InputError, SftError
-from sft.units import format_bytes
+from sft.errors import InputError
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError
 from sft.wsi.experiment import Experiment, check_slides, load_experiment, plan_of_size
 from sft.wsi.files import write_csv, write_json, write_text
 from sft.wsi.heatmap import HeatmapMaker, output_numbers
 from sft.wsi.inference import Predictor
+from sft.wsi.interruption import Interruption
 from sft.wsi.metrics import Estimate
 from sft.wsi.progress import Reporter
 from sft.wsi.report import draw_curves, write_evaluation
-from sft.wsi.runfolder import RunFolder
-from sft.wsi.slides import slide_info
+from sft.wsi.runfolder import RunFolder, add_damage
+from sft.wsi.runstate import Progress
 from sft.wsi.table import SlideRecord, SlideTable, read_table
 from sft.wsi.tasks import Task
-from sft.wsi.training import Interruption, Progress, Trainer
+from sft.wsi.training import Trainer
 
-__all__ = ["Result", "Selection", "config_path", "doctor", "evaluate", "heatmap", "plan", "slide_information", "train"]
+__all__ = ["Result", "Selection", "config_path", "evaluate", "heatmap", "plan", "train"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,56 +88,6 @@ def config_path(run: Path) -> Path:
     if not path.is_file():
         raise RunFolderError(f"{run} is no folder of a run: it has no config.yaml. Give the folder that train wrote to.")
     return path
-
-
-def doctor(console: Console) -> Result:
-    """What is installed, and what is missing."""
-    found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
-    needed = ("torch", "numpy", "openslide-python", "openslide-bin", "scikit-learn", "safetensors", "jsonargparse", "matplotlib", "pillow")
-    optional = ("triton", "tifffile", "imagecodecs", "torchvision", "timm", "tensorboard")
-    missing = []
-    for name in (*needed, *optional):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-            if name in needed:
-                missing.append(name)
-    found["threads"] = torch.get_num_threads()
-    found["cuda"] = torch.version.cuda
-    found["devices"] = [
-        {"name": torch.cuda.get_device_name(number), "memory_bytes": torch.cuda.get_device_properties(number).total_memory}
-        for number in range(torch.cuda.device_count())
-    ]
-    for name, value in found.items():
-        console.print(f"{name:18} {'not installed' if value is None else value}", markup=False, highlight=False, soft_wrap=True)
-    if missing:
-        raise InputError(f'missing: {", ".join(missing)}. Install them with: pip install "sft-engine[wsi]"')
-    return Result(value=found)
-
-
-def slide_information(paths: Sequence[Path], console: Console) -> Result:
-    """What slides say of themselves; a file that is none does not keep the others from being told."""
-    values: list[dict[str, Any]] = []
-    failed = 0
-    for path in paths:
-        try:
-            info = slide_info(path)
-        except SftError as error:
-            failed += 1
-            message = " ".join(str(error).split())
-            values.append({"path": str(path), "error": message})
-            console.print(f"{path}: {message}", markup=False, highlight=False, soft_wrap=True)
-            continue
-        levels = [
-            {"width_px": width, "height_px": height, "mpp": mpp} for (width, height), mpp in zip(info.levels, info.level_mpp, strict=True)
-        ]
-        values.append({"path": str(path), "num_bytes": info.num_bytes, "mpp": info.mpp, "background": info.background, "levels": levels})
-        console.print(f"{path}: {format_bytes(info.num_bytes)}, {_resolution(info.mpp)}", markup=False, highlight=False, soft_wrap=True)
-        for number, level in enumerate(levels):
-            text = f"  level {number}: {level['width_px']} x {level['height_px']} px, {_resolution(level['mpp'])}"
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return Result(value=values, num_failed=failed)
 
 
 def plan(config: Config, size: Sequence[int] | None, console: Console) -> Result:
@@ -204,7 +150,8 @@ def evaluate(selection: Selection, console: Console, *, num_draws: int) -> Resul
     folder = selection.out or selection.run / (f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
     title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
     estimates = _evaluate(Predictor(loaded.experiment), loaded, folder, console, title=title, num_draws=num_draws)
-    return Result(value={"folder": str(folder), "metrics": _plain(estimates), "failed": loaded.failed}, num_failed=len(loaded.failed))
+    value = {"folder": str(folder), "metrics": _plain(estimates), "failed": loaded.failed}
+    return Result(value={**value, **_filled(loaded.experiment, folder / "damaged.csv", console)}, num_failed=len(loaded.failed))
 
 
 def heatmap(
@@ -228,7 +175,8 @@ def heatmap(
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
         raise InputError(f"--names {', '.join(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
-    maker = HeatmapMaker(loaded.experiment, selection.out or selection.run / "heatmaps")
+    folder = selection.out or selection.run / "heatmaps"
+    maker = HeatmapMaker(loaded.experiment, folder)
     outputs = output_numbers(loaded.experiment, classes)
     drawn = []
     for record in loaded.records:
@@ -240,10 +188,11 @@ def heatmap(
                 drawn.append({**asdict(found), "files": [str(path) for path in found.files]})
                 console.print(f"{found.slide}, {found.output}: {found.files[1]}", markup=False, highlight=False, soft_wrap=True)
         except sft.SourceError as error:
-            if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error == "raise":
+            if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
                 raise
             loaded.failed[record.name] = " ".join(str(error).split())
-    return Result(value={"heatmaps": drawn, "failed": loaded.failed}, num_failed=len(loaded.failed))
+    filled = _filled(loaded.experiment, folder / "damaged.csv", console)
+    return Result(value={"heatmaps": drawn, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
 
 
 def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:
@@ -298,6 +247,9 @@ def _finish(
             metrics[split] = _plain(estimates)
             page = (folder.path / split / "summary.md").read_text(encoding="utf-8")
             lines += [page.replace("# ", "## ", 1).replace("](", f"]({split}/"), ""]
+    filled = _filled(experiment, folder.path / "damaged.csv", console)
+    if filled.get("filled_tiles"):
+        lines += [f"{filled['filled_tiles']} tiles could not be decoded and are background: [damaged.csv](damaged.csv).", ""]
     write_text(folder.path / "summary.md", "\n".join(lines).rstrip() + "\n")
     write_csv(folder.path / "failed.csv", ["slide", "problem"], list(failed.items()))
     console.print(f"written to {folder.path}: summary.md", markup=False, highlight=False, soft_wrap=True)
@@ -308,7 +260,18 @@ def _finish(
         "best_epoch": epoch,
         "metrics": metrics,
         "failed": failed,
+        **filled,
     }
+
+
+def _filled(experiment: Experiment, path: Path, console: Console) -> dict[str, int]:
+    """Note and tell which tiles were filled, where that is what a run does about damage."""
+    if experiment.config.train.on_error != "fill":
+        return {}
+    count = add_damage(path, experiment.feed.bad_tiles)
+    if count:
+        console.print(f"{count} damaged tiles are background: {path}", markup=False, highlight=False, soft_wrap=True)
+    return {"filled_tiles": count}
 
 
 def _evaluate(
@@ -371,7 +334,7 @@ def _load(selection: Selection) -> _Loaded:
         problem = experiment.feed.check(record)
         if problem is not None:
             loaded.failed[record.name] = problem
-    if loaded.failed and config.train.on_error == "raise":
+    if loaded.failed and config.train.on_error != "skip":
         raise InputError("; ".join(loaded.failed.values()))
     return loaded
 
@@ -389,7 +352,3 @@ def _plain(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
         level: {name: {"value": number(e.value), "low": number(e.low), "high": number(e.high)} for name, e in found.items()}
         for level, found in estimates.items()
     }
-
-
-def _resolution(mpp: float | None) -> str:
-    return "resolution unknown" if mpp is None else f"{mpp:.4g} um/px"

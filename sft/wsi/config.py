@@ -24,8 +24,10 @@ class DataConfig:
     Args:
         csv: the table: columns slide, label, and where wanted patient, split, mpp, mask, time, event.
         slides: folder that slides are relative to (default: that of the table). Nothing outside of it is read.
-        mpp: micrometres per pixel to train at; default: the slide's largest level.
-        mpp_tolerance: how far from it a slide's nearest level may be, as a share.
+        mpp: micrometres per pixel to train at, exactly; default: the slide's largest level.
+        tissue: none; crop (to the bounding box of the tissue that is found, or that the column mask says); mask (also paints what is not
+            tissue in the slide's background colour).
+        host_budget: host memory in which the decoded rows of a slide are kept for its backward pass; default: none are.
         num_folds: make so many patient-disjoint folds where the table has no splits; one is for testing, the next for validation.
         fold: which of them is for testing, from 0.
         val_fraction: share of the patients for validation where there are neither splits nor folds.
@@ -35,7 +37,8 @@ class DataConfig:
     csv: Path
     slides: Path | None = None
     mpp: float | None = None
-    mpp_tolerance: float = 0.2
+    tissue: Literal["none", "crop", "mask"] = "none"
+    host_budget: str | None = None
     num_folds: int | None = None
     fold: int = 0
     val_fraction: float = 0.2
@@ -45,8 +48,8 @@ class DataConfig:
         problems = []
         if self.mpp is not None and not 0 < self.mpp < 1000:
             problems.append(f"data.mpp {self.mpp}: give micrometres per pixel, such as 0.5")
-        if not 0 <= self.mpp_tolerance < 1:
-            problems.append(f"data.mpp_tolerance {self.mpp_tolerance}: give a share in 0..1")
+        if self.host_budget is not None:
+            problems += _not_bytes("data.host_budget", self.host_budget)
         if self.num_folds is not None and self.num_folds < 2:
             problems.append(f"data.num_folds {self.num_folds}: give at least 2")
         if not 0 <= self.fold < (self.num_folds or self.fold + 1):
@@ -126,10 +129,7 @@ class ModelConfig:
             problems.append(f"model.dropout {self.dropout}: give a probability below 1")
         if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:
             problems.append(f"model.mean {self.mean}, model.std {self.std}: give three numbers each, std above 0")
-        try:
-            parse_bytes(self.budget)
-        except InputError as error:
-            problems.append(f"model.budget: {error}")
+        problems += _not_bytes("model.budget", self.budget)
         _refuse(problems)
 
 
@@ -183,7 +183,8 @@ class TrainConfig:
         checkpoint_every: optimizer steps between checkpoints.
         seed: of everything that is drawn.
         device: cpu or cuda.
-        on_error: what a slide that cannot be read does: stop the run, or be left out (the exit code says so at the end).
+        on_error: what a slide that cannot be read does: stop the run (raise), or be left out (skip; the exit code says so at the end). With
+            fill, tiles that cannot be decoded become background and are listed in damaged.csv; a file that cannot be opened stops the run.
     """
 
     epochs: int = 20
@@ -201,7 +202,7 @@ class TrainConfig:
     checkpoint_every: int = 1
     seed: int = 0
     device: str = "cpu"
-    on_error: Literal["raise", "skip"] = "raise"
+    on_error: Literal["raise", "skip", "fill"] = "raise"
 
     def __post_init__(self) -> None:
         problems = [
@@ -277,6 +278,14 @@ def _plain(value: Any) -> Any:
 def _not_positive(config: TrainConfig, name: str) -> bool:
     value = getattr(config, name)
     return value is not None and not value > 0
+
+
+def _not_bytes(name: str, text: str) -> list[str]:
+    try:
+        parse_bytes(text)
+    except InputError as error:
+        return [f"{name}: {error}"]
+    return []
 
 
 def _refuse(problems: Any) -> None:

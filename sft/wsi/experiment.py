@@ -111,10 +111,10 @@ def check_slides(experiment: Experiment) -> dict[str, str]:
         What is wrong, by the slide's name; empty unless such slides are to be left out.
 
     Raises:
-        DatasetError: slides cannot be used, and ``train.on_error`` is "raise"; or none is left to train on.
+        DatasetError: slides cannot be used, and ``train.on_error`` is not "skip"; or none is left to train on.
     """
     found = {record.name: problem for record in experiment.table.records if (problem := experiment.feed.check(record)) is not None}
-    if found and experiment.config.train.on_error == "raise":
+    if found and experiment.config.train.on_error != "skip":
         problems = [f"line {record.row}: {found[record.name]}" for record in experiment.table.records if record.name in found]
         raise DatasetError(str(experiment.config.data.csv), problems)
     if all(record.name in found for record in experiment.records("train")):

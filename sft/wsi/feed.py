@@ -1,24 +1,23 @@
-"""From a row of the table to what the network reads: slide, mask, stain normalisation, augmentation, normalisation of pixels."""
+"""From a row of the table to what the network reads: slide, tissue, stain normalisation, augmentation, cache, normalisation of pixels."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import torch
-from PIL import Image as PillowImage
 
-from sft.errors import InputError, SftError, SourceError
-from sft.sources import LabelSource, Normalized
+from sft.errors import InputError, SftError
+from sft.sources import BadTile, Cached, Cropped, LabelSource, Normalized, Raster
 from sft.sources.image import Image
+from sft.sources.views import RasterView
+from sft.tissue import Masked
+from sft.tissue.mask import Box
 from sft.wsi.augment import UNCHANGED, Augmentation
 from sft.wsi.config import Config
-from sft.wsi.slides import open_slide, thumbnail
+from sft.wsi.slides import OpenedSlide, open_slide, thumbnail
 from sft.wsi.stain import macenko
 from sft.wsi.table import SlideRecord
-from sft.wsi.views import IDENTITY, Affine, Masked, Recoloured
+from sft.wsi.tissue import Area, PackedMask, box_of, find_area, fitted, painted, read_area, read_mask
+from sft.wsi.views import IDENTITY, Affine, Recoloured
 
 __all__ = ["IGNORED_LABEL", "SlideFeed"]
 
@@ -28,7 +27,7 @@ _STAIN_PX = 1024
 
 
 class SlideFeed:
-    """Opens the slides of a run. Keeps each slide's size and stains, and nothing else.
+    """Opens the slides of a run. Keeps each slide's size, stains and, packed, the tissue that it found.
 
     Args:
         config: of the run.
@@ -39,27 +38,31 @@ class SlideFeed:
         #: (width, height) in px of the slides that were checked and found good
         self.sizes: dict[str, tuple[int, int]] = {}
         self._stains: dict[str, Affine] = {}
+        self._masks: dict[str, PackedMask] = {}
+        # Tiles that were filled, and the images that may still fill some: those of the slide at hand, so that few files are open.
+        self._bad_tiles: dict[str, set[BadTile]] = {}
+        self._watched: list[tuple[str, Raster]] = []
 
-    def image(self, record: SlideRecord) -> Image:
-        """The slide at the run's resolution, with what its tissue mask leaves out painted over.
+    def image(self, record: SlideRecord) -> Raster:
+        """The slide at the run's resolution, with what its mask leaves out painted over, cropped where the run says so.
 
         Raises:
-            InputError: its resolution is unknown or not near the one wanted, or its mask does not fit.
+            InputError: its resolution is unknown or too coarse, its mask does not fit, or no tissue is found.
             SourceError: it cannot be read.
         """
-        data = self._config.data
-        opened = open_slide(record.path, mpp=data.mpp, slide_mpp=record.mpp, tolerance=data.mpp_tolerance)
-        if record.mask is None or self._config.task.kind == "segmentation":
-            return opened.image
-        return Masked(opened.image, read_mask(record.mask), opened.background)
+        image, box = self._view(record)
+        return image if box is None else Cropped(image, x=box.x, y=box.y, w=box.w, h=box.h)
 
     def source(self, record: SlideRecord, augmentation: Augmentation = UNCHANGED) -> Normalized:
-        """What the network reads.
+        """What the network reads. Its decoded rows stay in host memory, up to ``data.host_budget``, for as long as it is used.
 
         Raises:
             InputError, SourceError: as :meth:`image`.
         """
         image = augmentation.apply(self.image(record), stain=self._stain(record))
+        budget = self._config.data.host_budget
+        if budget is not None:
+            image = Cached(image, host_budget_bytes=budget)
         return Normalized(image, mean=self._config.model.mean, std=self._config.model.std, dtype=torch.float32)
 
     def coloured(self, record: SlideRecord) -> Image:
@@ -72,28 +75,34 @@ class SlideFeed:
         return image if stain == IDENTITY else Recoloured(image, density=stain)
 
     def labels(self, record: SlideRecord, augmentation: Augmentation = UNCHANGED) -> LabelSource:
-        """The label map of a slide, turned with it.
+        """The label map of a slide, cropped and turned with it.
 
         Raises:
             InputError: it has another size than the slide.
             SourceError: it cannot be read.
         """
         assert record.mask is not None  # the table was read for segmentation
-        mask, image = read_mask(record.mask), self.image(record)
+        mask, (image, box) = read_mask(record.mask), self._view(record)
         if mask.shape != (image.height_px, image.width_px):
             raise InputError(
                 f"label map {record.mask} has {mask.shape[1]} x {mask.shape[0]} px, its slide {image.width_px} x {image.height_px} at this "
                 "resolution. Give one label for each pixel."
             )
+        if box is not None:
+            mask = mask[box.y : box.y + box.h, box.x : box.x + box.w]
         turned = np.rot90(mask[:, ::-1] if augmentation.mirrored else mask, augmentation.quarters)
         return LabelSource(turned)
+
+    @property
+    def bad_tiles(self) -> dict[str, tuple[BadTile, ...]]:
+        """The tiles that were filled so far (``train.on_error: fill``), by slide, in the order of level, row and column."""
+        self._note_bad_tiles()
+        return {name: tuple(sorted(tiles, key=lambda t: (t.level, t.y, t.x))) for name, tiles in sorted(self._bad_tiles.items()) if tiles}
 
     def check(self, record: SlideRecord) -> str | None:
         """What is wrong with a slide, as far as its header, its mask and its stains tell; None if nothing is."""
         try:
             image = self.image(record)
-            if min(image.width_px, image.height_px) < 1:
-                return f"slide {record.path} has no pixels; leave it out"
             self._stain(record)
             if self._config.task.kind == "segmentation" and record.mask is not None:
                 self.labels(record)
@@ -110,25 +119,50 @@ class SlideFeed:
         if self._config.augment.stain == "none":
             return IDENTITY
         if record.name not in self._stains:
-            self._stains[record.name] = macenko(thumbnail(self.image(record), _STAIN_PX)[0], record.name)
+            # Of the file's own levels: the image at the run's resolution would have to be read whole.
+            slide = self._open(record)
+            small, factor = thumbnail(slide.whole, _STAIN_PX)
+            area = self._area(record, slide)
+            if area is not None and self._paints(record):
+                small = painted(small, area, factor, slide.whole.background)
+            self._stains[record.name] = macenko(small, record.name)
         return self._stains[record.name]
 
+    def _open(self, record: SlideRecord) -> OpenedSlide:
+        policy = self._config.train.on_error
+        slide = open_slide(record.path, mpp=self._config.data.mpp, slide_mpp=record.mpp, on_error=policy)
+        if policy == "fill":
+            self._note_bad_tiles()
+            self._watched = [(name, image) for name, image in self._watched if name == record.name]
+            self._watched.append((record.name, slide.whole))
+        return slide
 
-def read_mask(path: Path) -> npt.NDArray[Any]:
-    """A mask or label map ``[height, width]``: a mapped ``.npy`` file, or an image of one channel.
+    def _view(self, record: SlideRecord) -> tuple[Raster, Box | None]:
+        """The slide at the run's resolution, and what is to be cropped from it."""
+        slide = self._open(record)
+        area = self._area(record, slide)
+        if area is None:
+            return slide.image, None
+        area = fitted(area, slide.image, slide.scale)
+        box = None if self._config.data.tissue == "none" else box_of(area, slide.image)
+        return Masked(slide.image, area) if self._paints(record) else slide.image, box
 
-    Raises:
-        SourceError: it cannot be read.
-        InputError: it has channels.
-    """
-    try:
-        if path.suffix == ".npy":
-            mask: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
-        else:
-            with PillowImage.open(path) as opened:
-                mask = np.asarray(opened)
-    except Exception as error:  # a damaged file raises almost anything
-        raise SourceError(f"cannot read mask {path}: {error}. Give a .npy file or an image.") from error
-    if mask.ndim != 2 or mask.dtype.kind not in "bui":
-        raise InputError(f"mask {path} has shape {mask.shape} of {mask.dtype}. Give whole numbers [height, width].")
-    return mask
+    def _area(self, record: SlideRecord, slide: OpenedSlide) -> Area | None:
+        """What is tissue, in px of the largest level; None where nobody asks."""
+        if self._has_tissue_mask(record) and record.mask is not None:
+            return read_area(record.mask, slide.whole)
+        if self._config.data.tissue == "none":
+            return None
+        if record.name not in self._masks:
+            self._masks[record.name] = PackedMask.of(find_area(slide.whole, mpp=self._config.data.mpp))
+        return self._masks[record.name].mask()
+
+    def _has_tissue_mask(self, record: SlideRecord) -> bool:
+        return record.mask is not None and self._config.task.kind != "segmentation"
+
+    def _paints(self, record: SlideRecord) -> bool:
+        return self._config.data.tissue == "mask" or self._has_tissue_mask(record)
+
+    def _note_bad_tiles(self) -> None:
+        for name, image in self._watched:
+            self._bad_tiles.setdefault(name, set()).update(RasterView(image).bad_tiles)

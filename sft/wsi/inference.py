@@ -73,7 +73,7 @@ class Predictor:
             after: called after each slide.
 
         Raises:
-            SourceError: a slide cannot be read, and ``train.on_error`` is "raise".
+            SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: one does not fit.
         """
         predictions = []
@@ -83,7 +83,7 @@ class Predictor:
             try:
                 predictions.append(self.predict(record))
             except SourceError as error:
-                if self._experiment.config.train.on_error == "raise":
+                if self._experiment.config.train.on_error != "skip":
                     raise
                 failed[record.name] = " ".join(str(error).split())
             if after is not None:

@@ -13,14 +13,16 @@ from typing import IO, Any
 
 import yaml
 
+from sft.sources import BadTile
 from sft.units import format_bytes
 from sft.wsi.checkpoint import CheckpointFolder
 from sft.wsi.errors import RunFolderError
-from sft.wsi.files import clear_partial, replacing, write_text
+from sft.wsi.files import clear_partial, replacing, write_csv, write_text
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "add_damage"]
 
 _STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "slides")
+_DAMAGE_COLUMNS = ("slide", "level", "left_px", "top_px", "width_px", "height_px", "reason")
 
 
 class RunFolder:
@@ -32,6 +34,7 @@ class RunFolder:
     plan.txt, plan.json   how the largest slide is computed
     steps.csv             a row for each optimizer step
     metrics.csv           a row for each epoch
+    damaged.csv           tiles that were filled, where there are any
     checkpoints/          ``last-*``: to go on from; ``best-*``: the best validation
     ====================  ======================================================================
 
@@ -138,6 +141,34 @@ class RunFolder:
         columns = list(dict.fromkeys(name for epoch in epochs for name in epoch))
         with replacing(self.path / "metrics.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([columns, *([_cell(epoch.get(name, "")) for name in columns] for epoch in epochs)])
+
+    def add_damage(self, tiles: Mapping[str, Sequence[BadTile]]) -> int:
+        """Note filled tiles in damaged.csv; see :func:`add_damage`."""
+        return add_damage(self.path / "damaged.csv", tiles)
+
+
+def add_damage(path: Path, tiles: Mapping[str, Sequence[BadTile]]) -> int:
+    """Add filled tiles, by slide, to a table of them; what is in it already stays and is not repeated.
+
+    Returns:
+        How many the table then has. Without any there is none.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    before: dict[tuple[str, ...], str] = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            before = {tuple(row[:-1]): row[-1] for row in list(csv.reader(file))[1:]}
+    found = {
+        tuple(map(str, (name, tile.level, tile.x, tile.y, tile.width_px, tile.height_px))): " ".join(tile.reason.split())
+        for name, some in tiles.items()
+        for tile in some
+    }
+    if not found.keys() <= before.keys():
+        rows = sorted({**before, **found}.items(), key=lambda row: (row[0][0], *map(int, row[0][1:])))
+        write_csv(path, _DAMAGE_COLUMNS, [[*place, reason] for place, reason in rows])
+    return len({**before, **found})
 
 
 def _cell(value: Any) -> Any:

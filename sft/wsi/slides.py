@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from sft.errors import InputError
-from sft.sources import Slide
+from sft.sources import OnError, Raster, at_mpp, open_image
 from sft.sources.image import Image, Pixels, read_strips
+from sft.sources.views import AtLevel, RasterView
 
 __all__ = ["OpenedSlide", "SlideInfo", "open_slide", "slide_info", "thumbnail"]
 
@@ -20,12 +21,12 @@ class SlideInfo:
     """What a slide file says.
 
     Attributes:
-        path: of the file.
-        num_bytes: of the file.
+        path: of the file, or of the folder of a Zarr.
+        num_bytes: of all that is there.
         levels: (width, height) of each level, in px.
         mpp: micrometres per px of the largest level; None where the file does not say.
         level_mpp: of each level.
-        background: RGB colour of what was not scanned.
+        background: colour of what was not scanned, one number a channel.
     """
 
     path: Path
@@ -33,7 +34,7 @@ class SlideInfo:
     levels: tuple[tuple[int, int], ...]
     mpp: float | None
     level_mpp: tuple[float | None, ...]
-    background: tuple[int, int, int]
+    background: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +42,19 @@ class OpenedSlide:
     """A slide at one resolution.
 
     Attributes:
-        image: its pixels.
-        mpp: micrometres per px; None where nobody says.
-        background: RGB colour of what was not scanned.
+        image: its pixels at the resolution asked for.
+        whole: the same file with all of its levels, for what is looked at small.
     """
 
-    image: Image
-    mpp: float | None
-    background: tuple[int, int, int]
+    image: Raster
+    whole: Raster
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """Px of ``whole`` per px of ``image``, (x, y)."""
+        if self.image.mpp is None or self.whole.mpp is None:
+            return 1.0, 1.0
+        return self.image.mpp[0] / self.whole.mpp[0], self.image.mpp[1] / self.whole.mpp[1]
 
 
 def slide_info(path: Path) -> SlideInfo:
@@ -57,54 +63,41 @@ def slide_info(path: Path) -> SlideInfo:
     Raises:
         SourceError: it is no slide.
     """
-    with Slide(path) as slide:
-        downsamples = slide.level_downsamples
-        levels = tuple(Slide(path, level=level).dimensions for level in range(len(downsamples)))
+    slide = open_image(path)
+    try:
         mpp = None if slide.mpp is None else math.sqrt(slide.mpp[0] * slide.mpp[1])
+        files = [path] if path.is_file() else [part for part in path.rglob("*") if part.is_file()]
         return SlideInfo(
             path=path,
-            num_bytes=path.stat().st_size,
-            levels=levels,
+            num_bytes=sum(file.stat().st_size for file in files),
+            levels=slide.level_dimensions,
             mpp=mpp,
-            level_mpp=tuple(None if mpp is None else mpp * downsample for downsample in downsamples),
+            level_mpp=tuple(None if mpp is None else mpp * downsample for downsample in slide.level_downsamples),
             background=slide.background,
         )
+    finally:
+        slide.close()
 
 
-def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None = None, tolerance: float = 0.2) -> OpenedSlide:
-    """Open a slide at the pyramid level nearest to a resolution.
+def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None = None, on_error: OnError = "raise") -> OpenedSlide:
+    """Open a slide at a resolution, whatever its levels are; see `sft.sources.open_image`.
 
     Args:
         path: of the file.
         mpp: micrometres per px wanted. Default: `None` (the largest level)
         slide_mpp: micrometres per px of the largest level, where the file is wrong or silent. Default: `None`
-        tolerance: how far the nearest level may be from ``mpp``, as a share of it.
+        on_error: what to do about damage; see `sft.sources.damage`. Default: ``"raise"``
 
     Raises:
-        InputError: ``mpp`` is wanted and the file does not say its own, or no level is near.
-        SourceError: it is no slide.
+        InputError: the resolution cannot be had, or the image is not RGB.
+        SourceError: it cannot be read; `sft.SkipSlideError` with ``on_error="skip"``.
     """
-    slide = Slide(path)
-    found = slide_mpp
-    if found is None and slide.mpp is not None:
-        found = math.sqrt(slide.mpp[0] * slide.mpp[1])
-    level = 0
-    if mpp is not None:
-        if found is None:
-            raise InputError(f"cannot open {path} at {mpp} um/px: the file has no resolution. Give it in the column mpp of the table.")
-        resolutions = [found * downsample for downsample in slide.level_downsamples]
-        level = min(range(len(resolutions)), key=lambda number: abs(math.log(resolutions[number] / mpp)))
-        if abs(resolutions[level] / mpp - 1) > tolerance:
-            listed = ", ".join(f"{resolution:.4g}" for resolution in resolutions)
-            raise InputError(
-                f"cannot open {path} at {mpp} um/px: its levels have {listed} um/px. Give one of these as data.mpp, or a larger "
-                "data.mpp_tolerance."
-            )
-        found = resolutions[level]
-    if level:
-        slide.close()
-        slide = Slide(path, level=level)
-    return OpenedSlide(image=slide, mpp=found, background=slide.background)
+    whole = open_image(path, slide_mpp=slide_mpp, on_error=on_error)
+    if whole.num_channels != 3:
+        raise InputError(f"cannot use {path}: it has {whole.num_channels} channels. Give RGB images.")
+    if mpp is not None and whole.mpp is None:
+        raise InputError(f"cannot open {path} at {mpp} um/px: the file has no resolution. Give it in the column mpp of the table.")
+    return OpenedSlide(image=whole if mpp is None else at_mpp(whole, mpp), whole=whole)
 
 
 def thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
@@ -114,7 +107,7 @@ def thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
     at the lower and right border are averages of what there is.
 
     Returns:
-        uint8 ``[height, width, 3]``, and the factor.
+        uint8 ``[height, width, channels]``, and the factor.
     """
     least = max(1, math.ceil(max(image.height_px, image.width_px) / max_px))
     smaller, downsample = _smaller(image, least)
@@ -125,15 +118,14 @@ def thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
 
 def _smaller(image: Image, factor: int) -> tuple[Image, int]:
     """The smallest level that is not smaller than by the factor, and its downsample; the image itself where it has no pyramid."""
-    if not isinstance(image, Slide):
-        return image, 1
-    best = (0, 1)
-    for level, downsample in enumerate(image.level_downsamples):
+    view, best = RasterView(image), (0, 1)
+    for level in view.exact_levels:
+        downsample = view.level_downsamples[level]
         whole = round(downsample)
         # 4.0001 is what becomes of 4 where the last tile of a level is cut; 4.3 would shift everything.
         if abs(downsample / whole - 1) < 1e-3 and best[1] < whole <= factor:
             best = (level, whole)
-    return (Slide(image.path, level=image.level + best[0]) if best[0] else image), best[1]
+    return (AtLevel(image, best[0]) if best[0] else image), best[1]
 
 
 def _averaged(pixels: Pixels, factor: int) -> Pixels:

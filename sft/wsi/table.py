@@ -44,7 +44,7 @@ _SPLITS: Mapping[str, Split] = {
     "train": "train", "training": "train", "val": "val", "valid": "val", "validation": "val", "dev": "val", "tune": "val",
     "test": "test", "testing": "test", "holdout": "test",
 }  # fmt: skip
-_EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide")
+_EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide", ".zarr", ".npy")
 _MAX_BYTES = 256 * 2**20
 
 

@@ -9,12 +9,9 @@ buffers of an unfinished group are dropped.
 from __future__ import annotations
 
 import math
-import signal
 import time
-import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from types import FrameType, TracebackType
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -24,73 +21,22 @@ from sft.errors import BudgetError, SourceError
 from sft.nn import WithLoss
 from sft.plan.types import Plan
 from sft.wsi.augment import draw_augmentation
-from sft.wsi.checkpoint import Checkpoint, get_random_state, seed_everything, set_random_state
-from sft.wsi.config import Config
-from sft.wsi.errors import RunFolderError, RunInterrupted, TrainingError
+from sft.wsi.checkpoint import get_random_state, seed_everything, set_random_state
+from sft.wsi.errors import RunInterrupted, TrainingError
 from sft.wsi.experiment import Experiment, autocast, calibrate_norms, compile_model, segmentation_loss
 from sft.wsi.inference import Predictor, mean_loss
+from sft.wsi.interruption import Interruption
 from sft.wsi.metrics import evaluate_predictions
 from sft.wsi.norms import set_training
 from sft.wsi.optimization import learning_rate, make_optimizer
 from sft.wsi.progress import Reporter
 from sft.wsi.randomness import counter_seed, generator
 from sft.wsi.runfolder import RunFolder
+from sft.wsi.runstate import Progress, check_same_run, fingerprint, surroundings
 from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import cox_gradients
 
-__all__ = ["Interruption", "Progress", "Trainer", "fingerprint"]
-
-#: Settings that a run may change when it goes on: none of them changes a number.
-_NEUTRAL = {"data": {"csv", "slides"}, "train": {"checkpoint_every"}}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a run is.
-
-    Attributes:
-        serial: checkpoints written so far.
-        step: optimizer steps done.
-        epoch: passes done.
-        position: slides of this epoch that are done.
-        loss_sum, loss_weight: of this epoch's groups.
-        best: the best value of what is monitored, and its epoch; None before the first.
-        epochs: rows of metrics.csv.
-        failed: slides that cannot be read, with what is wrong.
-        stopped: whether patience has run out.
-    """
-
-    serial: int = 0
-    step: int = 0
-    epoch: int = 0
-    position: int = 0
-    loss_sum: float = 0.0
-    loss_weight: float = 0.0
-    best: tuple[float, int] | None = None
-    epochs: tuple[dict[str, Any], ...] = ()
-    failed: tuple[tuple[str, str], ...] = ()
-    stopped: bool = False
-
-
-class Interruption:
-    """Notes SIGTERM and SIGINT while a ``with`` block runs; the second one has its usual effect at once."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Interruption:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        signal.signal(number, self._before[self.received])
+__all__ = ["Trainer"]
 
 
 class _SlideFailed(Exception):
@@ -157,7 +103,7 @@ class Trainer:
             self._folder.start_steps(0)
             self._save()
             return
-        self._check_same_run(checkpoint)
+        check_same_run(self._folder.path, checkpoint.state, self._config, self.experiment.table)
         self._model.load_state_dict(checkpoint.weights)
         self._optimizer.load_state_dict(checkpoint.state["optimizer"])
         self._scaler.load_state_dict(checkpoint.state["scaler"])
@@ -178,7 +124,7 @@ class Trainer:
         Raises:
             RunInterrupted: it was asked to end; its state is saved.
             RunFolderError: the folder cannot be written.
-            SourceError: a slide cannot be read, and ``train.on_error`` is "raise".
+            SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: a slide does not fit.
             TrainingError: the loss is no number.
         """
@@ -229,7 +175,7 @@ class Trainer:
                 return self._accumulate(readable, buffers, interruption)
             except _SlideFailed as failure:
                 self._set_buffers(buffers)
-                if self._config.train.on_error == "raise":
+                if self._config.train.on_error != "skip":
                     raise failure.error from None
                 problem = " ".join(str(failure.error).split())
                 self.progress = replace(self.progress, failed=(*self.progress.failed, (failure.record.name, problem)))
@@ -393,46 +339,9 @@ class Trainer:
             "random": get_random_state(),
             "settings": fingerprint(self._config),
             "table": self.experiment.table.digest(),
-            "surroundings": _surroundings(),
+            "surroundings": surroundings(),
         }
+        # Before the checkpoint: what is computed again is noted again.
+        self._folder.add_damage(self.experiment.feed.bad_tiles)
         self._folder.checkpoints.save("last", self.progress.serial, self._model, state, keep=2)
         self._saved = self.progress
-
-    def _check_same_run(self, checkpoint: Checkpoint) -> None:
-        before, now = checkpoint.state["settings"], fingerprint(self._config)
-        different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-        if different:
-            listed = ", ".join(f"{name} (was {before.get(name)!r}, is {now.get(name)!r})" for name in different)
-            raise RunFolderError(
-                f"the run folder {self._folder.path} holds a run with other settings: {listed}. Put them back to go on, or give another "
-                "folder with --run."
-            )
-        if checkpoint.state["table"] != self.experiment.table.digest():
-            raise RunFolderError(
-                f"the run folder {self._folder.path} holds a run on other slides, labels or splits. Put the table back to go on, or give "
-                "another folder with --run."
-            )
-        if checkpoint.state["surroundings"] != _surroundings():
-            warnings.warn(
-                f"the run was started with {checkpoint.state['surroundings']} and goes on with {_surroundings()}: it goes on, but "
-                "not to the same bits",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-
-
-def fingerprint(config: Config) -> dict[str, Any]:
-    """The settings that decide what a run computes, as ``group.name``."""
-    settings = config.to_dict()
-    found = {
-        f"{group}.{name}": value
-        for group in ("data", "task", "model", "augment", "train")
-        for name, value in settings[group].items()
-        if name not in _NEUTRAL.get(group, ())
-    }
-    found["train.device"] = torch.device(config.train.device).type
-    return found
-
-
-def _surroundings() -> dict[str, Any]:
-    return {"torch": str(torch.__version__), "num_threads": torch.get_num_threads()}

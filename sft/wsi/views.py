@@ -1,4 +1,4 @@
-"""Images made of images: turned, mirrored, recoloured, masked. Each reads just the rectangle that it is asked for.
+"""Slides turned, mirrored and recoloured. Each view reads just the rectangle that it is asked for.
 
 A network that reads an image in strips must see the same bits that it would see in the whole image, forwards and again backwards. Moving
 pixels is exact. Colours are changed pixel by pixel with tables for what is no plain arithmetic (logarithms, exponentials) and with single
@@ -14,10 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sft.errors import InputError
-from sft.sources.image import Image, Pixels, check_region
+from sft.sources.image import Image, Pixels
+from sft.sources.raster import Size
+from sft.sources.views import RasterView
 
-__all__ = ["IDENTITY", "Affine", "Masked", "Recoloured", "Turned"]
+__all__ = ["IDENTITY", "Affine", "Recoloured", "Turned"]
 
 _Floats = npt.NDArray[np.float32]
 #: Pixels that are recoloured at a time: the working memory is some 50 times as many bytes.
@@ -25,36 +26,57 @@ _PIECE_PX = 1 << 18
 #: Steps of the table of optical densities to intensities, per unit of density. Half a step is 0.06 grey levels.
 _DENSITY_STEPS = 2048
 _MAX_DENSITY = 8.0
+#: Columns of an image without known tiles (resampled, cropped) that are read at least, where they become rows.
+_COLUMNS_PX = 256
 
 
-class Turned:
+class Turned(RasterView):
     """An image mirrored left to right, or not, and then turned counter-clockwise by quarters; as ``np.rot90`` does.
 
     Args:
-        image: the image.
+        image: the image; its level 0 counts.
         quarters: how often to turn.
         mirrored: whether to mirror before.
     """
 
     def __init__(self, image: Image, *, quarters: int = 0, mirrored: bool = False) -> None:
-        self.image, self.quarters, self.mirrored = image, quarters % 4, mirrored
-        sides = (image.width_px, image.height_px)
-        self.width_px, self.height_px = sides[::-1] if self.quarters % 2 else sides
-        # The tiles of slides are squares, so their height is as good for columns.
-        self.tile_height_px: int | None = getattr(image, "tile_height_px", None)
+        super().__init__(image)
+        self.quarters, self.mirrored = quarters % 4, mirrored
 
     def __repr__(self) -> str:
         return f"Turned({self.image!r}, quarters={self.quarters}, mirrored={self.mirrored})"
 
-    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
-        """A rectangle; see `sft.sources.Image`.
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of level 0, the only one."""
+        return (self._turned(super().level_dimensions[0]),)
 
-        Raises:
-            InputError: it is not wholly inside the image, or of another level than 0.
-            SourceError: the pixels cannot be read.
-        """
-        _check_level(self, level)
-        check_region(repr(self), x, y, w, h, self.width_px, self.height_px)
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """1: there is one level."""
+        return (1.0,)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level."""
+        return (0,)
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of what is to be read at least. Rows that were columns cost whole tiles below, also where none are known."""
+        tile = super().level_tiles_px[0]
+        return (self._turned(tile or (_COLUMNS_PX, self.image.height_px)) if self.quarters % 2 else tile,)
+
+    @property
+    def mpp(self) -> tuple[float, float] | None:
+        """Micrometres per px, (x, y)."""
+        mpp = super().mpp
+        return mpp if mpp is None or self.quarters % 2 == 0 else (mpp[1], mpp[0])
+
+    def _turned(self, size: Size) -> Size:
+        return (size[1], size[0]) if self.quarters % 2 else size
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         width, height = self.image.width_px, self.image.height_px
         if self.quarters == 0:
             left, top, cols, rows = x, y, w, h
@@ -108,7 +130,7 @@ class Affine:
 IDENTITY = Affine.of(np.eye(3))
 
 
-class Recoloured:
+class Recoloured(RasterView):
     """An image with other colours: an affine map of optical densities, and then one of intensities in 0..1.
 
     Stains absorb, so they add up in optical density, ``-log((pixel + 1) / 256)`` (Ruifrok and Johnston, 2001).
@@ -120,22 +142,14 @@ class Recoloured:
     """
 
     def __init__(self, image: Image, *, density: Affine = IDENTITY, intensity: Affine = IDENTITY) -> None:
-        self.image, self.density, self.intensity = image, density, intensity
-        self.width_px, self.height_px = image.width_px, image.height_px
-        self.tile_height_px: int | None = getattr(image, "tile_height_px", None)
+        super().__init__(image)
+        self.density, self.intensity = density, intensity
 
     def __repr__(self) -> str:
         return f"Recoloured({self.image!r})"
 
-    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
-        """A rectangle; see `sft.sources.Image`.
-
-        Raises:
-            InputError: it is not wholly inside the image, or of another level than 0.
-            SourceError: the pixels cannot be read.
-        """
-        _check_level(self, level)
-        pixels = self.image.read(x, y, w, h)
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        pixels = self.image.read(x, y, w, h, level)
         if self.density == IDENTITY and self.intensity == IDENTITY:
             return pixels
         out = np.empty_like(pixels)
@@ -162,51 +176,3 @@ _TO_SHARE: _Floats = (np.arange(256) / 255).astype(np.float32)
 _FROM_DENSITY: Pixels = np.clip(
     np.rint(256 * np.exp(-np.arange(int(_MAX_DENSITY * _DENSITY_STEPS) + 1) / _DENSITY_STEPS) - 1), 0, 255
 ).astype(np.uint8)
-
-
-class Masked:
-    """An image that has one colour where a mask is zero. The mask may be smaller; its pixels are then squares.
-
-    Args:
-        image: the image.
-        mask: ``[height, width]``; zero where nothing is to be seen.
-        colour: RGB, what is seen there.
-
-    Raises:
-        InputError: the mask has another shape than the image, by more than one pixel of the mask.
-    """
-
-    def __init__(self, image: Image, mask: npt.NDArray[np.generic], colour: tuple[int, int, int]) -> None:
-        if mask.ndim != 2 or 0 in mask.shape:
-            raise InputError(f"a mask of shape {mask.shape} for {image!r}: give [height, width], none empty.")
-        scale = image.width_px / mask.shape[1], image.height_px / mask.shape[0]
-        if abs(scale[0] / scale[1] - 1) > 1 / min(mask.shape):
-            raise InputError(
-                f"a mask of {mask.shape[1]} x {mask.shape[0]} px for {image!r} of {image.width_px} x {image.height_px} px: the sides have "
-                "another ratio. Give the mask of this slide."
-            )
-        self.image, self.colour = image, colour
-        self._mask = mask != 0
-        self.width_px, self.height_px = image.width_px, image.height_px
-        self.tile_height_px: int | None = getattr(image, "tile_height_px", None)
-
-    def __repr__(self) -> str:
-        return f"Masked({self.image!r})"
-
-    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
-        """A rectangle; see `sft.sources.Image`.
-
-        Raises:
-            InputError: it is not wholly inside the image, or of another level than 0.
-            SourceError: the pixels cannot be read.
-        """
-        _check_level(self, level)
-        pixels = self.image.read(x, y, w, h)
-        rows = np.arange(y, y + h) * self._mask.shape[0] // self.height_px
-        cols = np.arange(x, x + w) * self._mask.shape[1] // self.width_px
-        return np.where(self._mask[np.ix_(rows, cols)][..., None], pixels, np.array(self.colour, np.uint8))
-
-
-def _check_level(image: object, level: int) -> None:
-    if level:
-        raise InputError(f"cannot read level {level} of {image!r}: it has one. Leave it out.")

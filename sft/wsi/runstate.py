@@ -1,0 +1,98 @@
+"""Where a run is, and whether a checkpoint is of the same run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft.wsi.config import Config
+from sft.wsi.errors import RunFolderError
+from sft.wsi.table import SlideTable
+
+__all__ = ["Progress", "check_same_run", "fingerprint", "surroundings"]
+
+#: Settings that a run may change when it goes on: none of them changes a number.
+_NEUTRAL = {"data": {"csv", "slides", "host_budget"}, "train": {"checkpoint_every"}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        serial: checkpoints written so far.
+        step: optimizer steps done.
+        epoch: passes done.
+        position: slides of this epoch that are done.
+        loss_sum, loss_weight: of this epoch's groups.
+        best: the best value of what is monitored, and its epoch; None before the first.
+        epochs: rows of metrics.csv.
+        failed: slides that cannot be read, with what is wrong.
+        stopped: whether patience has run out.
+    """
+
+    serial: int = 0
+    step: int = 0
+    epoch: int = 0
+    position: int = 0
+    loss_sum: float = 0.0
+    loss_weight: float = 0.0
+    best: tuple[float, int] | None = None
+    epochs: tuple[dict[str, Any], ...] = ()
+    failed: tuple[tuple[str, str], ...] = ()
+    stopped: bool = False
+
+
+def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table: SlideTable) -> None:
+    """Refuse to go on with another run; warn where the bits cannot be the same.
+
+    Args:
+        folder: of the run.
+        state: of its checkpoint.
+        config: what is asked now.
+        table: the slides now.
+
+    Raises:
+        RunFolderError: settings, slides, labels or splits are others.
+    """
+    before, now = state["settings"], fingerprint(config)
+    different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    if different:
+        listed = ", ".join(f"{name} (was {before.get(name)!r}, is {now.get(name)!r})" for name in different)
+        raise RunFolderError(
+            f"the run folder {folder} holds a run with other settings: {listed}. Put them back to go on, or give another folder with --run."
+        )
+    if state["table"] != table.digest():
+        raise RunFolderError(
+            f"the run folder {folder} holds a run on other slides, labels or splits. Put the table back to go on, or give "
+            "another folder with --run."
+        )
+    if state["surroundings"] != surroundings():
+        warnings.warn(
+            f"the run was started with {state['surroundings']} and goes on with {surroundings()}: it goes on, but not to the same bits",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def fingerprint(config: Config) -> dict[str, Any]:
+    """The settings that decide what a run computes, as ``group.name``."""
+    settings = config.to_dict()
+    found = {
+        f"{group}.{name}": value
+        for group in ("data", "task", "model", "augment", "train")
+        for name, value in settings[group].items()
+        if name not in _NEUTRAL.get(group, ())
+    }
+    found["train.device"] = torch.device(config.train.device).type
+    return found
+
+
+def surroundings() -> dict[str, Any]:
+    """What else decides the bits of a run."""
+    return {"torch": str(torch.__version__), "num_threads": torch.get_num_threads()}

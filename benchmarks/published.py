@@ -1,9 +1,8 @@
 """The published planners' own numbers beside what our solvers make of the same networks. No GPU: bytes are counted on meta tensors, times
 come from a roofline, and both say so.
 
-1. Feng and Huang, CVPR 2021, Table 2: peak memory of a step, plain and with their checkpoints. Ours runs the step of torchvision's networks
-on
-   meta tensors, with `acg`'s checkpoints, and meters it.
+1. Feng and Huang, CVPR 2021, Table 2: peak memory of a step, plain and with their checkpoints. Ours runs the step of torchvision's
+   networks on meta tensors, with `acg`'s checkpoints, and meters it.
 2. Butt's thesis, section 4.1: recomputation against memory on equal layers, and section 4.2: the solver's time on DenseNet-121.
 3. Beaumont, Eyraud-Dubois and Shilova, Euro-Par 2020, section 6: offloading schedules against their lower bound.
 4. All strategies on the same chains: what deciding jointly is worth.

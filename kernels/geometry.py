@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sft.errors import InputError
 
-__all__ = ["Axis", "Geometry", "Span", "Window", "check_buffer", "is_channels_last"]
+__all__ = ["Axis", "Geometry", "Span", "Window", "check_buffer", "is_channels_last", "raise_problems"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +204,7 @@ class Geometry:
             elif missing is not None:
                 held = f"[{axis.input.start}, {axis.input.stop})"
                 problems.append(f"{name}: the outputs read input {_range(missing)}, the buffer holds {held}; give it the halo as well")
-        _raise(problems)
+        raise_problems("this tile cannot be computed", problems)
 
     def check_adjoint(self) -> None:
         """Raise if the input's gradient needs gradients of outputs that are not in the output buffer.
@@ -220,16 +220,17 @@ class Geometry:
             if (missing := axis.missing_output()) is not None:
                 held = f"[{axis.output.start}, {axis.output.stop})"
                 problems.append(f"{name}: the gradient reads outputs {_range(missing)}, the buffer holds {held}; give it the halo as well")
-        _raise(problems)
+        raise_problems("this tile cannot be computed", problems)
+
+
+def raise_problems(what: str, problems: list[str]) -> None:
+    """Raise all problems at once, if there are any."""
+    if problems:
+        raise InputError(f"{what}:\n" + "\n".join(f"  - {line}" for line in problems))
 
 
 def _range(rows: tuple[int, int]) -> str:
     return f"[{rows[0]}, {rows[1]})"
-
-
-def _raise(problems: list[str]) -> None:
-    if problems:
-        raise InputError("this tile cannot be computed:\n" + "\n".join(f"  - {line}" for line in problems))
 
 
 def is_channels_last(tensor: Tensor) -> bool:

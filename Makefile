@@ -13,10 +13,10 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench fuzz test-zoo clean
+.PHONY: help setup demo test lint types format unit package bench fuzz test-zoo test-kernels clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Create .venv with everything the other targets need
 
@@ -61,6 +61,9 @@ $(ZOO_READY): $(INPUTS)
 
 test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (hours)
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py
+
+test-kernels: $(READY) ## Compile every kernel in every precision for every target, ahead of time
+	SFT_KERNEL_SWEEP=1 $(BIN)/pytest tests/test_kernels_compile.py
 
 clean: ## Remove everything that make made
 	rm -rf .venv .venv-zoo build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

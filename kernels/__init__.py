@@ -4,5 +4,8 @@ Importing this package imports no Triton. A file ``x_triton.py`` holds the kerne
 imports it the first time that a CUDA tensor needs it; on a machine without Triton the references run.
 """
 
+from sft.kernels import conv2d as conv2d
 from sft.kernels import dropout as dropout
+from sft.kernels import geometry as geometry
 from sft.kernels import philox as philox
+from sft.kernels import pool as pool

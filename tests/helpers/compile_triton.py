@@ -3,6 +3,9 @@
 A job is a dictionary: ``module`` and ``kernel`` name it, ``capability`` is the target's (90 for sm_90), ``signature``
 maps runtime parameters to Triton's types, ``constants`` the others to values (``"tl.float32"`` stands for the dtype),
 ``aligned`` lists what may be taken as a multiple of 16. The result is a dictionary of what the code costs.
+
+Or a job names a launch: ``module``, ``launch``, ``arguments`` (tensors on the meta device will do) and ``capability``. The
+launch is called with kernels that note what they are called with, and what it would have compiled is compiled.
 """
 
 from __future__ import annotations
@@ -16,25 +19,35 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
+_POINTERS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.uint8: "u8"}
+
 
 def compile_job(
-    module: str, kernel: str, capability: int, signature: dict[str, str], constants: dict[str, Any], aligned: list[str]
+    module: str,
+    kernel: str,
+    capability: int,
+    signature: dict[str, str],
+    constants: dict[str, Any],
+    aligned: list[str],
+    options: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     function = getattr(importlib.import_module(module), kernel)
-    values = {name: getattr(tl, value.removeprefix("tl.")) if isinstance(value, str) else value for name, value in constants.items()}
+    values = {name: getattr(tl, str(value)[3:]) if str(value).startswith("tl.") else value for name, value in constants.items()}
     names = list(function.arg_names)
     types = {name: "constexpr" if name in values else signature[name] for name in names}
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature=types, constexprs=values, attrs=attributes)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    chosen = {"num_warps": 4, "enable_fp_fusion": False} | (options or {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     ptx = compiled.asm["ptx"]
     log = _assemble(ptx, capability)
     return {
@@ -44,7 +57,40 @@ def compile_job(
         "cubin_bytes": len(compiled.asm["cubin"]),
         "wide_loads": len(re.findall(r"ld\.global\.v[24]", ptx)),
         "loads": len(re.findall(r"ld\.global\.", ptx)),
+        "wide_copies": len(re.findall(r"cp\.async\.cg\.", ptx)),
+        "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "computed_operands": len(re.findall(r"wgmma\.mma_async\S* *\{[^}]*\}, *\{", ptx)),
     }
+
+
+def launched_job(module: str, launch: str, arguments: dict[str, Any], capability: int) -> dict[str, Any]:
+    """The job for the one kernel that a launch launches."""
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        calls.append((self, args, kwargs))
+
+    with patch.object(triton.runtime.jit.JITFunction, "run", note):
+        getattr(importlib.import_module(module), launch)(**arguments)
+    ((kernel, args, kwargs),) = calls
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {name: kwargs[name] for name in kernel.arg_names if name in kwargs}
+    job: dict[str, Any] = {"module": kernel.fn.__module__, "kernel": kernel.fn.__name__, "capability": capability}
+    job |= {"signature": {}, "constants": {}, "aligned": [], "options": {name: kwargs[name] for name in kwargs if name not in values}}
+    for parameter in kernel.params:
+        name, value = parameter.name, values[parameter.name]
+        special = not parameter.do_not_specialize
+        if parameter.is_constexpr or (special and isinstance(value, int) and value == 1):
+            job["constants"][name] = f"tl.{value}" if isinstance(value, tl.dtype) else value
+            continue
+        if isinstance(value, torch.Tensor):
+            job["signature"][name] = f"*{_POINTERS[value.dtype]}"
+        elif isinstance(value, float):
+            job["signature"][name] = "fp32"
+        else:
+            job["signature"][name] = "i32" if -(2**31) <= value < 2**31 else "i64"
+        if special and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
+            job["aligned"].append(name)
+    return job
 
 
 def _assemble(ptx: str, capability: int) -> str:
@@ -66,7 +112,7 @@ def _number(pattern: str, log: str) -> int:
 
 def main(source: str, target: str) -> None:
     jobs = pickle.loads(Path(source).read_bytes())
-    Path(target).write_bytes(pickle.dumps([compile_job(**job) for job in jobs]))
+    Path(target).write_bytes(pickle.dumps([compile_job(**(launched_job(**job) if "launch" in job else job)) for job in jobs]))
 
 
 if __name__ == "__main__":

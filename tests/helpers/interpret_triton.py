@@ -1,15 +1,17 @@
 """A script: run kernels under Triton's interpreter. See ``triton_process.interpret``.
 
-A job is a dictionary: ``run`` names a function below, the rest are its arguments; its result is a tensor.
+A job is a dictionary: ``run`` names a function below, the rest are its arguments; its result is a tensor, or a list of them.
 """
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -54,10 +56,16 @@ def keep(tile: MaskTile, block: tuple[int, int] | None) -> Tensor:
     return mask
 
 
+def launch(module: str, function: str, arguments: dict[str, Any], results: list[str]) -> list[Tensor]:
+    """Call a launch with named arguments; the arguments that it has written are the result."""
+    getattr(importlib.import_module(module), function)(**arguments)
+    return [arguments[name] for name in results]
+
+
 def main(source: str, target: str) -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "invalid value encountered in multiply")  # NumPy, of the infinities that a test drops
-    functions: dict[str, Callable[..., Tensor]] = {"philox": philox, "dropout": dropout, "keep": keep}
+    functions: dict[str, Callable[..., Any]] = {"philox": philox, "dropout": dropout, "keep": keep, "launch": launch}
     jobs = pickle.loads(Path(source).read_bytes())
     Path(target).write_bytes(pickle.dumps([functions[job.pop("run")](**job) for job in jobs]))
 

@@ -1,0 +1,57 @@
+"""Device functions that kernels share, and what is wrong with the tools that run them.
+
+Triton's interpreter multiplies, adds and compares bfloat16 as bit patterns (triton-lang/triton issue 11584), so everything
+is widened to fp32 before anything is computed with it, and products are widened only there (``matmul``).
+
+The assembler that comes with Triton before 3.9 lets a product on Hopper overwrite registers that it still reads
+(triton-lang/triton issue 11781): an operand that was *computed*, not copied, is then wrong. ``can_compute_operands`` says
+where a launch must avoid that.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["can_compute_operands", "matmul", "relu", "safe_precision", "zero_where_off"]
+
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+
+
+@triton.jit
+def matmul(a, b, acc, PRECISION: tl.constexpr):
+    """``acc + a @ b`` with fp32 accumulation; PRECISION matters for fp32 operands only."""
+    if _INTERPRETED:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.float32:
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def relu(x):
+    """torch's ReLU of an fp32 block: NaN stays."""
+    return tl.where(x < 0, 0.0, x)
+
+
+@triton.jit
+def zero_where_off(gradient, y):
+    """The gradient where the output ``y`` of a ReLU is not zero; torch's rule, in which NaN counts as on."""
+    return tl.where(y.to(tl.float32) <= 0, 0.0, gradient).to(gradient.dtype)
+
+
+def can_compute_operands(device: torch.device) -> bool:
+    """Whether products of computed operands come out right: on anything but Hopper, or with Triton 3.9 or newer."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return True
+    major, minor = triton.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (3, 9)
+
+
+def safe_precision(precision: str, device: torch.device) -> str:
+    """The precision to ask ``matmul`` for: products in three parts compute their operands; where that fails they are exact."""
+    return "ieee" if precision == "tf32x3" and not can_compute_operands(device) else precision

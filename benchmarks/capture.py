@@ -42,10 +42,12 @@ class Timed:
     Attributes:
         capture_seconds: of all of it: exporting, taking the writes out, reading the graph.
         functional_seconds: of taking the writes out.
+        is_direct: whether that was done directly; some programs can only go the exporter's way.
     """
 
     capture_seconds: float
     functional_seconds: float
+    is_direct: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class Result:
         return [
             self.model,
             str(self.num_operators),
+            "yes" if all(one.direct.is_direct for one in self.rounds) else "no: fell back",
             f"{median(one.direct.capture_seconds for one in self.rounds):.2f}",
             f"{median(one.direct.functional_seconds for one in self.rounds):.3f}",
             f"{median(one.decomposed.capture_seconds for one in self.rounds):.2f}",
@@ -92,8 +95,9 @@ class Result:
 HEADERS = (
     "model",
     "operators",
+    "direct way taken",
     "direct: capture s",
-    "of it without writes s",
+    "of it taking writes out s",
     "exporter's: capture s",
     "of it further traces s",
     "their share",
@@ -103,20 +107,22 @@ HEADERS = (
 
 def timed_capture(model: nn.Module, shape: tuple[int, ...], *, direct: bool) -> tuple[Capture, Timed]:
     """Capture once, one way or the other."""
-    seconds = 0.0
+    seconds, is_direct = 0.0, False
 
     def watched(exported: ExportedProgram, *, under_autocast: bool = False) -> FunctionalProgram:
-        nonlocal seconds
+        nonlocal seconds, is_direct
         started = time.process_time()
         # What autocast makes of a program is the exporter's business alone, so asking for that is asking for its way.
         found = functional(exported, under_autocast=under_autocast or not direct)
         seconds += time.process_time() - started
+        is_direct = found.program is exported
         return found
 
     with patch("sft.analysis.capture.functional", watched):
         started = time.process_time()
         found = capture(model, [shape], [torch.float32], torch.device("cpu"))
-        return found, Timed(capture_seconds=time.process_time() - started, functional_seconds=seconds)
+        capture_seconds = time.process_time() - started
+        return found, Timed(capture_seconds=capture_seconds, functional_seconds=seconds, is_direct=is_direct)
 
 
 def unnamed(graph: Graph) -> tuple[Any, ...]:
@@ -177,7 +183,7 @@ def main() -> int:
     }
     notes = (
         "Processor seconds of one thread, medians; share and ratio: median [least, most] of rounds in which both ways took turns. Both "
-        "gave the same graph. Other work ran on the machine."
+        "gave the same graph. Where the direct way cannot be taken, both are the exporter's. Other work ran on the machine."
     )
     written = write_results(result_stem(args.out, "capture"), raw, [table], notes, None)
     console.print(table.terminal())

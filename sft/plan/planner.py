@@ -96,6 +96,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     planned = [carry_out(problem, survey.choices(candidate)) for candidate, survey in small[:_NUM_SMALLEST]]
     least = mixed.smallest() if mixed is not None else None
     planned += [carry_out(problem, least.choices, least.order)] if least is not None else []
+    planned += [found for _, found in _published(mixed.staged, None)] if mixed is not None else []
     best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best
@@ -124,11 +125,11 @@ def _cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than:
     return best
 
 
-def _published(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Planned]]:
-    """What the published schedules make of the stages, where they fit, so that no plan is worse than theirs."""
+def _published(staged: StagedModel, room_bytes: int | None) -> Iterator[tuple[float, Planned]]:
+    """What the published schedules make of the stages, where they fit, so that no plan is worse than theirs; ``None``: the smallest."""
     for name in RECOMPUTING:
-        found, fits = solve(staged, name, room_bytes)
-        if fits:
+        found, fits = solve(staged, name, room_bytes or 0)
+        if fits or room_bytes is None:
             planned = Planned(staged.choices, staged.ordered(found.order), found.projection)
             yield found.seconds * staged.rates.flops_per_second, planned
 

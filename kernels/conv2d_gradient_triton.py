@@ -164,8 +164,9 @@ def launch_weight_gradient(
     num_taps = math.prod(geometry.kernel)
     flattened = num_taps * group_in if flat else group_in
     largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
-    default = (32 if x.dtype == torch.float32 else 64, block_size(group_out, largest), block_size(flattened, largest))
-    pixels, channels, width_of_block = block or default
+    # Nor do more pixels fit where operands are four bytes, or where each element has an address of its own.
+    most = 16 if precision == "ieee" else 32 if flat or x.dtype == torch.float32 else 64
+    pixels, channels, width_of_block = block or (most, block_size(group_out, largest), block_size(flattened, largest))
     num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps)
     num_pixels = num_samples * rows * columns
     num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels

@@ -8,5 +8,6 @@ imports it the first time that a CUDA tensor needs it; on a machine without Trit
 from sft.kernels import conv2d as conv2d
 from sft.kernels import dropout as dropout
 from sft.kernels import geometry as geometry
+from sft.kernels import norm as norm
 from sft.kernels import philox as philox
 from sft.kernels import pool as pool

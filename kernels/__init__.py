@@ -12,3 +12,4 @@ from sft.kernels import norm as norm
 from sft.kernels import philox as philox
 from sft.kernels import pool as pool
 from sft.kernels import resize as resize
+from sft.kernels import rows as rows

@@ -5,6 +5,7 @@ Importing this package imports no Triton. A file ``x_triton.py`` holds the kerne
 imports it the first time that a CUDA tensor needs it; on a machine without Triton the references run.
 """
 
+from sft.kernels import adamw as adamw
 from sft.kernels import conv2d as conv2d
 from sft.kernels import dropout as dropout
 from sft.kernels import geometry as geometry
@@ -13,3 +14,4 @@ from sft.kernels import philox as philox
 from sft.kernels import pool as pool
 from sft.kernels import resize as resize
 from sft.kernels import rows as rows
+from sft.kernels import sgd as sgd

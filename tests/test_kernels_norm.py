@@ -161,7 +161,7 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
 
     def add(kind: str, norm: _Norm, dtype: torch.dtype, launch: str, arguments: dict[str, Any], results: list[str], truth: Any) -> None:
         call = {"run": "launch", "module": "sft.kernels.norm_triton", "function": launch, "results": results}
-        jobs.append(call | {"arguments": arguments | {"block": (16, 8) if kind in ("moments", "sums") else (64, 8)}})
+        jobs.append(call | {"arguments": arguments | {"block": (16, 8) if kind in ("moments", "sums") else (64, 16)}})
         checks.append((kind, norm, dtype, truth))
 
     for norm, dtype in itertools.product(_NORMS, (torch.float32, torch.float16, torch.bfloat16)):

@@ -8,6 +8,7 @@ imports it the first time that a CUDA tensor needs it; on a machine without Trit
 from sft.kernels import adamw as adamw
 from sft.kernels import conv2d as conv2d
 from sft.kernels import conv2d_pool as conv2d_pool
+from sft.kernels import conv3d as conv3d
 from sft.kernels import dropout as dropout
 from sft.kernels import geometry as geometry
 from sft.kernels import norm as norm
@@ -17,3 +18,4 @@ from sft.kernels import resize as resize
 from sft.kernels import rows as rows
 from sft.kernels import sgd as sgd
 from sft.kernels import stem as stem
+from sft.kernels import volume as volume

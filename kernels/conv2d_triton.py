@@ -322,7 +322,10 @@ def launch_conv2d(
     num_samples, _, rows, columns = out.shape
     group_in, group_out = weight.shape[1], weight.shape[0] // groups
     flat = is_flat(group_in)
-    blocks = blocks or default_blocks(group_out, group_in, weight.dtype)
+    if blocks is None:
+        blocks = default_blocks(group_out, group_in, weight.dtype)
+        if levels is not None and precision == "ieee":  # the numbers take registers beside the bytes
+            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
     num_pixels = num_samples * rows * columns * (1 if taps is None else 4)
     grid = (ceil_div(num_pixels, blocks.pixels), ceil_div(group_out, blocks.channels), groups)
     height, width = geometry.axes
@@ -393,7 +396,7 @@ def launch_data_gradient(
         blocks = default_blocks(group_in, group_out, out.dtype)
         loads_more = output is not None or taps is not None
         if loads_more and (out.dtype != torch.float32 or precision == "ieee"):  # then there are too few registers
-            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
+            blocks = dataclasses.replace(blocks, pixels=32 if taps is not None else blocks.pixels // 2)
     height, width = geometry.axes
     strides = (height.window.stride, width.window.stride)
     num_pixels = num_samples * ceil_div(rows, strides[0]) * ceil_div(columns, strides[1])

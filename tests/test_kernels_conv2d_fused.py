@@ -25,7 +25,7 @@ from sft.kernels.geometry import Geometry, Window
 from sft.kernels.stem import Levels, stem_conv2d
 
 from .helpers.buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
-from .helpers.triton_gates import Gate, check_gates, meta_image
+from .helpers.triton_gates import Gate, check_gates, in_fp32, meta_image
 from .helpers.triton_process import interpret, needs_triton
 
 _EXTENTS = (10, 9)
@@ -332,7 +332,7 @@ def test_compiles_ahead_of_time(family: str, tmp_path: Path) -> None:
             ),
         ],
     }
-    check_gates(gates[family], tmp_path)
+    check_gates([*gates[family], *(in_fp32(gate, precision) for gate in gates[family] for precision in ("ieee", "tf32"))], tmp_path)
 
 
 @pytest.mark.gpu

@@ -20,7 +20,7 @@ from sft.kernels.geometry import Axis, Span, Window
 from sft.kernels.volume import VolumeGeometry
 
 from .helpers.buffers import assert_close, assert_nothing_else_written
-from .helpers.triton_gates import Gate, check_gates, meta_image
+from .helpers.triton_gates import Gate, check_gates, in_fp32, meta_image
 from .helpers.triton_process import interpret, needs_triton
 
 
@@ -286,7 +286,8 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
         )
         for launch, when, given, wide in launches
     ]
-    check_gates(gates, tmp_path)
+    singles = [in_fp32(gate, precision) for gate in gates if gate.when for precision in ("ieee", "tf32")]
+    check_gates(gates + singles, tmp_path)
 
 
 @pytest.mark.gpu

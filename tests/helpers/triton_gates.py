@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .triton_process import compile_kernels
 
-__all__ = ["Gate", "check_gates", "meta_image"]
+__all__ = ["Gate", "check_gates", "in_fp32", "meta_image"]
 
 #: dynamic shared memory of one block
 _SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -41,6 +41,12 @@ def meta_image(num_channels: int, dtype: torch.dtype, size: tuple[int, ...] = (2
     """A channels-last image or volume without memory: what a large tile would be."""
     memory = torch.empty(num_samples, *size, num_channels, dtype=dtype, device="meta")
     return memory.permute(0, len(size) + 1, *range(1, len(size) + 1))
+
+
+def in_fp32(gate: Gate, precision: str) -> Gate:
+    """The same launch on fp32 in place of bfloat16, for the sweep."""
+    wide = {name: value.float() for name, value in gate.arguments.items() if isinstance(value, Tensor) and value.dtype == torch.bfloat16}
+    return replace(gate, when=(), arguments=gate.arguments | wide | {"precision": precision}, matrix=precision != "ieee", wide=False)
 
 
 def check_gates(gates: list[Gate], folder: Path) -> None:

@@ -63,7 +63,7 @@ test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager Py
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py
 
 test-kernels: $(READY) ## Compile every kernel in every precision for every target, ahead of time
-	SFT_KERNEL_SWEEP=1 $(BIN)/pytest tests/test_kernels_compile.py
+	SFT_KERNEL_SWEEP=1 $(BIN)/pytest -k compiles_ahead_of_time tests/test_kernels_*.py
 
 clean: ## Remove everything that make made
 	rm -rf .venv .venv-zoo build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

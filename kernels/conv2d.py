@@ -23,7 +23,8 @@ from sft.kernels.conv2d_reference import reference_conv2d, reference_data_gradie
 from sft.kernels.dispatch import KERNEL_DTYPES, empty_channels_last, uses_triton
 from sft.kernels.geometry import Geometry, check_buffer, raise_problems
 
-__all__ = ["Activation", "Precision", "Slots", "conv2d", "conv2d_data_gradient", "conv2d_weight_gradient"]
+__all__ = ["Activation", "Precision", "Slots", "check_layer", "conv2d", "conv2d_data_gradient", "conv2d_weight_gradient"]
+__all__ += ["precision_of", "scaled_weight", "weight_gradients"]
 
 Activation = Literal["none", "relu"]
 #: how products are formed: fp32 operands exactly, or rounded to ten bits, or as three such products; half-precision ones as they are
@@ -63,8 +64,8 @@ class Slots:
         return cls(weights=sums, biases=sums.new_zeros(num_splits, num_out) if bias else None)
 
     def total(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """The gradients: ``[outputs, inputs of a group, kh, kw]`` in channels-last layout, and ``[outputs]``."""
-        weight = _total(self.weights, dtype).permute(0, 3, 1, 2)
+        """The gradients: ``[outputs, inputs of a group, kh, kw]`` in channels-last layout, and ``[outputs]``. Or of a volume's weight."""
+        weight = _total(self.weights, dtype).movedim(-1, 1)
         return weight, None if self.biases is None else _total(self.biases, dtype)
 
 
@@ -84,6 +85,7 @@ def conv2d(
     weight: Tensor,
     geometry: Geometry,
     *,
+    scale: Tensor | None = None,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: Activation = "none",
@@ -91,7 +93,7 @@ def conv2d(
     precision: Precision | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """``activation(conv(x) + bias + residual)`` of one tile.
+    """``activation(scale * conv(x) + bias + residual)`` of one tile.
 
         Differentiable once with respect to every tensor if ``out`` is None; the gradient of ``x`` is then this tile's share, in
         the buffer's own shape, zero in rows that are not data.
@@ -99,6 +101,7 @@ def conv2d(
         Args:
             x: ``[N, C, h, w]``, channels-last, the buffer that ``geometry`` calls input.
             weight: ``[outputs, C / groups, kh, kw]``; channels-last is fastest.
+            scale: ``[outputs]``; with ``bias``, a norm whose statistics are known.
             bias: ``[outputs]``.
             residual: added before the activation; of the output's shape, channels-last.
             activation: ``"none"`` or ``"relu"``.
@@ -122,15 +125,15 @@ def conv2d(
     True
     """
     geometry.check_forward()
-    mode = _check(x, weight, geometry, groups, precision, [("residual", residual), ("out", out)], bias)
+    mode = check_layer(x, weight, geometry, groups, precision, [("residual", residual), ("out", out)], scale, bias)
     if activation not in get_args(Activation):
         raise InputError(f"the activation is {activation!r}; choose one of {', '.join(get_args(Activation))}")
     if out is None:
-        result: Tensor = _Conv2d.apply(x, weight, bias, residual, geometry, groups, activation == "relu", mode)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        result: Tensor = _Conv2d.apply(x, weight, scale, bias, residual, geometry, groups, activation == "relu", mode)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return result
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias, residual, out)):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, scale, bias, residual, out)):
         raise InputError("conv2d with out= is not differentiable, and an argument requires grad; leave out= away or use torch.no_grad()")
-    return _forward(x, weight, bias, residual, geometry, groups, activation == "relu", mode, out)
+    return _forward(x, weight, scale, bias, residual, geometry, groups, activation == "relu", mode, out)
 
 
 def conv2d_data_gradient(
@@ -163,7 +166,7 @@ def conv2d_data_gradient(
     if not partial:
         geometry.check_adjoint()
     num_samples, num_in = gradient.shape[0], weight.shape[1] * groups
-    mode = _check(None, weight, geometry, groups, precision, [("gradient", gradient), ("output", output)], None)
+    mode = check_layer(None, weight, geometry, groups, precision, [("gradient", gradient), ("output", output)])
     problems: list[str] = []
     if out is None:
         out = empty_channels_last(gradient, (num_samples, num_in, *geometry.input_size))
@@ -211,7 +214,7 @@ def conv2d_weight_gradient(
     geometry.check_forward()
     num_out, *kernel, num_in = into.weights.shape[1:]
     weight = torch.empty(num_out, num_in, *kernel, dtype=x.dtype, device="meta")
-    mode = _check(x, weight, geometry, groups, precision, [("gradient", gradient), ("output", output)], None)
+    mode = check_layer(x, weight, geometry, groups, precision, [("gradient", gradient), ("output", output)])
     if not gradient.numel():
         return
     if not uses_triton(x):
@@ -237,6 +240,7 @@ class _Conv2d(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
+        scale: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
         geometry: Geometry,
@@ -245,8 +249,8 @@ class _Conv2d(torch.autograd.Function):
         mode: Precision,
     ) -> Tensor:
         out = empty_channels_last(x, (x.shape[0], weight.shape[0], *geometry.output_size))
-        y = _forward(x, weight, bias, residual, geometry, groups, relu, mode, out)
-        ctx.save_for_backward(x, weight, y if relu else None)
+        y = _forward(x, weight, scale, bias, residual, geometry, groups, relu, mode, out)
+        ctx.save_for_backward(x, weight, scale, y if relu else None)
         ctx.bias = None if bias is None else bias.dtype
         ctx.geometry, ctx.groups, ctx.mode = geometry, groups, mode
         return y
@@ -254,25 +258,48 @@ class _Conv2d(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, output = ctx.saved_tensors
+        x, weight, scale, output = ctx.saved_tensors
         gradient = gradients[0].contiguous(memory_format=torch.channels_last)
-        dx = dw = db = dr = None
+        dx = dw = ds = db = dr = None
         common = {"output": output, "groups": ctx.groups, "precision": ctx.mode}
         if ctx.needs_input_grad[0]:
-            dx = conv2d_data_gradient(gradient, weight, ctx.geometry, partial=True, **common)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            slots = Slots.zeros(weight, bias=ctx.needs_input_grad[2])
+            scaled = weight if scale is None else scaled_weight(weight, scale)
+            dx = conv2d_data_gradient(gradient, scaled, ctx.geometry, partial=True, **common)
+        if any(ctx.needs_input_grad[1:4]):
+            slots = Slots.zeros(weight, bias=ctx.needs_input_grad[3])
             conv2d_weight_gradient(gradient, x, ctx.geometry, into=slots, **common)
-            dw, db = slots.total(weight.dtype)
-            db = None if db is None else db.to(ctx.bias)
-        if ctx.needs_input_grad[3]:
+            dw, ds, db = weight_gradients(slots, weight, scale, ctx.bias)
+        if ctx.needs_input_grad[4]:
             dr = gradient if output is None else torch.where(output <= 0, 0, gradient)
-        return dx, dw, db, dr, None, None, None, None
+        return dx, dw, ds, db, dr, None, None, None, None
+
+
+def scaled_weight(weight: Tensor, scale: Tensor) -> Tensor:
+    """The weight of a convolution that is followed by a scale, with the scale in it, in the weight's dtype."""
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return (weight.to(wide) * scale.to(wide).view(-1, 1, 1, 1)).to(weight.dtype)
+
+
+def weight_gradients(
+    slots: Slots, weight: Tensor, scale: Tensor | None, bias: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of weight, scale and bias, from slots that were filled as if there were no scale.
+
+    The output is ``scale * z``, and z is linear in the weight: so the sum over pixels of the gradient times z is the product of the
+    weight with what the slots hold, and z itself is not needed again.
+    """
+    dw, db = slots.total(weight.dtype if scale is None else slots.weights.dtype)
+    db = None if db is None or bias is None else db.to(bias)
+    if scale is None:
+        return dw, None, db
+    ds = (dw * weight.to(dw.dtype)).sum((1, 2, 3)).to(scale.dtype)
+    return (dw * scale.to(dw.dtype).view(-1, 1, 1, 1)).to(weight.dtype), ds, db
 
 
 def _forward(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
     geometry: Geometry,
@@ -285,28 +312,35 @@ def _forward(
     if not out.numel():
         return out
     if not uses_triton(x):
-        return out.copy_(reference_conv2d(x, weight, bias, residual, geometry, groups=groups, relu=relu))
+        return out.copy_(reference_conv2d(x, weight, bias, residual, geometry, groups=groups, relu=relu, scale=scale))
     if weight.shape[1] == 1 and groups > 1:
         from sft.kernels.depthwise_triton import launch_depthwise  # not above: it imports Triton
 
-        launch_depthwise(x, weight, bias, residual, out, geometry, relu=relu)
+        scaled = weight if scale is None else scaled_weight(weight, scale)
+        launch_depthwise(x, scaled, bias, residual, out, geometry, relu=relu)
     else:
         from sft.kernels.conv2d_triton import launch_conv2d  # not above: it imports Triton
 
-        launch_conv2d(x, weight, bias, residual, out, geometry, groups=groups, relu=relu, precision=mode)
+        launch_conv2d(x, weight, bias, residual, out, geometry, groups=groups, relu=relu, precision=mode, scale=scale)
     return out
 
 
-def _check(
+def check_layer(
     x: Tensor | None,
     weight: Tensor,
     geometry: Geometry,
     groups: int,
     precision: Precision | None,
     outputs: list[tuple[str, Tensor | None]],
-    bias: Tensor | None,
+    scale: Tensor | None = None,
+    bias: Tensor | None = None,
+    size: tuple[int, int] | None = None,
 ) -> Precision:
-    """Raise all that keeps these tensors from being a tile of the layer; the precision otherwise."""
+    """Raise all that keeps these tensors from being a tile of the layer; the precision otherwise.
+
+    Args:
+        outputs: names and tensors that are like the output: of its ``size``, if that is not the geometry's.
+    """
     problems: list[str] = []
     given = [(name, tensor) for name, tensor in outputs if tensor is not None]
     first = x if x is not None else given[0][1]
@@ -321,16 +355,22 @@ def _check(
         if x is not None:
             check_buffer("x", x, num_samples, weight.shape[1] * groups, geometry.input_size, problems)
         for name, tensor in given:
-            check_buffer(name, tensor, num_samples, num_out, geometry.output_size, problems)
-        if bias is not None and tuple(bias.shape) != (num_out,):
-            problems.append(f"bias has shape {tuple(bias.shape)}, the layer has {num_out} outputs")
-    names = [("x", x), ("weight", weight), *given]
-    problems += [
-        f"{name} is {t.dtype}, another is {first.dtype}; cast one" for name, t in names if t is not None and t.dtype != first.dtype
-    ]
-    choices = _PRECISIONS.get(first.dtype, ("ieee",))
-    mode: Precision = choices[0] if precision is None else precision
-    if not first.is_floating_point() or mode not in choices:
-        problems.append(f"precision {mode!r} of {first.dtype} tensors; choose one of {', '.join(choices)}, or cast the tensors")
+            check_buffer(name, tensor, num_samples, num_out, size or geometry.output_size, problems)
+        for name, vector in (("scale", scale), ("bias", bias)):
+            if vector is not None and tuple(vector.shape) != (num_out,):
+                problems.append(f"{name} has shape {tuple(vector.shape)}, the layer has {num_out} outputs")
+    mode = precision_of([("x", x), ("weight", weight), *given], precision, problems)
     raise_problems(_NO_TILE, problems)
+    return mode
+
+
+def precision_of(tensors: list[tuple[str, Tensor | None]], precision: Precision | None, problems: list[str]) -> Precision:
+    """How products of these are formed, by default exactly; or add to ``problems`` what keeps them from being multiplied so."""
+    given = [(name, tensor) for name, tensor in tensors if tensor is not None]
+    dtype = given[0][1].dtype
+    problems += [f"{name} is {tensor.dtype}, another is {dtype}; cast one" for name, tensor in given if tensor.dtype != dtype]
+    choices = _PRECISIONS.get(dtype, ("ieee",))
+    mode: Precision = choices[0] if precision is None else precision
+    if not dtype.is_floating_point or mode not in choices:
+        problems.append(f"precision {mode!r} of {dtype} tensors; choose one of {', '.join(choices)}, or cast the tensors")
     return mode

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from sft.kernels.blocks import block_size, is_flat
 from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, zero_where_off
-from sft.kernels.conv2d_triton import pixel_strides, window_constants
+from sft.kernels.conv2d_reference import dense_gradient
+from sft.kernels.conv2d_triton import pixel_strides, unpooled, window_constants
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
 
@@ -31,7 +32,10 @@ _RUNTIME = ["num_pixels", "num_split", "rows", "columns", "shift_h", "low_h", "h
 def weight_gradient_kernel(
     p_dy,  # [N, groups * group_out, rows, columns]
     p_y,  # as dy: the output of the activation
+    p_taps,  # as in conv2d_kernel; dy and y are then of the maxima, rows and columns of the convolution's output
     p_x,  # [N, groups * group_in, h, w]
+    p_gain,  # as in conv2d_kernel
+    p_offset,
     p_weights,  # fp32 [splits, groups * group_out, kh, kw, group_in], contiguous
     p_biases,  # fp32 [splits, groups * group_out], contiguous
     num_pixels,  # N * rows * columns
@@ -47,6 +51,9 @@ def weight_gradient_kernel(
     y_n,
     y_h,
     y_w,
+    taps_n,
+    taps_h,
+    taps_w,
     x_n,
     x_h,
     x_w,
@@ -62,7 +69,9 @@ def weight_gradient_kernel(
     STRIDE_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
+    LEVELS: tl.constexpr,  # as in conv2d_kernel
     RELU: tl.constexpr,
+    UNPOOL: tl.constexpr,
     BIAS: tl.constexpr,  # the bias's gradient as well
     FLAT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -90,6 +99,9 @@ def weight_gradient_kernel(
     p_x += i_group * group_in
     tap_h, tap_w = tap // KERNEL_W * DILATION_H + shift_h, tap % KERNEL_W * DILATION_W + shift_w
 
+    if LEVELS:
+        i_level = i_group * group_in + channel
+        gain, offset = tl.load(p_gain + i_level, mask=m_k, other=0.0), tl.load(p_offset + i_level, mask=m_k, other=0.0)
     acc = tl.zeros((CHANNELS, COLUMNS), tl.float32)
     sums = tl.zeros((CHANNELS,), tl.float32)
     start = i_split * num_split
@@ -99,13 +111,21 @@ def weight_gradient_kernel(
         i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
         m_p = i_p < stop
         m_dy = m_p & m_o[None, :]
-        dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_o[None, :], mask=m_dy, other=0.0)  # [P, O]
-        if RELU:
-            y = tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_o[None, :], mask=m_dy, other=0.0)
-            dy = zero_where_off(dy, y)
+        if UNPOOL:
+            number, q_h, q_w = (i_h % 2 * 2 + i_w % 2).to(tl.int32), i_h // 2, i_w // 2
+            o_dy, o_y = i_n * dy_n + q_h * dy_h + q_w * dy_w, i_n * y_n + q_h * y_h + q_w * y_w
+            o_taps = i_n * taps_n + q_h * taps_h + q_w * taps_w
+            dy = unpooled(p_dy, p_y, p_taps, o_dy, o_y, o_taps, i_o[None, :], number, m_dy, RELU)  # [P, O]
+        else:
+            dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_o[None, :], mask=m_dy, other=0.0)  # [P, O]
+            if RELU:
+                y = tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_o[None, :], mask=m_dy, other=0.0)
+                dy = zero_where_off(dy, y)
         at_h, at_w = i_h * STRIDE_H + tap_h, i_w * STRIDE_W + tap_w
         m_x = m_p & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w) & m_k
-        x = tl.load(p_x + (i_n * x_n + at_h * x_h + at_w * x_w) + channel, mask=m_x, other=0.0)  # [P, C]
+        x = tl.load(p_x + (i_n * x_n + at_h * x_h + at_w * x_w) + channel, mask=m_x, other=0)  # [P, C]
+        if LEVELS:
+            x = tl.where(m_x, x.to(tl.float32) * gain + offset, 0.0).to(dy.dtype)
         acc = matmul(tl.trans(dy), x, acc, PRECISION)
         if BIAS:
             sums += tl.sum(dy.to(tl.float32), axis=0)
@@ -148,24 +168,33 @@ def launch_weight_gradient(
     *,
     groups: int,
     precision: str,
+    levels: tuple[Tensor, Tensor] | None = None,
+    taps: Tensor | None = None,
     block: tuple[int, int, int] | None = None,
 ) -> None:
     """Add a tile's share to the slots ``weights`` and ``biases``; arguments as ``conv2d.conv2d_weight_gradient`` checks them.
 
     Args:
+        levels, taps: as for ``conv2d_triton.launch_conv2d``; with taps ``gradient`` and ``output`` are of the maxima.
         block: pixels, output channels and columns of one program (default: by the layer).
     """
-    if output is not None and not can_compute_operands(gradient.device):
-        gradient, output = torch.where(output <= 0, 0, gradient), None
+    if not can_compute_operands(gradient.device):
+        if output is not None or taps is not None:
+            gradient, output, taps = dense_gradient(gradient, output, taps, geometry.output_size), None, None
+        if levels is not None:
+            x, levels = (x * levels[0].view(1, -1, 1, 1) + levels[1].view(1, -1, 1, 1)).to(gradient.dtype), None
     num_samples, _, rows, columns = gradient.shape
+    if taps is not None:
+        rows, columns = 2 * rows, 2 * columns
     num_splits, num_out, _, _, group_in = weights.shape
     group_out = num_out // groups
     flat = is_flat(group_in)
     num_taps = math.prod(geometry.kernel)
     flattened = num_taps * group_in if flat else group_in
     largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
-    default = (32 if x.dtype == torch.float32 else 64, block_size(group_out, largest), block_size(flattened, largest))
-    pixels, channels, width_of_block = block or default
+    # Nor do more pixels fit where operands are four bytes, or where each element has an address of its own.
+    most = 16 if precision == "ieee" else 32 if flat or gradient.dtype == torch.float32 else 64
+    pixels, channels, width_of_block = block or (most, block_size(group_out, largest), block_size(flattened, largest))
     num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps)
     num_pixels = num_samples * rows * columns
     num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels
@@ -174,7 +203,9 @@ def launch_weight_gradient(
         weight_gradient_kernel[(num_splits, num_blocks, groups * ceil_div(group_out, channels))](
             gradient,
             gradient if output is None else output,
+            gradient if taps is None else taps,
             x,
+            *((weights, weights) if levels is None else levels),
             weights,
             weights if biases is None else biases,
             num_pixels,
@@ -186,13 +217,16 @@ def launch_weight_gradient(
             group_out,
             *pixel_strides(gradient),
             *pixel_strides(gradient if output is None else output),
+            *pixel_strides(gradient if taps is None else taps),
             *pixel_strides(x),
             height.shift,
             *height.input.data,
             width.shift,
             *width.input.data,
             **window_constants(geometry),
+            LEVELS=levels is not None,
             RELU=output is not None,
+            UNPOOL=taps is not None,
             BIAS=biases is not None,
             FLAT=flat,
             PRECISION=safe_precision(precision, x.device),

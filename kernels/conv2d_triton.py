@@ -20,10 +20,12 @@ from torch import Tensor
 
 from sft.kernels.blocks import Blocks, default_blocks, is_flat
 from sft.kernels.blocks_triton import can_compute_operands, matmul, relu, safe_precision, zero_where_off
+from sft.kernels.conv2d_reference import dense_gradient
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
 
 __all__ = ["conv2d_kernel", "data_gradient_kernel", "launch_conv2d", "launch_data_gradient"]
+__all__ += ["first_tap", "pixel_strides", "unpooled", "window_constants"]
 
 # Values that change from tile to tile must not compile a kernel each.
 _RUNTIME = ["num_pixels", "rows", "columns", "shift_h", "low_h", "high_h", "shift_w", "low_w", "high_w"]
@@ -32,11 +34,15 @@ _RUNTIME = ["num_pixels", "rows", "columns", "shift_h", "low_h", "high_h", "shif
 @triton.jit(do_not_specialize=_RUNTIME)
 def conv2d_kernel(
     p_x,  # [N, groups * group_in, h, w]
+    p_gain,  # fp32 [groups * group_in]
+    p_offset,  # fp32 [groups * group_in]
     p_w,  # [groups * group_out, group_in, kh, kw]
+    p_scale,  # [groups * group_out]
     p_bias,  # [groups * group_out]
-    p_residual,  # as y
+    p_residual,  # as the convolution's output
     p_y,  # [N, groups * group_out, rows, columns]
-    num_pixels,  # N * rows * columns
+    p_taps,  # uint8 [N, groups * group_out / 4, rows, columns], rounded up
+    num_pixels,  # of the convolution's output
     rows,
     columns,
     group_in,
@@ -54,6 +60,9 @@ def conv2d_kernel(
     y_n,
     y_h,
     y_w,
+    taps_n,
+    taps_h,
+    taps_w,
     shift_h,  # output row o reads input rows o * STRIDE_H + shift_h + DILATION_H * tap, if in [low_h, high_h)
     low_h,
     high_h,
@@ -66,21 +75,29 @@ def conv2d_kernel(
     STRIDE_W: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
+    LEVELS: tl.constexpr,  # x is made of bytes: gain * x + offset is convolved
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
+    POOL: tl.constexpr,  # y is the maxima of 2 x 2 pixels of the output
     FLAT: tl.constexpr,  # an inner block takes channels of several taps: for few channels
     PRECISION: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """y = activation(conv(x) + bias + residual)."""
+    """y = activation(scale * conv(x) + bias + residual), or the maxima of that. Pixels of one maximum follow each other."""
     i_group = tl.program_id(2).to(tl.int64)
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
     m_p, m_c = i_p < num_pixels, i_c < group_out
-    i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
+    if POOL:
+        i_q = i_p // 4
+        i_n, i_h = i_q // columns // rows, i_q // columns % rows * 2 + i_p % 4 // 2
+        i_w = i_q % columns * 2 + i_p % 2
+    else:
+        i_n, i_h, i_w = i_p // columns // rows, i_p // columns % rows, i_p % columns
     p_x += i_group * group_in
     p_w += i_group * group_out * w_o
     first_h, first_w = i_h * STRIDE_H + shift_h, i_w * STRIDE_W + shift_w
@@ -105,12 +122,18 @@ def conv2d_kernel(
         reach_h, reach_w = tap_x // KERNEL_W * DILATION_H, tap_x % KERNEL_W * DILATION_W
         at_h, at_w = first_h + reach_h, first_w + reach_w
         m_x = m_p & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w) & m_k[None, :]
-        x = tl.load(p_x + o_x + (reach_h * x_h + reach_w * x_w + channel[None, :]), mask=m_x, other=0.0)  # [P, K]
+        x = tl.load(p_x + o_x + (reach_h * x_h + reach_w * x_w + channel[None, :]), mask=m_x, other=0)  # [P, K]
+        if LEVELS:
+            i_level = i_group * group_in + channel
+            gain, offset = tl.load(p_gain + i_level, mask=m_k, other=0.0), tl.load(p_offset + i_level, mask=m_k, other=0.0)
+            x = tl.where(m_x, x.to(tl.float32) * gain[None, :] + offset[None, :], 0.0).to(p_w.dtype.element_ty)
         o_w = channel[:, None] * w_i + tap_w // KERNEL_W * w_h + tap_w % KERNEL_W * w_w + i_c * w_o
         w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
         acc = matmul(x, w, acc, PRECISION)
 
     i_y = i_group * group_out + i_c
+    if HAS_SCALE:
+        acc *= tl.load(p_scale + i_y, mask=m_c, other=0.0).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(p_bias + i_y, mask=m_c, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -118,11 +141,44 @@ def conv2d_kernel(
         acc += tl.load(p_residual + o_residual, mask=m_p & m_c, other=0.0).to(tl.float32)
     if RELU:
         acc = relu(acc)
-    tl.store(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_y, acc.to(p_y.dtype.element_ty), mask=m_p & m_c)
+    if POOL:
+        i_q = tl.program_id(0).to(tl.int64) * (PIXELS // 4) + tl.arange(0, PIXELS // 4)[:, None]  # [P / 4, 1]
+        m_q = i_q * 4 < num_pixels
+        i_n, i_h, i_w = i_q // columns // rows, i_q // columns % rows, i_q % columns
+        best, taps = _maxima(acc.to(p_y.dtype.element_ty), PIXELS, CHANNELS)
+        tl.store(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_y, best.to(p_y.dtype.element_ty), mask=m_q & m_c)
+        shifted = tl.where(m_c, taps, 0) << (i_c % 4 * 2)
+        packed = tl.sum(tl.reshape(shifted, (PIXELS // 4, CHANNELS // 4, 4)), axis=2)
+        i_t = tl.program_id(1) * (CHANNELS // 4) + tl.arange(0, CHANNELS // 4)[None, :]
+        o_taps = i_n * taps_n + i_h * taps_h + i_w * taps_w
+        tl.store(p_taps + o_taps + i_t, packed.to(tl.uint8), mask=m_q & (i_t * 4 < group_out))
+    else:
+        tl.store(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_y, acc.to(p_y.dtype.element_ty), mask=m_p & m_c)
 
 
 @triton.jit
-def _first_tap(base, KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr):
+def _maxima(y, PIXELS: tl.constexpr, CHANNELS: tl.constexpr):
+    """Of each four rows the maximum and its number: the first of equals, and the last NaN before everything, as in PyTorch."""
+    four = tl.reshape(y.to(tl.float32), (PIXELS // 4, 4, CHANNELS))
+    number = tl.arange(0, 4)[None, :, None]
+    undefined = tl.max(tl.where(four != four, number, -1), axis=1)
+    best = tl.max(tl.where(four != four, float("-inf"), four), axis=1)
+    first = tl.min(tl.where(four == best[:, None, :], number, 3), axis=1)
+    return tl.where(undefined < 0, best, float("nan")), tl.where(undefined < 0, first, undefined)
+
+
+@triton.jit
+def unpooled(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask, RELU: tl.constexpr):
+    """The gradient of the output of a convolution whose maxima of 2 x 2 have the gradient dy: offsets are of the maxima's pixels."""
+    dy = tl.load(p_dy + o_dy + channel, mask=mask, other=0.0)
+    if RELU:
+        dy = zero_where_off(dy, tl.load(p_y + o_y + channel, mask=mask, other=0.0))
+    chosen = tl.load(p_taps + o_taps + channel // 4, mask=mask, other=0).to(tl.int32) >> (channel % 4 * 2) & 3
+    return tl.where(chosen == number, dy, 0.0).to(dy.dtype)
+
+
+@triton.jit
+def first_tap(base, KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.constexpr):
     """The least tap t for which ``base - DILATION * t`` is a multiple of STRIDE; KERNEL if there is none."""
     first = base * 0 + KERNEL
     for back in tl.static_range(KERNEL):
@@ -135,6 +191,7 @@ def _first_tap(base, KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.co
 def data_gradient_kernel(
     p_dy,  # [N, groups * group_out, h, w]
     p_y,  # as dy: the output of the activation
+    p_taps,  # as in conv2d_kernel; dy and y are then of the maxima
     p_w,  # [groups * group_out, group_in, kh, kw]
     p_dx,  # [N, groups * group_in, rows, columns]
     num_samples,
@@ -149,6 +206,9 @@ def data_gradient_kernel(
     y_n,
     y_h,
     y_w,
+    taps_n,
+    taps_h,
+    taps_w,
     w_o,
     w_i,
     w_h,
@@ -175,6 +235,7 @@ def data_gradient_kernel(
     TAPS_H: tl.constexpr,  # of the taps, every TAPS_H-th reaches a given row
     TAPS_W: tl.constexpr,
     RELU: tl.constexpr,
+    UNPOOL: tl.constexpr,
     PRECISION: tl.constexpr,
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
@@ -198,8 +259,8 @@ def data_gradient_kernel(
     p_y += i_group * group_out
     p_w += i_group * group_out * w_o
 
-    first_h = _first_tap(phase_h - shift_h, KERNEL_H, STRIDE_H, DILATION_H)
-    first_w = _first_tap(phase_w - shift_w, KERNEL_W, STRIDE_W, DILATION_W)
+    first_h = first_tap(phase_h - shift_h, KERNEL_H, STRIDE_H, DILATION_H)
+    first_w = first_tap(phase_w - shift_w, KERNEL_W, STRIDE_W, DILATION_W)
     num_h, num_w = tl.cdiv(KERNEL_H - first_h, TAPS_H), tl.cdiv(KERNEL_W - first_w, TAPS_W)
     num_blocks = tl.cdiv(group_out, INNER)
     acc = tl.zeros((PIXELS, CHANNELS), tl.float32)
@@ -213,10 +274,17 @@ def data_gradient_kernel(
         at_h, at_w = (num_rows // STRIDE_H).to(tl.int64), (num_columns // STRIDE_W).to(tl.int64)
         m_dy = m_p & (num_rows >= low_h * STRIDE_H) & (num_rows < high_h * STRIDE_H)
         m_dy = m_dy & (num_columns >= low_w * STRIDE_W) & (num_columns < high_w * STRIDE_W) & m_k[None, :]
-        dy = tl.load(p_dy + (i_n * dy_n + at_h * dy_h + at_w * dy_w) + channel[None, :], mask=m_dy, other=0.0)  # [P, K]
-        if RELU:
-            y = tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + channel[None, :], mask=m_dy, other=0.0)
-            dy = zero_where_off(dy, y)
+        if UNPOOL:
+            number = ((at_h % 2) * 2 + at_w % 2).to(tl.int32)
+            at_h, at_w = at_h // 2, at_w // 2
+            o_dy, o_y = i_n * dy_n + at_h * dy_h + at_w * dy_w, i_n * y_n + at_h * y_h + at_w * y_w
+            o_taps = i_n * taps_n + at_h * taps_h + at_w * taps_w
+            dy = unpooled(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel[None, :], number, m_dy, RELU)  # [P, K]
+        else:
+            dy = tl.load(p_dy + (i_n * dy_n + at_h * dy_h + at_w * dy_w) + channel[None, :], mask=m_dy, other=0.0)  # [P, K]
+            if RELU:
+                y = tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + channel[None, :], mask=m_dy, other=0.0)
+                dy = zero_where_off(dy, y)
         o_w = channel[:, None] * w_o + tap_h * w_h + tap_w * w_w + i_c * w_i
         w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
         acc = matmul(dy, w, acc, PRECISION)
@@ -238,23 +306,39 @@ def launch_conv2d(
     groups: int,
     relu: bool,
     precision: str,
+    scale: Tensor | None = None,
+    levels: tuple[Tensor, Tensor] | None = None,
+    taps: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> None:
-    """Write the convolution of a tile to ``out``; arguments as ``conv2d.conv2d`` checks them, ``out`` not empty."""
+    """Write the convolution of a tile to ``out``; arguments as ``conv2d.conv2d`` checks them, ``out`` not empty.
+
+    Args:
+        levels: what bytes are multiplied by, and what is added then; for an ``x`` of bytes.
+        taps: ``out`` is the maxima of 2 x 2 pixels, and here is written where they came from; for one group.
+    """
+    if levels is not None and not can_compute_operands(x.device):
+        x, levels = (x * levels[0].view(1, -1, 1, 1) + levels[1].view(1, -1, 1, 1)).to(weight.dtype), None
     num_samples, _, rows, columns = out.shape
     group_in, group_out = weight.shape[1], weight.shape[0] // groups
     flat = is_flat(group_in)
-    blocks = blocks or default_blocks(group_out, group_in, x.dtype)
-    num_pixels = num_samples * rows * columns
+    if blocks is None:
+        blocks = default_blocks(group_out, group_in, weight.dtype)
+        if levels is not None and precision == "ieee":  # the numbers take registers beside the bytes
+            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
+    num_pixels = num_samples * rows * columns * (1 if taps is None else 4)
     grid = (ceil_div(num_pixels, blocks.pixels), ceil_div(group_out, blocks.channels), groups)
     height, width = geometry.axes
     with torch.cuda.device_of(x):
         conv2d_kernel[grid](
             x,
+            *((weight, weight) if levels is None else levels),
             weight,
-            x if bias is None else bias,
-            x if residual is None else residual,
+            weight if scale is None else scale,
+            weight if bias is None else bias,
+            out if residual is None else residual,
             out,
+            out if taps is None else taps,
             num_pixels,
             rows,
             columns,
@@ -264,14 +348,18 @@ def launch_conv2d(
             *weight.stride(),
             *pixel_strides(out if residual is None else residual),
             *pixel_strides(out),
+            *pixel_strides(out if taps is None else taps),
             height.shift,
             *height.input.data,
             width.shift,
             *width.input.data,
             **window_constants(geometry),
+            LEVELS=levels is not None,
+            HAS_SCALE=scale is not None,
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
             RELU=relu,
+            POOL=taps is not None,
             FLAT=flat,
             PRECISION=safe_precision(precision, weight.device),
             PIXELS=blocks.pixels,
@@ -292,17 +380,23 @@ def launch_data_gradient(
     *,
     groups: int,
     precision: str,
+    taps: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> None:
-    """Write the input's gradient to ``out``; arguments as ``conv2d.conv2d_data_gradient`` checks them, ``out`` not empty."""
-    if output is not None and not can_compute_operands(gradient.device):
-        gradient, output = torch.where(output <= 0, 0, gradient), None
+    """Write the input's gradient to ``out``; arguments as ``conv2d.conv2d_data_gradient`` checks them, ``out`` not empty.
+
+    Args:
+        taps: ``gradient`` and ``output`` are of the maxima of 2 x 2 pixels that came from here; for one group.
+    """
+    if (output is not None or taps is not None) and not can_compute_operands(gradient.device):
+        gradient, output, taps = dense_gradient(gradient, output, taps, geometry.output_size), None, None
     num_samples, _, rows, columns = out.shape
     group_in, group_out = weight.shape[1], weight.shape[0] // groups
     if blocks is None:
         blocks = default_blocks(group_in, group_out, out.dtype)
-        if output is not None and (out.dtype != torch.float32 or precision == "ieee"):  # two loads of each block: too few registers
-            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
+        loads_more = output is not None or taps is not None
+        if loads_more and (out.dtype != torch.float32 or precision == "ieee"):  # then there are too few registers
+            blocks = dataclasses.replace(blocks, pixels=32 if taps is not None else blocks.pixels // 2)
     height, width = geometry.axes
     strides = (height.window.stride, width.window.stride)
     num_pixels = num_samples * ceil_div(rows, strides[0]) * ceil_div(columns, strides[1])
@@ -311,6 +405,7 @@ def launch_data_gradient(
         data_gradient_kernel[grid](
             gradient,
             gradient if output is None else output,
+            gradient if taps is None else taps,
             weight,
             out,
             num_samples,
@@ -321,18 +416,20 @@ def launch_data_gradient(
             group_out,
             *pixel_strides(gradient),
             *pixel_strides(gradient if output is None else output),
+            *pixel_strides(gradient if taps is None else taps),
             *weight.stride(),
             *pixel_strides(out),
             height.shift,
-            *height.output.data,
+            *_with_gradient(height.output.data, gradient.shape[2], taps),
             *height.input.data,
             width.shift,
-            *width.output.data,
+            *_with_gradient(width.output.data, gradient.shape[3], taps),
             *width.input.data,
             **window_constants(geometry),
             TAPS_H=strides[0] // math.gcd(strides[0], height.window.dilation),
             TAPS_W=strides[1] // math.gcd(strides[1], width.window.dilation),
             RELU=output is not None,
+            UNPOOL=taps is not None,
             PRECISION=safe_precision(precision, weight.device),
             PIXELS=blocks.pixels,
             CHANNELS=blocks.channels,
@@ -341,6 +438,11 @@ def launch_data_gradient(
             num_stages=blocks.num_stages,
             enable_fp_fusion=True,
         )
+
+
+def _with_gradient(data: tuple[int, int], size: int, taps: Tensor | None) -> tuple[int, int]:
+    """The rows of an output that have a gradient: a last odd one has no maximum."""
+    return data if taps is None else (data[0], min(data[1], 2 * size))
 
 
 def pixel_strides(tensor: Tensor) -> tuple[int, int, int]:

@@ -32,7 +32,8 @@ from torch import Tensor
 
 from sft.errors import InputError
 
-__all__ = ["Axis", "Geometry", "Span", "Window", "check_buffer", "is_channels_last", "raise_problems"]
+__all__ = ["Axis", "Geometry", "Span", "Window", "check_axes_adjoint", "check_axes_forward", "check_buffer", "is_channels_last"]
+__all__ += ["raise_problems"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,15 +197,7 @@ class Geometry:
         Raises:
             InputError: with the rows that are there and the rows that are needed.
         """
-        problems = []
-        for name, axis in zip(("height", "width"), self.axes, strict=True):
-            output, missing = axis.output, axis.missing_input()
-            if output.start < 0 or output.stop > output.extent:
-                problems.append(f"{name}: outputs [{output.start}, {output.stop}) are not all in [0, {output.extent}); ask for those only")
-            elif missing is not None:
-                held = f"[{axis.input.start}, {axis.input.stop})"
-                problems.append(f"{name}: the outputs read input {_range(missing)}, the buffer holds {held}; give it the halo as well")
-        raise_problems("this tile cannot be computed", problems)
+        check_axes_forward({"height": self.height, "width": self.width})
 
     def check_adjoint(self) -> None:
         """Raise if the input's gradient needs gradients of outputs that are not in the output buffer.
@@ -215,12 +208,30 @@ class Geometry:
         Raises:
             InputError: with the rows that are there and the rows that are needed.
         """
-        problems = []
-        for name, axis in zip(("height", "width"), self.axes, strict=True):
-            if (missing := axis.missing_output()) is not None:
-                held = f"[{axis.output.start}, {axis.output.stop})"
-                problems.append(f"{name}: the gradient reads outputs {_range(missing)}, the buffer holds {held}; give it the halo as well")
-        raise_problems("this tile cannot be computed", problems)
+        check_axes_adjoint({"height": self.height, "width": self.width})
+
+
+def check_axes_forward(axes: dict[str, Axis]) -> None:
+    """``Geometry.check_forward`` of these axes."""
+    problems = []
+    for name, axis in axes.items():
+        output, missing = axis.output, axis.missing_input()
+        if output.start < 0 or output.stop > output.extent:
+            problems.append(f"{name}: outputs [{output.start}, {output.stop}) are not all in [0, {output.extent}); ask for those only")
+        elif missing is not None:
+            held = f"[{axis.input.start}, {axis.input.stop})"
+            problems.append(f"{name}: the outputs read input {_range(missing)}, the buffer holds {held}; give it the halo as well")
+    raise_problems("this tile cannot be computed", problems)
+
+
+def check_axes_adjoint(axes: dict[str, Axis]) -> None:
+    """``Geometry.check_adjoint`` of these axes."""
+    problems = []
+    for name, axis in axes.items():
+        if (missing := axis.missing_output()) is not None:
+            held = f"[{axis.output.start}, {axis.output.stop})"
+            problems.append(f"{name}: the gradient reads outputs {_range(missing)}, the buffer holds {held}; give it the halo as well")
+    raise_problems("this tile cannot be computed", problems)
 
 
 def raise_problems(what: str, problems: list[str]) -> None:
@@ -235,13 +246,14 @@ def _range(rows: tuple[int, int]) -> str:
 
 def is_channels_last(tensor: Tensor) -> bool:
     """Whether neighbouring channels are neighbours in memory."""
-    return tensor.dim() == 4 and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
+    return tensor.dim() in (4, 5) and (tensor.stride(1) == 1 or tensor.shape[1] == 1)
 
 
-def check_buffer(name: str, tensor: Tensor, num_samples: int, num_channels: int, size: tuple[int, int], problems: list[str]) -> None:
+def check_buffer(name: str, tensor: Tensor, num_samples: int, num_channels: int, size: tuple[int, ...], problems: list[str]) -> None:
     """Add to ``problems`` what keeps ``tensor`` from being the channels-last buffer ``[num_samples, num_channels, *size]``."""
     shape = (num_samples, num_channels, *size)
     if tuple(tensor.shape) != shape:
         problems.append(f"{name} has shape {tuple(tensor.shape)}, the geometry says {shape}; give the buffer that the spans describe")
     elif not is_channels_last(tensor):
-        problems.append(f"{name} has strides {tensor.stride()}; make it channels-last: .contiguous(memory_format=torch.channels_last)")
+        layout = "channels_last" if len(size) == 2 else "channels_last_3d"
+        problems.append(f"{name} has strides {tensor.stride()}; make it channels-last: .contiguous(memory_format=torch.{layout})")

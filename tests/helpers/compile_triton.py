@@ -1,4 +1,4 @@
-"""A script: compile kernels ahead of time, without a GPU or a driver. See ``triton_process.compile_kernels``.
+"""Served by ``serve_triton``: compile kernels ahead of time, without a GPU or a driver. See ``triton_process.compile_kernels``.
 
 A job is a dictionary: ``module`` and ``kernel`` name it, ``capability`` is the target's (90 for sm_90), ``signature``
 maps runtime parameters to Triton's types, ``constants`` the others to values (``"tl.float32"`` stands for the dtype),
@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import importlib
 import os
-import pickle
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -29,6 +27,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 _POINTERS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64", torch.uint8: "u8"}
+_POINTERS |= {torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64"}
 
 
 def compile_job(
@@ -110,10 +109,6 @@ def _number(pattern: str, log: str) -> int:
     return int(found[1])
 
 
-def main(source: str, target: str) -> None:
-    jobs = pickle.loads(Path(source).read_bytes())
-    Path(target).write_bytes(pickle.dumps([compile_job(**(launched_job(**job) if "launch" in job else job)) for job in jobs]))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+def run(job: dict[str, Any]) -> dict[str, int]:
+    """One job."""
+    return compile_job(**(launched_job(**job) if "launch" in job else job))

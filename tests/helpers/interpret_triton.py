@@ -1,4 +1,4 @@
-"""A script: run kernels under Triton's interpreter. See ``triton_process.interpret``.
+"""Served by ``serve_triton``: run kernels under Triton's interpreter. See ``triton_process.interpret``.
 
 A job is a dictionary: ``run`` names a function below, the rest are its arguments; its result is a tensor, or a list of them.
 """
@@ -6,11 +6,8 @@ A job is a dictionary: ``run`` names a function below, the rest are its argument
 from __future__ import annotations
 
 import importlib
-import pickle
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,13 +59,10 @@ def launch(module: str, function: str, arguments: dict[str, Any], results: list[
     return [arguments[name] for name in results]
 
 
-def main(source: str, target: str) -> None:
-    warnings.simplefilter("error")
-    warnings.filterwarnings("ignore", "invalid value encountered in multiply")  # NumPy, of the infinities that a test drops
+def run(job: dict[str, Any]) -> Any:
+    """One job, in which a warning is an error."""
     functions: dict[str, Callable[..., Any]] = {"philox": philox, "dropout": dropout, "keep": keep, "launch": launch}
-    jobs = pickle.loads(Path(source).read_bytes())
-    Path(target).write_bytes(pickle.dumps([functions[job.pop("run")](**job) for job in jobs]))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "invalid value encountered in multiply")  # NumPy, of the infinities that a test drops
+        return functions[job.pop("run")](**job)

@@ -1,12 +1,19 @@
-"""Triton in processes of its own: ``TRITON_INTERPRET`` is read when a kernel is defined, so one process cannot do both."""
+"""Triton in processes of its own: ``TRITON_INTERPRET`` is read when a kernel is defined, so one process cannot do both.
+
+Each script is started once and then serves whoever asks: starting it takes longer than many a test.
+"""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.util
 import os
 import pickle
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +26,53 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 def interpret(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
     """Run the jobs of ``interpret_triton`` on the CPU, by Triton's interpreter."""
-    return _run("interpret_triton.py", jobs, folder, {"TRITON_INTERPRET": "1"})
+    return _run("interpret_triton.py", jobs, folder)
 
 
 def compile_kernels(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
     """Run the jobs of ``compile_triton``: compile for a GPU that need not be there."""
-    return _run("compile_triton.py", jobs, folder, {"TRITON_CACHE_DIR": str(folder / "cache")})
+    return _run("compile_triton.py", jobs, folder)
 
 
-def _run(script: str, jobs: list[dict[str, Any]], folder: Path, variables: dict[str, str]) -> list[Any]:
+def _run(script: str, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
     source, target = folder / "jobs.pickle", folder / "results.pickle"
     source.write_bytes(pickle.dumps(jobs))
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-P", str(Path(__file__).with_name(script)), str(source), str(target)]
-    done = subprocess.run(command, env=environment | {"OMP_NUM_THREADS": "1"} | variables, capture_output=True, text=True)
-    assert done.returncode == 0, f"{script} failed:\n{done.stdout}\n{done.stderr}"
+    process, log = _server(script)
+    assert process.stdin is not None and process.stdout is not None
+    if process.poll() is None:
+        process.stdin.write(f"{source}\t{target}\n")
+        process.stdin.flush()
+    answer = process.stdout.readline()
+    if process.poll() is not None or not answer:
+        process.wait()
+        _server.cache_clear()  # the next test starts another
+    assert answer == "done\n", f"{script} failed: {answer}\n{log.read_text()[-10000:]}"
     results: list[Any] = pickle.loads(target.read_bytes())
     return results
+
+
+@functools.cache
+def _server(script: str) -> tuple[subprocess.Popen[str], Path]:
+    """The process that serves a script, and what it writes beside its answers."""
+    folder = Path(tempfile.mkdtemp(prefix="sft-triton-"))
+    variables = {"TRITON_INTERPRET": "1"} if script.startswith("interpret") else {"TRITON_CACHE_DIR": str(folder / "cache")}
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-P", *(str(Path(__file__).with_name(name)) for name in ("serve_triton.py", script))]
+    log = folder / "log"
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command,
+            env=environment | {"OMP_NUM_THREADS": "1"} | variables,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    atexit.register(_stop, process, folder)
+    return process, log
+
+
+def _stop(process: subprocess.Popen[str], folder: Path) -> None:
+    process.kill()
+    process.communicate()
+    shutil.rmtree(folder, ignore_errors=True)

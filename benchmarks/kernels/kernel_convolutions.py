@@ -1,0 +1,293 @@
+"""Cases of convolutions: layers of VGG-16, a stem of bytes, a depthwise layer, a volume. Each beside cuDNN's with all that surrounds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from kernel_case import Case, Draw, Problem, all_rows
+from torch import Tensor
+
+from sft.kernels.conv2d import Slots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
+from sft.kernels.conv2d_pool import conv2d_max_pool_data_gradient, conv2d_max_pool_weight_gradient, conv2d_max_pool_with_taps
+from sft.kernels.conv3d import conv3d, conv3d_data_gradient, conv3d_weight_gradient
+from sft.kernels.geometry import Geometry, Window
+from sft.kernels.stem import Levels, stem_conv2d, stem_weight_gradient
+from sft.kernels.volume import VolumeGeometry
+
+__all__ = ["convolution_cases"]
+
+_FLOATS = (torch.bfloat16, torch.float32)
+_SAME = Window(kernel=3, padding=1)
+_IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+
+
+def _flops(weight: Tensor, size: tuple[int, ...]) -> int:
+    return 2 * weight.numel() * math.prod(size)
+
+
+def _backward(dy: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, bool], padding: int = 1, groups: int = 1) -> Any:
+    """ATen's gradients of input, weight and bias; those that are asked for."""
+    ones, bias = [1] * (x.dim() - 2), [weight.shape[0]]
+    return torch.ops.aten.convolution_backward(
+        dy, x, weight, bias, ones, [padding] * len(ones), ones, False, [0] * len(ones), groups, list(mask)
+    )
+
+
+def _forward(num_in: int, num_out: int) -> Callable[[Draw], Problem]:
+    def build(draw: Draw) -> Problem:
+        x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
+        geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
+        out = torch.empty_like(draw.image(num_out))
+        return Problem(
+            ours=lambda: [conv2d(x, weight, geometry, bias=bias, activation="relu", out=out)],
+            theirs=lambda: F.conv2d(x, weight, bias, padding=1).relu_(),
+            exact=lambda: [F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu()],
+            num_bytes=all_rows([x, weight, out]),
+            num_flops=_flops(weight, draw.size),
+        )
+
+    return build
+
+
+def _pooled(num_in: int, num_out: int) -> Callable[[Draw], Problem]:
+    def build(draw: Draw) -> Problem:
+        x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
+        geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
+        y, taps = conv2d_max_pool_with_taps(x, weight, geometry, bias=bias)
+
+        def exact() -> list[Tensor]:
+            return [F.max_pool2d(F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu(), 2)]
+
+        return Problem(
+            ours=lambda: [conv2d_max_pool_with_taps(x, weight, geometry, bias=bias)[0]],
+            theirs=lambda: F.max_pool2d(F.conv2d(x, weight, bias, padding=1).relu_(), 2, return_indices=True),
+            exact=exact,
+            num_bytes=all_rows([x, weight, y, taps]),
+            num_flops=_flops(weight, draw.size),
+        )
+
+    return build
+
+
+def _data_gradient(num_in: int, num_out: int, *, pooled: bool) -> Callable[[Draw], Problem]:
+    def build(draw: Draw) -> Problem:
+        x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
+        geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
+        out = torch.empty_like(x)
+        if pooled:
+            y, taps = conv2d_max_pool_with_taps(x, weight, geometry, bias=bias)
+            dy = draw.image(num_out, (y.shape[2], y.shape[3]))
+            before = F.conv2d(x, weight, bias, padding=1).relu_()
+            _, indices = F.max_pool2d(before, 2, return_indices=True)
+
+            def spread() -> Tensor:
+                dense = torch.ops.aten.max_pool2d_with_indices_backward(dy, before, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+                masked: Tensor = torch.ops.aten.threshold_backward(dense, before, 0)
+                return masked
+
+            return Problem(
+                ours=lambda: [conv2d_max_pool_data_gradient(dy, taps, weight, geometry, output=y, out=out)],
+                theirs=lambda: _backward(spread(), x, weight, (True, False, False)),
+                exact=lambda: [_backward(_spread_exactly(dy, y, taps, draw.size), x.double(), weight.double(), (True, False, False))[0]],
+                num_bytes=all_rows([dy, y, taps, weight, x]),
+                num_flops=_flops(weight, draw.size),
+            )
+        y, dy = conv2d(x, weight, geometry, bias=bias, activation="relu"), draw.image(num_out)
+        return Problem(
+            ours=lambda: [conv2d_data_gradient(dy, weight, geometry, output=y, out=out)],
+            theirs=lambda: _backward(torch.ops.aten.threshold_backward(dy, y, 0), x, weight, (True, False, False)),
+            exact=lambda: [_backward((dy * (y > 0)).double(), x.double(), weight.double(), (True, False, False))[0]],
+            num_bytes=all_rows([dy, y, weight, x]),
+            num_flops=_flops(weight, draw.size),
+        )
+
+    return build
+
+
+def _spread_exactly(dy: Tensor, y: Tensor, taps: Tensor, size: tuple[int, ...]) -> Tensor:
+    """The gradient of what the maxima were taken of, in fp64, tap by tap."""
+    shifts = torch.arange(dy.shape[1], device=dy.device)
+    chosen = (taps[:, shifts // 4].int() >> (shifts % 4 * 2)[:, None, None]) & 3
+    on = dy.double() * (y > 0)
+    dense = torch.zeros(1, dy.shape[1], *size, dtype=torch.float64, device=dy.device)
+    for tap in range(4):
+        dense[:, :, tap // 2 :: 2, tap % 2 :: 2][:, :, : dy.shape[2], : dy.shape[3]] = on * (chosen == tap)
+    return dense
+
+
+def _weight_gradient(num_in: int, num_out: int, *, pooled: bool = False) -> Callable[[Draw], Problem]:
+    def build(draw: Draw) -> Problem:
+        x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
+        geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
+        if pooled:
+            y, taps = conv2d_max_pool_with_taps(x, weight, geometry, bias=bias)
+            dy = draw.image(num_out, (y.shape[2], y.shape[3]))
+        else:
+            y, dy, taps = conv2d(x, weight, geometry, bias=bias, activation="relu"), draw.image(num_out), None
+
+        def ours() -> list[Tensor]:
+            slots = Slots.zeros(weight, bias=True)
+            if taps is not None:
+                conv2d_max_pool_weight_gradient(dy, taps, x, geometry, into=slots, output=y)
+            else:
+                conv2d_weight_gradient(dy, x, geometry, into=slots, output=y)
+            dw, db = slots.total(torch.float32)
+            assert db is not None
+            return [dw, db]
+
+        def exact() -> list[Tensor]:
+            dense = (dy * (y > 0)).double() if taps is None else _spread_exactly(dy, y, taps, draw.size)
+            return list(_backward(dense, x.double(), weight.double(), (False, True, True))[1:])
+
+        def theirs() -> Any:
+            return _backward(torch.ops.aten.threshold_backward(dy, y, 0), x, weight, (False, True, True))
+
+        given = [dy, y, x, weight] + ([] if taps is None else [taps])
+        return Problem(
+            ours=ours, theirs=None if pooled else theirs, exact=exact, num_bytes=all_rows(given), num_flops=_flops(weight, draw.size)
+        )
+
+    return build
+
+
+def _stem(*, gradient: bool) -> Callable[[Draw], Problem]:
+    def build(draw: Draw) -> Problem:
+        size = (draw.size[0], draw.size[1])
+        memory = torch.randint(256, (1, *size, 3), generator=draw.random, device=draw.device, dtype=torch.uint8)
+        x, levels = memory.movedim(-1, 1), Levels.of(*_IMAGENET, device=draw.device)
+        weight, bias = draw.weight(64, 3, 3, 3), draw.vector(64)
+        geometry = Geometry.whole(size, _SAME, _SAME)
+        with torch.no_grad():
+            y = stem_conv2d(x, levels, weight, geometry, bias=bias, activation="relu")
+        dy = draw.image(64)
+
+        def numbers(dtype: torch.dtype) -> Tensor:
+            return levels.numbers(x, draw.dtype).to(dtype)
+
+        def ours() -> list[Tensor]:
+            if not gradient:
+                with torch.no_grad():
+                    return [stem_conv2d(x, levels, weight, geometry, bias=bias, activation="relu")]
+            slots = Slots.zeros(weight, bias=True)
+            stem_weight_gradient(dy, x, levels, geometry, into=slots, output=y)
+            dw, db = slots.total(torch.float32)
+            assert db is not None
+            return [dw, db]
+
+        def theirs() -> object:
+            if gradient:
+                return _backward(torch.ops.aten.threshold_backward(dy, y, 0), numbers(draw.dtype), weight, (False, True, True))
+            return F.conv2d(numbers(draw.dtype), weight, bias, padding=1).relu_()
+
+        def exact() -> list[Tensor]:
+            wide = numbers(torch.float64)
+            if gradient:
+                return list(_backward((dy * (y > 0)).double(), wide, weight.double(), (False, True, True))[1:])
+            return [F.conv2d(wide, weight.double(), bias.double(), padding=1).relu()]
+
+        given = [x, weight, y] + ([dy] if gradient else [])
+        return Problem(ours=ours, theirs=theirs, exact=exact, num_bytes=all_rows(given), num_flops=_flops(weight, draw.size))
+
+    return build
+
+
+def _depthwise(draw: Draw) -> Problem:
+    window = Window(kernel=7, padding=3)
+    x, weight, bias = draw.image(96), draw.weight(96, 1, 7, 7), draw.vector(96)
+    geometry = Geometry.whole((draw.size[0], draw.size[1]), window, window)
+    out = torch.empty_like(x)
+    return Problem(
+        ours=lambda: [conv2d(x, weight, geometry, bias=bias, groups=96, out=out)],
+        theirs=lambda: F.conv2d(x, weight, bias, padding=3, groups=96),
+        exact=lambda: [F.conv2d(x.double(), weight.double(), bias.double(), padding=3, groups=96)],
+        num_bytes=all_rows([x, weight, out]),
+        num_flops=_flops(weight, draw.size),
+    )
+
+
+def _depthwise_backward(draw: Draw) -> Problem:
+    window = Window(kernel=7, padding=3)
+    x, weight, dy = draw.image(96), draw.weight(96, 1, 7, 7), draw.image(96)
+    geometry = Geometry.whole((draw.size[0], draw.size[1]), window, window)
+    out = torch.empty_like(x)
+
+    def ours() -> list[Tensor]:
+        slots = Slots.zeros(weight, bias=True)
+        conv2d_weight_gradient(dy, x, geometry, into=slots, groups=96)
+        dw, db = slots.total(torch.float32)
+        assert db is not None
+        return [conv2d_data_gradient(dy, weight, geometry, groups=96, out=out), dw, db]
+
+    return Problem(
+        ours=ours,
+        theirs=lambda: _backward(dy, x, weight, (True, True, True), 3, 96),
+        exact=lambda: list(_backward(dy.double(), x.double(), weight.double(), (True, True, True), 3, 96)),
+        num_bytes=all_rows([x, dy, dy, weight, out]),
+        num_flops=2 * _flops(weight, draw.size),
+    )
+
+
+def _volume(draw: Draw) -> Problem:
+    x, weight, bias = draw.image(32), draw.weight(32, 32, 3, 3, 3), draw.vector(32)
+    geometry = VolumeGeometry.whole((draw.size[0], draw.size[1], draw.size[2]), _SAME, _SAME, _SAME)
+
+    def ours() -> list[Tensor]:
+        with torch.no_grad():
+            return [conv3d(x, weight, geometry, bias=bias, activation="relu")]
+
+    return Problem(
+        ours=ours,
+        theirs=lambda: F.conv3d(x, weight, bias, padding=1).relu_(),
+        exact=lambda: [F.conv3d(x.double(), weight.double(), bias.double(), padding=1).relu()],
+        num_bytes=all_rows([x, weight, x]),
+        num_flops=_flops(weight, draw.size),
+    )
+
+
+def _volume_backward(draw: Draw) -> Problem:
+    x, weight, dy = draw.image(32), draw.weight(32, 32, 3, 3, 3), draw.image(32)
+    geometry = VolumeGeometry.whole((draw.size[0], draw.size[1], draw.size[2]), _SAME, _SAME, _SAME)
+
+    def ours() -> list[Tensor]:
+        slots = Slots.zeros(weight, bias=True)
+        conv3d_weight_gradient(dy, x, geometry, into=slots)
+        dw, db = slots.total(torch.float32)
+        assert db is not None
+        return [conv3d_data_gradient(dy, weight, geometry), dw, db]
+
+    return Problem(
+        ours=ours,
+        theirs=lambda: _backward(dy, x, weight, (True, True, True)),
+        exact=lambda: list(_backward(dy.double(), x.double(), weight.double(), (True, True, True))),
+        num_bytes=all_rows([x, dy, dy, weight, x]),
+        num_flops=2 * _flops(weight, draw.size),
+    )
+
+
+def convolution_cases() -> list[Case]:
+    """All of this file."""
+    cases = []
+
+    def add(name: str, family: str, build: Callable[[Draw], Problem], large: tuple[int, ...], small: tuple[int, ...] = (34, 45)) -> None:
+        cases.append(Case(name=name, family=family, dtypes=_FLOATS, build=build, large=large, small=small))
+
+    layers = {"vgg 1_2": (64, 64, 2048), "vgg 2_2": (128, 128, 1024), "vgg 3_2": (256, 256, 512), "vgg 5_1": (512, 512, 128)}
+    for name, (num_in, num_out, extent) in layers.items():
+        size = (extent, extent)
+        add(f"{name} conv bias relu", "conv2d", _forward(num_in, num_out), size)
+        add(f"{name} conv bias relu pool", "conv2d", _pooled(num_in, num_out), size)
+        add(f"{name} data gradient, relu", "conv2d", _data_gradient(num_in, num_out, pooled=False), size)
+        add(f"{name} data gradient, relu pool", "conv2d", _data_gradient(num_in, num_out, pooled=True), size, (34, 46))
+        add(f"{name} weight gradient, relu", "conv2d", _weight_gradient(num_in, num_out), size)
+    add("vgg 1_2 weight gradient, relu pool", "conv2d", _weight_gradient(64, 64, pooled=True), (2048, 2048), (34, 46))
+    add("stem of bytes conv bias relu", "stem", _stem(gradient=False), (2048, 2048))
+    add("stem of bytes weight gradient", "stem", _stem(gradient=True), (2048, 2048))
+    add("depthwise 7x7", "depthwise", _depthwise, (1024, 1024))
+    add("depthwise 7x7 gradients", "depthwise", _depthwise_backward, (1024, 1024))
+    add("volume conv bias relu", "conv3d", _volume, (64, 256, 256), (6, 17, 20))
+    add("volume gradients", "conv3d", _volume_backward, (64, 256, 256), (6, 17, 20))
+    return cases

@@ -1,0 +1,289 @@
+"""Cases of kernels that are bound by memory: norms, pools, resizing, rows, dropout, optimizer steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from kernel_case import Case, Draw, Problem, all_rows
+from torch import Tensor
+
+from sft.kernels.adamw import adamw_step
+from sft.kernels.band import ResizeAxis
+from sft.kernels.dropout import dropout, keep_mask
+from sft.kernels.geometry import Geometry, Span, Window
+from sft.kernels.norm import Moments, NormSums, add_moments, add_norm_sums, normalize, normalize_gradient
+from sft.kernels.pool import average_pool2d, average_pool2d_gradient, max_pool2d_gradient, max_pool2d_with_taps
+from sft.kernels.resize import resize2d, resize2d_gradient
+from sft.kernels.rows import join_rows, split_rows
+from sft.kernels.sgd import sgd_step
+
+__all__ = ["stream_cases"]
+
+_FLOATS = (torch.bfloat16, torch.float32)
+_EPS = 1e-5
+
+
+def _moments(draw: Draw) -> Problem:
+    x = draw.image(64)
+
+    def ours() -> list[Tensor]:
+        moments = Moments.zeros(64, device=draw.device)
+        add_moments(x, into=moments)
+        total = moments.total()
+        return [total.mean[0], total.variance[0]]
+
+    def exact() -> list[Tensor]:
+        variance, mean = torch.var_mean(x.double(), (0, 2, 3), correction=0)
+        return [mean, variance]
+
+    return Problem(ours=ours, theirs=lambda: torch.var_mean(x, (0, 2, 3)), exact=exact, num_bytes=all_rows([x]))
+
+
+def _statistics(x: Tensor) -> tuple[Tensor, Tensor]:
+    variance, mean = torch.var_mean(x.float(), (0, 2, 3), correction=0)
+    return mean[None], (variance + _EPS).rsqrt()[None]
+
+
+def _normalize(draw: Draw) -> Problem:
+    x, residual, weight, bias = draw.image(64), draw.image(64), draw.vector(64, torch.float32), draw.vector(64, torch.float32)
+    mean, rstd = _statistics(x)
+    out = torch.empty_like(x)
+
+    def exact() -> list[Tensor]:
+        distance = (x.double() - mean.double()[0, :, None, None]) * rstd.double()[0, :, None, None]
+        return [(distance * weight.double()[:, None, None] + bias.double()[:, None, None] + residual.double()).relu()]
+
+    def theirs() -> Tensor:
+        variance = (1 / rstd[0] ** 2 - _EPS).clamp(min=0)
+        return F.batch_norm(x, mean[0], variance, weight, bias, False, eps=_EPS).add_(residual).relu_()
+
+    return Problem(
+        ours=lambda: [normalize(x, mean, rstd, weight=weight, bias=bias, residual=residual, relu=True, out=out)],
+        theirs=theirs,
+        exact=exact,
+        num_bytes=all_rows([x, residual, out]),
+    )
+
+
+def _norm_backward(draw: Draw) -> Problem:
+    x, dy, weight = draw.image(64), draw.image(64), draw.vector(64, torch.float32)
+    mean, rstd = _statistics(x)
+    y = normalize(x, mean, rstd, weight=weight, relu=True)
+    moments = Moments.zeros(64, device=draw.device)
+    add_moments(x, into=moments)
+    statistics = moments.total()
+    out = torch.empty_like(x)
+
+    def ours() -> list[Tensor]:
+        sums = NormSums.zeros(64, device=draw.device)
+        add_norm_sums(dy, x, mean, rstd, into=sums, output=y)
+        total = sums.total(statistics, weight)
+        dx = normalize_gradient(dy, x, mean, rstd, weight=weight, output=y, back=total.back, out=out)
+        return [dx, total.weight, total.bias]
+
+    def exact() -> list[Tensor]:
+        leaves = [x.double().requires_grad_(), weight.double().requires_grad_(), torch.zeros(64, dtype=torch.float64, device=x.device)]
+        leaves[2].requires_grad_()
+        z = F.batch_norm(leaves[0], None, None, leaves[1], leaves[2], True, eps=_EPS)
+        return list(torch.autograd.grad(z, leaves, (dy * (y > 0)).double()))
+
+    def theirs() -> object:
+        masked = torch.ops.aten.threshold_backward(dy, y, 0)
+        return torch.ops.aten.native_batch_norm_backward(masked, x, weight, None, None, mean[0], rstd[0], True, _EPS, [True, True, True])
+
+    return Problem(ours=ours, theirs=theirs, exact=exact, num_bytes=all_rows([x, dy, y, x, dy, y, out]))
+
+
+def _max_pool(draw: Draw) -> Problem:
+    window = Window(kernel=2, stride=2)
+    x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
+    y, taps = max_pool2d_with_taps(x, geometry)
+    return Problem(
+        ours=lambda: [max_pool2d_with_taps(x, geometry)[0]],
+        theirs=lambda: F.max_pool2d(x, 2, return_indices=True),
+        exact=lambda: [F.max_pool2d(x.double(), 2)],
+        num_bytes=all_rows([x, y, taps]),
+    )
+
+
+def _max_pool_backward(draw: Draw) -> Problem:
+    window = Window(kernel=2, stride=2)
+    x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
+    y, taps = max_pool2d_with_taps(x, geometry)
+    dy = draw.image(64, (y.shape[2], y.shape[3]))
+    _, indices = F.max_pool2d(x, 2, return_indices=True)
+
+    def exact() -> list[Tensor]:
+        leaf = x.double().requires_grad_()
+        return list(torch.autograd.grad(F.max_pool2d(leaf, 2), leaf, dy.double()))
+
+    return Problem(
+        ours=lambda: [max_pool2d_gradient(dy, taps, geometry)],
+        theirs=lambda: torch.ops.aten.max_pool2d_with_indices_backward(dy, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices),
+        exact=exact,
+        num_bytes=all_rows([dy, taps, x]),
+    )
+
+
+def _average_pool(draw: Draw) -> Problem:
+    window = Window(kernel=3, stride=2, padding=1)
+    x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
+    y = average_pool2d(x, geometry)
+    dy = draw.image(64, (y.shape[2], y.shape[3]))
+    back = {"kernel_size": [3, 3], "stride": [2, 2], "padding": [1, 1], "ceil_mode": False, "count_include_pad": True}
+
+    def exact() -> list[Tensor]:
+        leaf = x.double().requires_grad_()
+        pooled = F.avg_pool2d(leaf, 3, 2, 1)
+        return [pooled.detach(), *torch.autograd.grad(pooled, leaf, dy.double())]
+
+    def theirs() -> object:
+        return F.avg_pool2d(x, 3, 2, 1), torch.ops.aten.avg_pool2d_backward(dy, x, **back, divisor_override=None)
+
+    return Problem(
+        ours=lambda: [average_pool2d(x, geometry), average_pool2d_gradient(dy, geometry)],
+        theirs=theirs,
+        exact=exact,
+        num_bytes=all_rows([x, y, dy, x]),
+    )
+
+
+def _resize(mode: str, *, backward: bool) -> Callable[[Draw], Problem]:
+    def build(draw: Draw) -> Problem:
+        axes = [
+            ResizeAxis(input=Span.whole(size), output=Span.whole(2 * size), mode="linear" if mode == "bilinear" else "nearest")
+            for size in draw.size
+        ]
+        x, dy = draw.image(64), draw.image(64, (2 * draw.size[0], 2 * draw.size[1]))
+        out = torch.empty_like(x if backward else dy)
+
+        def exact() -> list[Tensor]:
+            leaf = x.double().requires_grad_()
+            y = F.interpolate(leaf, scale_factor=2, mode=mode)
+            return list(torch.autograd.grad(y, leaf, dy.double())) if backward else [y.detach()]
+
+        def theirs() -> object:
+            if not backward:
+                return F.interpolate(x, scale_factor=2, mode=mode)
+            sizes = [2 * draw.size[0], 2 * draw.size[1]], list(x.shape)
+            if mode == "bilinear":
+                return torch.ops.aten.upsample_bilinear2d_backward(dy, *sizes, False, 2.0, 2.0)
+            return torch.ops.aten.upsample_nearest2d_backward(dy, *sizes, 2.0, 2.0)
+
+        def ours() -> list[Tensor]:
+            return [resize2d_gradient(dy, axes[0], axes[1], out=out) if backward else resize2d(x, axes[0], axes[1], out=out)]
+
+        return Problem(ours=ours, theirs=theirs, exact=exact, num_bytes=all_rows([x, dy]))
+
+    return build
+
+
+def _rows(draw: Draw) -> Problem:
+    kept, new = draw.image(64, (2, draw.size[1])), draw.image(64)
+    out = torch.empty_like(draw.image(64, (draw.size[0] + 2, draw.size[1])))
+    return Problem(
+        ours=lambda: [join_rows(kept, new, out=out)],
+        theirs=lambda: torch.cat([kept, new], 2),
+        exact=lambda: [torch.cat([kept, new], 2).double()],
+        num_bytes=2 * all_rows([kept, new]),
+    )
+
+
+def _rows_backward(draw: Draw) -> Problem:
+    joined, kept, new = draw.image(64, (draw.size[0] + 2, draw.size[1])), draw.image(64, (2, draw.size[1])), draw.image(64)
+    held, out = kept.clone(), torch.empty_like(new)
+
+    def ours() -> list[Tensor]:
+        kept.copy_(held)
+        split_rows(joined, kept, out, add=(True, False))
+        return [kept, out]
+
+    def theirs() -> object:
+        return held + joined[:, :, :2], joined[:, :, 2:].clone(memory_format=torch.channels_last)
+
+    return Problem(
+        ours=ours,
+        theirs=theirs,
+        exact=lambda: [held.double() + joined[:, :, :2].double(), joined[:, :, 2:].double()],
+        num_bytes=all_rows([joined, out, kept, held]),
+    )
+
+
+def _dropout(draw: Draw) -> Problem:
+    x = draw.image(64)
+    place = {"seed": 5, "site": 2, "draw": 1, "p": 0.3}
+    extents = (1, 64, draw.size[0], draw.size[1])
+    out = torch.empty_like(x)
+
+    def exact() -> list[Tensor]:
+        mask = keep_mask(extents, origin=(0, 0, 0), extents=extents, kind="element", **place, device="cpu")  # type: ignore[arg-type]  # words and a rate
+        return [x.double() * mask.to(x.device) / 0.7]
+
+    return Problem(
+        ours=lambda: [dropout(x, origin=(0, 0, 0), extents=extents, kind="element", out=out, **place)],  # type: ignore[arg-type]  # words and a rate
+        theirs=lambda: F.dropout(x, 0.3),
+        exact=exact,
+        num_bytes=all_rows([x, out]),
+    )
+
+
+def _optimizer(kind: str) -> Callable[[Draw], Problem]:
+    def build(draw: Draw) -> Problem:
+        size = math.prod(draw.size)
+        start = [draw.vector(size, torch.float32), draw.vector(size, torch.float32), draw.vector(size, torch.float32).square()]
+        gradient, copy = draw.vector(size), torch.empty(size, dtype=torch.bfloat16, device=draw.device)
+        parameter, first, second = (buffer.clone() for buffer in start)
+        theirs = torch.nn.Parameter(start[0].clone())
+        theirs.grad = gradient.float()
+        optimizer: torch.optim.Optimizer
+        if kind == "sgd":
+            optimizer = torch.optim.SGD([theirs], lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True, fused=draw.device.type == "cuda")
+        else:
+            optimizer = torch.optim.AdamW([theirs], lr=0.1, fused=draw.device.type == "cuda")
+
+        def ours() -> list[Tensor]:
+            if kind == "sgd":
+                sgd_step(parameter, gradient, first, lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True, copy=copy)
+                return [parameter, first]
+            adamw_step(parameter, gradient, first, second, step=7, lr=0.1, copy=copy)
+            return [parameter, first, second]
+
+        def exact() -> list[Tensor]:
+            wide = [buffer.double() for buffer in start]
+            if kind == "sgd":
+                sgd_step(wide[0], gradient.double(), wide[1], lr=0.1, momentum=0.9, weight_decay=1e-2, nesterov=True)
+                return wide[:2]
+            adamw_step(wide[0], gradient.double(), wide[1], wide[2], step=7, lr=0.1)
+            return wide
+
+        given = [parameter, first, parameter, first, gradient, copy] + ([second, second] if kind == "adamw" else [])
+        return Problem(ours=ours, theirs=optimizer.step, exact=exact, num_bytes=all_rows(given))
+
+    return build
+
+
+def stream_cases() -> list[Case]:
+    """All of this file."""
+    cases = []
+
+    def add(name: str, family: str, build: Callable[[Draw], Problem], size: tuple[int, ...] = (2048, 2048)) -> None:
+        cases.append(Case(name=name, family=family, dtypes=_FLOATS, build=build, large=size, small=(34, 46)))
+
+    add("moments of 64 channels", "norm", _moments)
+    add("normalise, affine, residual, relu", "norm", _normalize)
+    add("norm gradients", "norm", _norm_backward)
+    add("max pool 2x2", "pool", _max_pool)
+    add("max pool 2x2 gradient", "pool", _max_pool_backward)
+    add("average pool 3x3 and gradient", "pool", _average_pool)
+    for mode in ("nearest", "bilinear"):
+        add(f"{mode} doubled", "resize", _resize(mode, backward=False), (1024, 1024))
+        add(f"{mode} doubled, gradient", "resize", _resize(mode, backward=True), (1024, 1024))
+    add("join rows", "rows", _rows, (256, 8192))
+    add("split rows", "rows", _rows_backward, (256, 8192))
+    add("dropout", "dropout", _dropout)
+    add("sgd step", "optimizer", _optimizer("sgd"), (8192, 8192))
+    add("adamw step", "optimizer", _optimizer("adamw"), (8192, 8192))
+    return cases

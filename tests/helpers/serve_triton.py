@@ -1,0 +1,47 @@
+"""A script: do the jobs of a file of functions, until nobody asks any more. See ``triton_process``.
+
+The file, ``interpret_triton.py`` or ``compile_triton.py``, has a function ``run`` for one job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def serve(run: Callable[[dict[str, Any]], Any]) -> None:
+    """For each line ``source<tab>target`` of standard input: the results of the jobs pickled in source to target, then ``done``.
+
+    What goes wrong is written to standard error, and the answer is the error's type.
+    """
+    for line in sys.stdin:
+        source, target = line.rstrip("\n").split("\t")
+        try:
+            with contextlib.redirect_stdout(sys.stderr):
+                jobs = pickle.loads(Path(source).read_bytes())
+                Path(target).write_bytes(pickle.dumps([run(job) for job in jobs]))
+            answer = "done"
+        except Exception as error:
+            traceback.print_exc()
+            sys.stderr.flush()
+            answer = type(error).__name__
+        print(answer, flush=True)
+
+
+def main(script: str) -> None:
+    spec = importlib.util.spec_from_file_location(Path(script).stem, script)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Triton looks a kernel's source up there
+    spec.loader.exec_module(module)
+    serve(module.run)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

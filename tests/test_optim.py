@@ -14,20 +14,20 @@ from torch import Tensor
 import sft
 from sft.optim import SGD, AdamW, FusedOptimizer
 
-_SGD = [
+_SGD: list[dict[str, Any]] = [
     {},
     {"momentum": 0.9},
     {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
     {"momentum": 0.8, "dampening": 0.3, "weight_decay": 0.1, "maximize": True},
     {"weight_decay": 0.05, "maximize": True},
 ]
-_ADAMW = [
+_ADAMW: list[dict[str, Any]] = [
     {},
     {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
     {"amsgrad": True, "weight_decay": 0.0},
     {"amsgrad": True, "maximize": True},
 ]
-_CASES: list[tuple[str, dict[str, Any]]] = [("SGD", settings) for settings in _SGD] + [("AdamW", settings) for settings in _ADAMW]
+_CASES = [("SGD", settings) for settings in _SGD] + [("AdamW", settings) for settings in _ADAMW]
 
 _all = pytest.mark.parametrize(("kind", "settings"), _CASES, ids=[f"{kind}-{'-'.join(s) or 'plain'}" for kind, s in _CASES])
 

@@ -152,6 +152,17 @@ class HostStore:
         self._next[self._offsets[block] + start : self._offsets[block] + stop].copy_(data[: stop - start])
         self._written.update((block, half) for half in ("weights", "state") if part in (half, "all"))
 
+    def next_record(self, block: int) -> Tensor:
+        """The bytes of a block in the next generation, to be written as a whole.
+
+        Raises:
+            InputError: it was not started.
+        """
+        if self._written is None or self._next is None:
+            raise InputError("weights are written to the next generation; begin it first")
+        self._written.update({(block, "weights"), (block, "state")})
+        return self._next[self._offsets[block] : self._offsets[block + 1]]
+
     def commit(self, metadata: Mapping[str, str] | None = None) -> None:
         """Make the next generation the current one.
 
@@ -162,8 +173,8 @@ class HostStore:
             raise InputError("there is no next generation to commit; begin it first")
         for block, layout in enumerate(self.layouts):
             for half in ("weights", "state"):
-                if (block, half) not in self._written:
-                    start, stop = layout.span("state" if half == "state" else "weights")
+                start, stop = layout.span("state" if half == "state" else "weights")
+                if (block, half) not in self._written and start < stop:
                     at = self._offsets[block]
                     self._next[at + start : at + stop].copy_(self._current[at + start : at + stop])
         self._current, self._next = self._next, self._current

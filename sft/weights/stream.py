@@ -198,11 +198,7 @@ class Reading:
             self._changed.notify_all()
         if slot.loaded is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(slot.loaded)
-        layout = self.stream.store.layouts[block]
-        views = slot.views.get(id(layout))
-        if views is None:
-            views = slot.views[id(layout)] = layout.views(slot.data, self.stream.part)
-        return views
+        return self.views(block)
 
     def give(self, block: int, *, forget: bool = False) -> None:
         """The block is not used any more; with ``forget`` what is in the slot is no copy of the store's."""
@@ -215,6 +211,14 @@ class Reading:
                 del self._where[block]
                 slot.block, slot.next_read = -1, _NEVER
             self._changed.notify_all()
+
+    def views(self, block: int) -> dict[str, Tensor]:
+        """The tensors of a block that was taken, in its slot."""
+        slot, layout = self._where[block], self.stream.store.layouts[block]
+        views = slot.views.get(id(layout))
+        if views is None:
+            views = slot.views[id(layout)] = layout.views(slot.data, self.stream.part)
+        return views
 
     def write(self, block: int) -> None:
         """Write a block as it is in its slot to the store's next generation."""

@@ -36,7 +36,7 @@ class Repeat(nn.Module):
     and takes the same random numbers for its weights. The block is traced once, whatever the number, and the backward pass follows a
     checkpointing schedule that fits the budget: activations are stored, dropped and computed again as it says.
 
-    >>> net = Repeat(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 50, budget="6KiB")
+    >>> net = Repeat(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 50, budget="5KiB")
     >>> x = torch.randn(2, 4)
     >>> net(x).sum().backward()
     >>> net.block[0].weight.shape, net.block[0].weight.grad.shape

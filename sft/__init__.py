@@ -23,6 +23,7 @@ from sft.execute.reading import PassReading as PassReading
 from sft.execute.reading import Reading as Reading
 from sft.memory import Peak as Peak
 from sft.memory import measure_peak as measure_peak
+from sft.optim.streamed import StreamedOptimizer as StreamedOptimizer
 from sft.options import Options as Options
 from sft.plan.types import Plan as Plan
 from sft.plan.types import SegmentPlan as SegmentPlan

@@ -4,12 +4,13 @@ Source: Griewank and Walther, "Algorithm 799: Revolve", ACM TOMS 26(1), 2000. Wi
 forward more than ``r`` times, ``binomial(s + r, s)`` equal steps can be reversed; ``n`` steps need ``r n - binomial(s + r, s + 1)``
 forwards beside those that belong to their backwards, with the smallest such ``r``, and no schedule needs fewer.
 
-The method knows slots, not bytes: all stages count alike. The most slots whose schedule fits the budget are taken. Complexity: O(n^2) for
-the splits, O(n log n) operations for a number of slots, of which there are n.
+The method knows slots, not bytes: all stages count alike. The most slots whose schedule fits the budget are taken. Complexity:
+O(n log n) operations for a number of slots, of which there are n.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import cache
 from math import comb
 
@@ -19,7 +20,7 @@ from sft.plan.chain.reversal import Decide, reversal
 from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.solver import fastest_that_fits
 
-__all__ = ["num_advances", "operations", "solve"]
+__all__ = ["num_advances", "operations", "solve", "split"]
 
 
 def num_advances(num_steps: int, slots: int) -> int:
@@ -35,21 +36,25 @@ def num_advances(num_steps: int, slots: int) -> int:
 
 
 @cache
-def _split(num_steps: int, slots: int) -> int:
-    """How far to advance before the next slot is filled."""
+def split(num_steps: int, slots: int) -> int:
+    """How far to advance before the next slot is filled: the nearest place of least cost.
+
+    The advances are convex in the number of steps (their increments are the repetitions, which only grow), so their sum is convex in the
+    place, and bisection finds where it stops to fall.
+    """
     if slots == 1:
         return num_steps - 1
 
     def cost(k: int) -> int:
         return k + num_advances(num_steps - k, slots - 1) + num_advances(k, slots)
 
-    return min(range(1, num_steps), key=cost)
+    return 1 + bisect_left(range(1, num_steps - 1), True, key=lambda k: cost(k + 1) >= cost(k))
 
 
 def _decide(i: int, j: int, pending: bool, slots: int) -> tuple[int, int, int]:
     if j == i + 1:
         return i, slots, slots
-    return i + _split(j - i, slots), max(1, slots - 1), slots
+    return i + split(j - i, slots), max(1, slots - 1), slots
 
 
 def operations(chain: Chain, slots: int) -> tuple[Operation, ...]:

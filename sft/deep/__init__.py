@@ -1,0 +1,1 @@
+"""Chains of equal blocks: one block traced once, run many times under a checkpointing schedule."""

@@ -1,0 +1,139 @@
+"""The executor of a chain of equal blocks: one operation of the schedule after the other, and nothing else.
+
+What exists is what the schedule says: activations, what blocks saved, and gradients are in one table by the schedule's own names, and a
+*free* takes them out. The tensors of a free are gone with it, since nobody else holds them: the executor hands views to no one, and
+autograd sees only what comes in and goes out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from sft.deep.lowering import DRAW, GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT, BlockPrograms
+from sft.errors import InternalError
+from sft.execute.machine import TorchMachine
+from sft.lower.program import Port, Program
+from sft.plan.chain.schedule import Operation, activation, grad, saved
+from sft.walk.machine import Saved
+
+__all__ = ["Access", "Executor", "Table"]
+
+
+class Access(Protocol):
+    """Where blocks' parameters and buffers come from, and their gradients and next values go to."""
+
+    def take(self, block: int) -> Mapping[str, Tensor]:
+        """The parameters and buffers of a block (from 0), on the device, until :meth:`give`."""
+        ...
+
+    def give(self, block: int) -> None:
+        """They are not used any more."""
+        ...
+
+    def update(self, block: int, values: Mapping[str, Tensor]) -> None:
+        """The next values of a block's buffers."""
+        ...
+
+    def gradients(self, block: int, grads: dict[str, Tensor]) -> None:
+        """The gradients of a block's parameters, between :meth:`take` and :meth:`give`; they are the callee's to change."""
+        ...
+
+
+@dataclass(slots=True)
+class Table:
+    """What is there: tensors by the schedule's names, and what blocks saved."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    saved: dict[str, Saved] = field(default_factory=dict)
+
+    def copy(self) -> Table:
+        """The same tensors in a table of their own, for a backward pass that is to leave this one as it is."""
+        return Table(dict(self.values), {name: Saved(dict(kept.values)) for name, kept in self.saved.items()})
+
+
+@dataclass(slots=True, kw_only=True)
+class Executor:
+    """Runs operations.
+
+    Attributes:
+        programs: of every block.
+        machine: runs them.
+        access: has the weights.
+        seed: of random masks.
+        wants_input_grad: whether the first block's input wants a gradient.
+        trace: called with each operation that was run, for tests.
+    """
+
+    programs: BlockPrograms
+    machine: TorchMachine
+    access: Access
+    seed: int = 0
+    wants_input_grad: bool = True
+    trace: Callable[[str], None] | None = None
+
+    def run(self, operations: Sequence[Operation], table: Table, *, is_first: bool) -> None:
+        """Run operations; ``is_first`` says that each forward is the block's first one."""
+        for operation in operations:
+            match operation.kind:
+                case "forward":
+                    self._forward(operation, table, is_first)
+                case "backward":
+                    self._backward(operation, table)
+                case "free":
+                    name = operation.value
+                    if name[0] == "s":
+                        table.saved.pop(name, None)
+                    else:
+                        table.values.pop(name, None)  # the gradient of an input that wants none was never there
+                case _:
+                    raise InternalError(f"a chain of repeated blocks has no operation {operation}")
+            if self.trace is not None:
+                self.trace(str(operation))
+
+    def infer(self, x: Tensor, num_blocks: int) -> Tensor:
+        """All blocks one after the other, with nothing kept."""
+        for block in range(num_blocks):
+            results, _ = self._run(self.programs.first, block, {INPUT: x}, None)
+            x = results[OUTPUT]
+        return x
+
+    def _forward(self, operation: Operation, table: Table, is_first: bool) -> None:
+        stage, programs = operation.first, self.programs
+        if operation.save:
+            program = programs.first_save if is_first else programs.again_save
+        else:
+            program = programs.first if is_first else programs.again
+        results, kept = self._run(program, stage - 1, {INPUT: table.values[activation(stage - 1)]}, None)
+        table.values[activation(stage)] = results[OUTPUT]
+        if operation.save:
+            table.saved[saved(stage)] = kept
+
+    def _backward(self, operation: Operation, table: Table) -> None:
+        stage = operation.first
+        program = self.programs.backward if stage > 1 or self.wants_input_grad else self.programs.backward_last
+        bindings = {INPUT: table.values[activation(stage - 1)], GRAD_OUTPUT: table.values[grad(stage)]}
+        results, _ = self._run(program, stage - 1, bindings, table.saved.get(saved(stage), Saved({})))
+        if GRAD_INPUT in results:
+            table.values[grad(stage - 1)] = results[GRAD_INPUT]
+
+    def _run(self, program: Program, block: int, given: dict[Port, Tensor], kept: Saved | None) -> tuple[dict[Port, Tensor], Saved]:
+        """Run a program of a block with its weights."""
+        bindings: dict[Port, object] = {**given, **self.programs.constants, DRAW: (self.seed, block)}
+        weights = self.access.take(block)
+        try:
+            for port in program.ports:
+                if port.role == "side":
+                    bindings[port] = weights[port.name]
+            results, left = self.machine.run(program, bindings, kept)
+            updates = {port.name: results.pop(port) for port in [*results] if port.role == "update"}
+            if updates:
+                self.access.update(block, updates)
+            if GRAD_OUTPUT in given:
+                self.access.gradients(block, {port.name: results.pop(port) for port in [*results] if port.role == "grad_side"})
+        finally:
+            self.access.give(block)
+        return results, left

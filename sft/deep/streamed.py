@@ -1,0 +1,347 @@
+"""Blocks whose weights are not on the device: a store, windows, and what happens to the gradients.
+
+Parameters are in a store (the host's memory, or a file), buffers in the host's memory. Each pass opens a window for either and reads the
+blocks in the order that its schedule has; buffers' next values go into the next generation of theirs, which the end of the forward pass
+commits. What becomes of a block's gradients is a *sink*'s business: without an optimizer they are gathered in the host's memory and given
+to autograd; an optimizer for streamed weights puts its own sink there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from sft.errors import InputError
+from sft.plan.chain.schedule import Operation
+from sft.weights import DiskStore, HostStore, Layout, Reading, Store, TensorSpec, WeightStream
+from sft.weights.store import host_bytes
+
+__all__ = ["BlockSink", "GradientSink", "StreamedAccess", "StreamedBlocks", "blocks_read"]
+
+
+class BlockSink(Protocol):
+    """Takes the gradients of one backward pass."""
+
+    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+        """Take a block's gradients, which may be changed in place.
+
+        Args:
+            block: its number, from 0.
+            grads: by parameter, on the device.
+            weights: the block's parameters, in the window.
+
+        Returns:
+            Whether the weights in the window were changed, and are to be written to the store's next generation.
+        """
+        ...
+
+    def collect(self) -> Mapping[str, Tensor]:
+        """The gradients for autograd, when the pass is done."""
+        ...
+
+
+class GradientSink(Protocol):
+    """Where gradients go."""
+
+    def extra_bytes(self) -> int:
+        """What it holds on the device during a backward pass."""
+        ...
+
+    def opened(self, order: Sequence[int]) -> AbstractContextManager[BlockSink]:
+        """For one backward pass, whose blocks' backwards come in this order. What it began is undone when the pass fails."""
+        ...
+
+
+def blocks_read(operations: Sequence[Operation]) -> list[int]:
+    """Which block each computation reads, from 0."""
+    return [operation.first - 1 for operation in operations if operation.kind in ("forward", "backward")]
+
+
+class StreamedAccess:
+    """The weights of one pass, through windows."""
+
+    def __init__(self, blocks: StreamedBlocks, weights: Reading, buffers: Reading | None, sink: BlockSink | None) -> None:
+        self._blocks, self._weights, self._buffers, self._sink = blocks, weights, buffers, sink
+        self._shared = blocks.shared()
+        self._changed: set[int] = set()
+        self._updates = False
+
+    def take(self, block: int) -> dict[str, Tensor]:
+        """The tensors of a block, in the windows."""
+        found = dict(self._weights.take(block))
+        if self._buffers is not None:
+            found |= self._buffers.take(block)
+        return found | self._shared if self._shared else found
+
+    def give(self, block: int) -> None:
+        """They are not used any more."""
+        is_changed = block in self._changed
+        self._changed.discard(block)
+        self._weights.give(block, forget=is_changed)
+        if self._buffers is not None:
+            self._buffers.give(block, forget=self._updates)
+
+    def update(self, block: int, values: Mapping[str, Tensor]) -> None:
+        """Write the next values of a block's buffers to their next generation."""
+        assert self._buffers is not None
+        views = self._buffers.views(block)
+        for name, value in values.items():
+            views[name].copy_(value)
+        self._buffers.write(block)
+        self._updates = True
+
+    def gradients(self, block: int, grads: dict[str, Tensor]) -> None:
+        """Give the gradients to the sink."""
+        assert self._sink is not None
+        if self._sink.put(block, grads, self._weights.views(block)):
+            self._weights.write(block)
+            self._changed.add(block)
+
+    def collect(self) -> Mapping[str, Tensor]:
+        """The gradients for autograd."""
+        assert self._sink is not None
+        return self._sink.collect()
+
+    def commit(self) -> None:
+        """Give the buffers their next values."""
+        if self._updates:
+            self._blocks.commit_buffers()
+
+
+class StreamedBlocks:
+    """The stores behind a repetition.
+
+    Args:
+        block: the module with stacked parameters and buffers; its tensors become views of the stores.
+        buffers: the names of the stacked buffers.
+        num_blocks: how many blocks.
+        device: where they run.
+        window_bytes: of the window for parameters. Buffers have one of as many blocks.
+        path: a file for the parameters; None keeps them in the host's memory.
+        resume: take the parameters of an existing file, instead of refusing it.
+        durable: whether each generation of the file survives a loss of power.
+        prefetch: whether threads read ahead.
+
+    Raises:
+        InputError: the block has no parameters, or the file exists, or has other blocks.
+        SourceError: the file cannot be read or written.
+        BudgetError: the window is smaller than a block.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        buffers: Sequence[str],
+        num_blocks: int,
+        *,
+        device: torch.device,
+        window_bytes: int,
+        path: Path | None,
+        resume: bool,
+        durable: bool,
+        prefetch: bool | None,
+    ) -> None:
+        self.block, self.num_blocks, self.device = block, num_blocks, device
+        self.window_bytes, self.prefetch, self.path, self.durable = window_bytes, prefetch, path, durable
+        self.sink: GradientSink = _HostGradients(self)
+        self._buffer_names = tuple(buffers)
+        self._pin = torch.cuda.is_available()
+        params = {name: param.detach() for name, param in block.named_parameters()}
+        if not params:
+            raise InputError("the block has no parameters, so there is nothing to stream")
+        layout = Layout.of(_spec(name, param[0]) for name, param in params.items())
+        self.store: Store
+        if path is not None and path.exists():
+            self.store = self._reopened(path, layout, resume=resume)
+        else:
+            self.store = self._stored([layout] * num_blocks, lambda number, views: _copy_into(views, params, number))
+        self.weights = self._window(self.store)
+        self._buffer_store, self._buffer_window = self._stored_buffers()
+        self.rebind()
+
+    @property
+    def extra_bytes(self) -> int:
+        """What the windows of a pass hold on the device."""
+        return self.weights.window_bytes + (0 if self._buffer_window is None else self._buffer_window.window_bytes)
+
+    def shared(self) -> dict[str, Tensor]:
+        """The buffers that all blocks share."""
+        return {name: buffer for name, buffer in self.block.named_buffers() if name not in self._buffer_names}
+
+    @contextlib.contextmanager
+    def forward(self, operations: Sequence[Operation]) -> Iterator[StreamedAccess]:
+        """The weights for a forward pass; if it fails, buffers stay as they are."""
+        plan = blocks_read(operations)
+        with contextlib.ExitStack() as stack:
+            weights = stack.enter_context(self.weights.reading(plan))
+            buffers = None
+            if self._buffer_store is not None and self._buffer_window is not None:
+                self._buffer_store.begin()
+                stack.callback(self._buffer_store.abort)
+                buffers = stack.enter_context(self._buffer_window.reading(plan))
+            yield StreamedAccess(self, weights, buffers, None)
+
+    @contextlib.contextmanager
+    def backward(self, operations: Sequence[Operation]) -> Iterator[StreamedAccess]:
+        """The weights for a backward pass, with the sink's own pass inside."""
+        plan = blocks_read(operations)
+        order = blocks_read([operation for operation in operations if operation.kind == "backward"])
+        with contextlib.ExitStack() as stack:
+            weights = stack.enter_context(self.weights.reading(plan))
+            buffers = None if self._buffer_window is None else stack.enter_context(self._buffer_window.reading(plan))
+            sink = stack.enter_context(self.sink.opened(order))
+            yield StreamedAccess(self, weights, buffers, sink)
+
+    def commit_buffers(self) -> None:
+        """Make the buffers' next values their values."""
+        assert self._buffer_store is not None
+        self._buffer_store.commit()
+        self.rebind()
+
+    def rebind(self) -> None:
+        """Let the module's parameters and buffers be views of the current generations."""
+        stacked = self.store.layouts[0].stacked(self.store.all_records(), self.num_blocks)
+        for name, param in self.block.named_parameters():
+            param.data = stacked[name]
+        if self._buffer_store is not None:
+            found = self._buffer_store.layouts[0].stacked(self._buffer_store.all_records(), self.num_blocks)
+            for name in self._buffer_names:
+                prefix, _, last = name.rpartition(".")
+                self.block.get_submodule(prefix)._buffers[last] = found[name]
+
+    def versions(self) -> tuple[int, ...]:
+        """What changes when the weights do."""
+        return (self.store.generation, *(param._version for param in self.block.parameters()))
+
+    def set_state(self, state: Sequence[TensorSpec], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:
+        """Make room in the records for what an optimizer keeps.
+
+        Args:
+            state: its tensors.
+            fill: writes their first values, given a block's number and all its tensors; others are zero.
+
+        Returns:
+            Whether the records had this room before, with what it holds.
+        """
+        weights = [field.spec for field in self.store.layouts[0].fields if not field.spec.is_state]
+        layout = Layout.of([*weights, *state])
+        if self.store.layouts[0] == layout:
+            return bool(state)
+        old = self.store
+
+        def both(number: int, views: dict[str, Tensor]) -> None:
+            before = old.layouts[number].views(old.record(number))
+            for spec in weights:
+                views[spec.name].copy_(before[spec.name])
+            fill(number, views)
+
+        self.store = self._stored([layout] * self.num_blocks, both)
+        old.close()
+        self.weights = self._window(self.store)
+        self.rebind()
+        return False
+
+    def move(self, device: torch.device) -> None:
+        """Use the weights on another device from now on."""
+        if device != self.device:
+            self.device = device
+            self.weights = self._window(self.store)
+            if self._buffer_store is not None:
+                self._buffer_window = self._window_of_buffers(self._buffer_store)
+
+    def close(self) -> None:
+        """Close the stores, after copying the parameters and buffers to memory of their own."""
+        for param in self.block.parameters():
+            param.data = param.detach().contiguous().clone()
+        for name in self._buffer_names:
+            prefix, _, last = name.rpartition(".")
+            module = self.block.get_submodule(prefix)
+            module._buffers[last] = module._buffers[last].contiguous().clone()  # type: ignore[union-attr]  # it is there
+        self.store.close()
+        if self._buffer_store is not None:
+            self._buffer_store.close()
+
+    def _window(self, store: Store) -> WeightStream:
+        return WeightStream(store, self.device, window_bytes=self.window_bytes, prefetch=self.prefetch)
+
+    def _stored(self, layouts: Sequence[Layout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
+        if self.path is not None:
+            return DiskStore.create(self.path, layouts, fill, durable=self.durable)
+        store = HostStore(layouts, pin=self._pin)
+        for number, layout in enumerate(layouts):
+            fill(number, layout.views(store.record(number)))
+        return store
+
+    def _reopened(self, path: Path, layout: Layout, *, resume: bool) -> Store:
+        if not resume:
+            raise InputError(f"{path} exists; give resume=True to go on with its weights, or another path")
+        store = DiskStore.open(path, durable=self.durable)
+        own = {(field.spec.name, field.spec.shape, field.spec.dtype) for field in layout.fields}
+        theirs = {(f.spec.name, f.spec.shape, f.spec.dtype) for f in store.layouts[0].fields if not f.spec.is_state}
+        if own != theirs or len(store.layouts) != self.num_blocks or any(other is not store.layouts[0] for other in store.layouts):
+            raise InputError(f"{path} has {len(store.layouts)} blocks of another structure than the {self.num_blocks} repeated here")
+        return store
+
+    def _stored_buffers(self) -> tuple[HostStore | None, WeightStream | None]:
+        if not self._buffer_names:
+            return None, None
+        buffers = {name: self.block.get_buffer(name).detach() for name in self._buffer_names}
+        store = HostStore([Layout.of(_spec(name, buffer[0]) for name, buffer in buffers.items())] * self.num_blocks, pin=self._pin)
+        for number, layout in enumerate(store.layouts):
+            _copy_into(layout.views(store.record(number)), buffers, number)
+        return store, self._window_of_buffers(store)
+
+    def _window_of_buffers(self, store: HostStore) -> WeightStream:
+        """A window of as many blocks as that of the parameters has."""
+        size = store.layouts[0].part_bytes("weights")
+        return WeightStream(store, self.device, window_bytes=size * self.weights.num_slots, prefetch=self.prefetch)
+
+
+class _HostGradients:
+    """Gathers gradients in the host's memory, for autograd to put into ``.grad``."""
+
+    def __init__(self, blocks: StreamedBlocks) -> None:
+        self._blocks = blocks
+
+    def extra_bytes(self) -> int:
+        """Nothing on the device."""
+        return 0
+
+    @contextlib.contextmanager
+    def opened(self, order: Sequence[int]) -> Iterator[BlockSink]:
+        """For one pass."""
+        yield _Gathered(self._blocks.num_blocks)
+
+
+class _Gathered:
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._grads: dict[str, Tensor] = {}
+
+    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+        for name, value in grads.items():
+            if name not in self._grads:
+                shape = (self._num_blocks, *value.shape)
+                size = torch.Size(shape).numel() * value.element_size()
+                self._grads[name] = host_bytes(size).view(value.dtype).view(shape)
+            self._grads[name][block].copy_(value)
+        return False
+
+    def collect(self) -> Mapping[str, Tensor]:
+        grads, self._grads = self._grads, {}
+        return grads
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+
+
+def _copy_into(views: Mapping[str, Tensor], stacked: Mapping[str, Tensor], number: int) -> None:
+    for name, stack in stacked.items():
+        views[name].copy_(stack[number])

@@ -1,0 +1,413 @@
+"""Blocks of one structure in a row: traced once, run any number of times, inside a byte budget."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sft.deep.access import StackedAccess
+from sft.deep.function import Call, infer, run_chain
+from sft.deep.lowering import BlockPrograms, lower_block
+from sft.deep.plan import STRATEGIES, Costs, DeepPlan, Strategy, plan_chain
+from sft.deep.streamed import StreamedAccess, StreamedBlocks
+from sft.deep.trace import Shape, trace_block
+from sft.errors import InputError
+from sft.fingerprint import fingerprint
+from sft.kernels.philox import draw_seed
+from sft.plan.chain.schedule import Operation
+from sft.surroundings import not_compiled, refuse_tracing
+from sft.units import parse_bytes
+
+__all__ = ["Repeat"]
+
+
+class Repeat(nn.Module):
+    """``num_blocks`` blocks of one structure, each with its own weights, one after the other.
+
+    It computes what ``nn.Sequential(*[make_block() for _ in range(num_blocks)])`` computes, with the same gradients and running statistics,
+    and takes the same random numbers for its weights. The block is traced once, whatever the number, and the backward pass follows a
+    checkpointing schedule that fits the budget: activations are stored, dropped and computed again as it says.
+
+    >>> net = Repeat(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 50, budget="5KiB")
+    >>> x = torch.randn(2, 4)
+    >>> net(x).sum().backward()
+    >>> net.block[0].weight.shape, net.block[0].weight.grad.shape
+    (torch.Size([50, 4, 4]), torch.Size([50, 4, 4]))
+    >>> net.plan_for(x).num_forwards > 50
+    True
+
+    The parameters of all blocks are stacked: ``block`` is the module of one block whose parameters and buffers have one dimension more, in
+    front, and optimizers, ``state_dict``, ``requires_grad_`` and ``train()`` work on these. Buffers that are not persistent are constants
+    that all blocks share. :meth:`unstacked` makes the blocks as plain modules.
+
+    Each block takes one tensor and returns one of the same shape and type. Buffers may change only in ways that the output does not depend
+    on (running statistics of norms in training do not). Dropout follows positions and a seed that is drawn once a call from torch's
+    generator, so it has the same bits in a recomputation. What a block does with Python (printing, counting) it does once.
+
+    Args:
+        make_block: makes a block.
+        num_blocks: how many.
+        budget: bytes for what a call holds on the device above its input and the parameters: activations, intermediate values, gradients of
+            parameters, the output and its gradient. Default: `None` (everything is kept, as in plain PyTorch)
+        strategy: how to look for a schedule: ``"auto"``, ``"none"``, ``"revolve"``, ``"bisect"`` or ``"optimal"``. Default: ``"auto"``
+
+    Raises:
+        InputError: the blocks differ in structure, or an argument is out of range.
+    """
+
+    def __init__(
+        self, make_block: Callable[[], nn.Module], num_blocks: int, *, budget: int | str | None = None, strategy: Strategy = "auto"
+    ) -> None:
+        super().__init__()
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise InputError(f"num_blocks={num_blocks!r}: give a whole number of at least 1")
+        if strategy not in STRATEGIES:
+            raise InputError(f"strategy={strategy!r}: choose one of {', '.join(STRATEGIES)}")
+        self.num_blocks = num_blocks
+        self.budget_bytes = None if budget is None else parse_bytes(budget)
+        self.strategy: Strategy = strategy
+        self.trace: Callable[[str], None] | None = None
+        self.block = _stacked(make_block, num_blocks)
+        self.streamed: StreamedBlocks | None = None
+        self._programs: dict[Any, BlockPrograms] = {}
+        self._plans: dict[Any, DeepPlan] = {}
+
+    def stream(
+        self,
+        window: int | str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        durable: bool = True,
+        prefetch: bool | None = None,
+    ) -> Repeat:
+        """Take the weights off the device; from now on each pass reads them through a window.
+
+        The parameters become views of the host's memory, or of a file that is mapped privately: what is written to these goes on to
+        be used here, and is in the file with the next generation that an optimizer commits. Without an optimizer for streamed weights,
+        gradients are gathered in the host's memory. Buffers go to the host's memory, too.
+
+        Args:
+            window: bytes for parameters on the device; at least one block, twice that to read ahead.
+            path: a file (safetensors) for the parameters. Default: `None` (the host's memory, pinned where there is CUDA)
+            resume: go on with an existing file instead of refusing it. Default: `False`
+            durable: whether each generation of the file survives a loss of power. Default: `True`
+            prefetch: whether threads read ahead. Default: `None` (where reading or copying is slow)
+
+        Returns:
+            Itself.
+
+        Raises:
+            InputError: the weights are streamed already, there are none, or the file exists or has other blocks.
+            SourceError: the file cannot be read or written.
+            BudgetError: the window is smaller than a block.
+        """
+        device = self._device()
+        if self.streamed is not None or device is None:
+            raise InputError("the block has no parameters to stream" if device is None else "the weights are streamed already")
+        self.streamed = StreamedBlocks(
+            self.block,
+            list(self._buffers_of("stacked")),
+            self.num_blocks,
+            device=device,
+            window_bytes=parse_bytes(window),
+            path=None if path is None else Path(path),
+            resume=resume,
+            durable=durable,
+            prefetch=prefetch,
+        )
+        return self
+
+    def close(self) -> None:
+        """Close the stores of streamed weights; the parameters are ordinary ones then, on the host."""
+        if self.streamed is not None:
+            self.streamed.close()
+            self.streamed = None
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Repeat:
+        """``to``, ``cuda``, ``double``...: streamed weights stay where they are, only the device changes on which they are used."""
+        if self.streamed is None:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # as torch leaves it
+            return self
+        found = {param.dtype for param in self.block.parameters()}
+        if any(fn(torch.empty(0, dtype=dtype, device=self.streamed.device)).dtype != dtype for dtype in found):
+            raise InputError("weights that are streamed keep their element type; convert the module before stream()")
+        shared = self._buffers_of("shared")
+        device = fn(torch.empty(0, dtype=next(iter(found)), device=self.streamed.device)).device
+        for name, buffer in shared.items():
+            prefix, _, last = name.rpartition(".")
+            self.block.get_submodule(prefix)._buffers[last] = fn(buffer)
+        self.streamed.move(device)
+        return self
+
+    def extra_repr(self) -> str:
+        """The arguments."""
+        return f"num_blocks={self.num_blocks}, budget={self.budget_bytes}, strategy={self.strategy!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what can be made again.
+
+        Raises:
+            InputError: the weights are streamed.
+        """
+        if self.streamed is not None:
+            raise InputError("streamed weights are not copied or pickled; take the state_dict, or close() the store first")
+        return {**self.__dict__, "_programs": {}, "_plans": {}, "trace": None}
+
+    @not_compiled
+    def forward(self, x: Tensor) -> Tensor:
+        """All blocks, one after the other.
+
+        Args:
+            x: what the first block takes.
+
+        Raises:
+            InputError: it is no floating tensor, or not where the parameters are.
+            UnsupportedError: the block cannot be traced, or does not return what it takes.
+            BudgetError: no schedule fits.
+        """
+        self._check_input(x)
+        params = dict(self.block.named_parameters())
+        needs_grad = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in params.values()))
+        programs, key = self._programs_for(x)
+        plan = self._plan(x, programs, key)
+        before = torch.get_rng_state() if programs.is_random else None
+        try:
+            seed = draw_seed() if programs.is_random else 0
+            call = self._call(x, programs, plan, params, seed)
+            if not needs_grad:
+                return infer(call, x)
+            watched, guarded = self._watched(params, programs)
+            return run_chain(call, x, watched, guarded)
+        except BaseException:
+            if before is not None:
+                torch.set_rng_state(before)
+            raise
+
+    def plan_for(self, x: Tensor) -> DeepPlan:
+        """The plan for such an input.
+
+        Raises:
+            InputError: it is no floating tensor, or not where the parameters are.
+            UnsupportedError: the block cannot be traced, or does not return what it takes.
+            BudgetError: no schedule fits.
+        """
+        self._check_input(x)
+        programs, key = self._programs_for(x)
+        return self._plan(x, programs, key)
+
+    def unstacked(self) -> nn.Sequential:
+        """The blocks as plain modules, with copies of their weights."""
+        return nn.Sequential(*(self._one(number) for number in range(self.num_blocks)))
+
+    def load_blocks(self, blocks: Sequence[nn.Module]) -> None:
+        """Take over the parameters and buffers of plain modules.
+
+        Raises:
+            InputError: there are not as many, or their structure is another one; nothing is changed.
+        """
+        if len(blocks) != self.num_blocks:
+            raise InputError(f"{len(blocks)} blocks for a repetition of {self.num_blocks}; give as many")
+        own = self._stacks()
+        states = [{**dict(block.named_parameters()), **dict(block.named_buffers())} for block in blocks]
+        for number, state in enumerate(states):
+            for name, stack in own.items():
+                if name not in state or state[name].shape != stack.shape[1:]:
+                    raise InputError(f"block {number} has no {name} of shape {tuple(stack.shape[1:])}; give blocks of the same structure")
+        with torch.no_grad():
+            for number, state in enumerate(states):
+                for name, stack in own.items():
+                    stack[number].copy_(state[name])
+
+    def _one(self, number: int) -> nn.Module:
+        memo: dict[int, Any] = {}
+        for param in self.block.parameters():
+            memo[id(param)] = nn.Parameter(param.detach()[number].clone(), requires_grad=param.requires_grad)
+        for name, buffer in self._buffers_of("stacked").items():
+            memo[id(self.block.get_buffer(name))] = buffer[number].clone()
+        return copy.deepcopy(self.block, memo)
+
+    def _stacks(self) -> dict[str, Tensor]:
+        return {**dict(self.block.named_parameters()), **self._buffers_of("stacked")}
+
+    def _buffers_of(self, kind: str) -> dict[str, Tensor]:
+        """The buffers that are stacked, or those that are shared."""
+        shared = {
+            (f"{prefix}." if prefix else "") + name
+            for prefix, module in self.block.named_modules()
+            for name in module._non_persistent_buffers_set
+        }
+        return {name: buffer for name, buffer in self.block.named_buffers() if (name in shared) == (kind == "shared")}
+
+    def _device(self) -> torch.device | None:
+        """Where the blocks run; None if nothing says so."""
+        if self.streamed is not None:
+            return self.streamed.device
+        tensors = [*self.block.parameters(), *self.block.buffers()]
+        return tensors[0].device if tensors else None
+
+    def _check_input(self, x: Tensor) -> None:
+        refuse_tracing([x])
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.layout is not torch.strided:
+            kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
+            raise InputError(f"a repeated block takes one floating tensor, got {kind}; convert it")
+        device = self._device()
+        if device is not None and device != x.device:
+            raise InputError(f"the input is on {x.device}, the parameters are on {device}; move one of them")
+
+    def _programs_for(self, x: Tensor) -> tuple[BlockPrograms, Any]:
+        """The block's programs for such an input, and what they were made for."""
+        autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+        params = {name: Shape(shape=tuple(p.shape[1:]), dtype=p.dtype, requires_grad=p.requires_grad) for name, p in self._params().items()}
+        buffers = {name: Shape(shape=tuple(b.shape[1:]), dtype=b.dtype) for name, b in self._buffers_of("stacked").items()}
+        buffers |= {name: Shape.of(buffer) for name, buffer in self._buffers_of("shared").items()}
+        modes = tuple(module.training for module in self.block.modules())
+        own = Shape(shape=tuple(x.shape), dtype=x.dtype)
+        key = (own, tuple(params.items()), tuple(buffers.items()), modes, x.device, autocast, fingerprint(self.block))
+        if key not in self._programs:
+            traced = trace_block(self.block, own, params, buffers, device=x.device, autocast=autocast)
+            programs = lower_block(traced)
+            shared = [name for name in programs.updated if name in self._buffers_of("shared")]
+            if shared:
+                raise InputError(f"buffers {', '.join(shared)} change, and all blocks share them; register them as persistent")
+            self._programs[key] = programs
+        return self._programs[key], key
+
+    def _params(self) -> Mapping[str, Tensor]:
+        return dict(self.block.named_parameters())
+
+    def _plan(self, x: Tensor, programs: BlockPrograms, key: Any) -> DeepPlan:
+        wants_input_grad = x.requires_grad and torch.is_grad_enabled()
+        extra = self._extra_bytes(programs)
+        key = (key, wants_input_grad, x.is_contiguous(), self.budget_bytes, self.strategy, extra)
+        if key not in self._plans:
+            costs = Costs.of(
+                programs,
+                self.num_blocks,
+                wants_input_grad=wants_input_grad,
+                input_copy_bytes=0 if x.is_contiguous() else x.numel() * x.element_size(),
+                forward_extra_bytes=extra[0],
+                backward_extra_bytes=extra[1],
+            )
+            self._plans[key] = plan_chain(costs, budget_bytes=self.budget_bytes, strategy=self.strategy)
+        return self._plans[key]
+
+    def _extra_bytes(self, programs: BlockPrograms) -> tuple[int, int]:
+        """What is held beside activations: windows, or the buffers' next values forwards and the parameters' gradients backwards."""
+        if self.streamed is not None:
+            window = self.streamed.extra_bytes
+            return window, window + self.streamed.sink.extra_bytes()
+        stacks = self._stacks()
+
+        def size(names: Sequence[str]) -> int:
+            return sum(stacks[name].numel() * stacks[name].element_size() for name in names)
+
+        return size(programs.updated), size(programs.with_gradient)
+
+    def _call(self, x: Tensor, programs: BlockPrograms, plan: DeepPlan, params: Mapping[str, Tensor], seed: int) -> Call:
+        if self.streamed is not None:
+            return self._streamed_call(self.streamed, programs, plan, params, seed)
+        stacked = self._buffers_of("stacked")
+        access = partial(StackedAccess, buffers=stacked, shared=self._buffers_of("shared"))
+
+        @contextlib.contextmanager
+        def forward(operations: Sequence[Operation]) -> Iterator[StackedAccess]:
+            yield access({name: p.detach() for name, p in params.items()}, updated=programs.updated)
+
+        fixed = [name for name in self._buffers_of("stacked") if name not in programs.updated]
+
+        @contextlib.contextmanager
+        def backward(operations: Sequence[Operation], tensors: Sequence[Tensor]) -> Iterator[StackedAccess]:
+            checked = dict(zip([*params, *fixed], (tensor.detach() for tensor in tensors), strict=True))
+            own = {name: checked.pop(name) for name in params}
+            yield StackedAccess(own, checked, self._buffers_of("shared"), with_gradient=programs.with_gradient)
+
+        return Call(
+            programs=programs,
+            plan=plan,
+            device=x.device,
+            names=tuple(params),
+            forward=forward,
+            backward=backward,
+            seed=seed,
+            trace=self.trace,
+        )
+
+    def _streamed_call(
+        self, streamed: StreamedBlocks, programs: BlockPrograms, plan: DeepPlan, params: Mapping[str, Tensor], seed: int
+    ) -> Call:
+        versions = streamed.versions()
+
+        @contextlib.contextmanager
+        def backward(operations: Sequence[Operation], tensors: Sequence[Tensor]) -> Iterator[StreamedAccess]:
+            if streamed.versions() != versions:
+                raise RuntimeError(
+                    "streamed weights were changed after the forward pass, and the backward pass needs them as they were; "
+                    "call backward before step()"
+                )
+            with streamed.backward(operations) as access:
+                yield access
+
+        return Call(
+            programs=programs,
+            plan=plan,
+            device=streamed.device,
+            names=tuple(params),
+            forward=streamed.forward,
+            backward=backward,
+            seed=seed,
+            trace=self.trace,
+        )
+
+    def _watched(self, params: Mapping[str, Tensor], programs: BlockPrograms) -> tuple[list[Tensor], list[Tensor]]:
+        """What autograd checks between the passes: parameters first, then the buffers that stay; and parameters that others check."""
+        if self.streamed is not None:
+            return [], [*params.values()]
+        fixed = [buffer for name, buffer in self._buffers_of("stacked").items() if name not in programs.updated]
+        return [*params.values(), *fixed], []
+
+
+def _stacked(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:
+    """The first block, with the parameters and persistent buffers of all blocks in the place of its own.
+
+    Raises:
+        InputError: a block is no module, or has another structure.
+    """
+    template = make_block()
+    if not isinstance(template, nn.Module):
+        raise InputError(f"make_block must make an nn.Module, made {type(template).__name__}")
+    own = _tensors_of(template)
+    stacks: dict[str, Tensor] = {
+        name: torch.empty((num_blocks, *tensor.shape), dtype=tensor.dtype, device=tensor.device) for name, tensor in own.items()
+    }
+    with torch.no_grad():
+        for number in range(num_blocks):
+            tensors = own if number == 0 else _tensors_of(make_block())
+            if [(n, t.shape, t.dtype) for n, t in tensors.items()] != [(n, t.shape, t.dtype) for n, t in own.items()]:
+                raise InputError(f"block {number} has other parameters or buffers than block 0; make all of one structure")
+            for name, tensor in tensors.items():
+                stacks[name][number].copy_(tensor)
+    by_id: dict[int, Tensor] = {}
+    for name, tensor in own.items():
+        is_param = isinstance(tensor, nn.Parameter)
+        by_id[id(tensor)] = nn.Parameter(stacks[name], requires_grad=tensor.requires_grad) if is_param else stacks[name]
+    for module in template.modules():
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is not None and id(value) in by_id:
+                    held[name] = by_id[id(value)]  # type: ignore[assignment]  # one of its own kind
+    return template
+
+
+def _tensors_of(block: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers."""
+    kept = {id(module._buffers[name]) for module in block.modules() for name in set(module._buffers) - module._non_persistent_buffers_set}
+    return {**dict(block.named_parameters()), **{name: b for name, b in block.named_buffers() if id(b) in kept}}

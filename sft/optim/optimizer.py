@@ -1,0 +1,117 @@
+"""``torch.optim.Optimizer`` over the in-place updates: schedulers, parameter groups, hooks and state dicts are torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.errors import InputError
+from sft.optim.adamw import AdamWUpdate
+from sft.optim.sgd import SGDUpdate
+from sft.optim.update import Update
+
+__all__ = ["SGD", "AdamW", "FusedOptimizer"]
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """An optimizer that gives each gradient back as soon as it is used.
+
+    Its state dict is that of the ``torch.optim`` class of the same update, in both directions.
+
+    Args:
+        params: parameters, or groups of them with settings of their own.
+        update: the arithmetic.
+        settings: what differs from the update's defaults.
+
+    Raises:
+        InputError: there is no such setting, or a number is out of range.
+    """
+
+    def __init__(self, params: Iterable[Any], update: Update, **settings: Any) -> None:
+        unknown = sorted(set(settings) - set(update.defaults))
+        if unknown:
+            raise InputError(f"{type(update).__name__} has no settings {', '.join(unknown)}; there are {', '.join(update.defaults)}")
+        self.update = update
+        super().__init__(params, {**update.defaults, **settings})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does.
+
+        Raises:
+            InputError: its settings cannot be followed.
+        """
+        self.update.check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict of this class, or of torch's.
+
+        Raises:
+            InputError: its settings cannot be followed; nothing is changed.
+            ValueError: it has other groups (torch's error).
+        """
+        for group in state_dict["param_groups"]:
+            self.update.check({**self.defaults, **group})
+        super().load_state_dict(state_dict)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient, and free these gradients.
+
+        Args:
+            closure: computes the loss and the gradients, as with torch.
+
+        Raises:
+            InputError: a gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad, param.grad = param.grad, None
+                    self.update_one(param, grad, group)
+        return loss
+
+    def update_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter; the gradient's content is lost.
+
+        Raises:
+            InputError: the gradient is sparse.
+        """
+        if grad.layout is not torch.strided:
+            raise InputError("a gradient is sparse; in-place updates take dense ones (sparse=False for the embedding)")
+        state = self.state[param]
+        slots = self.update.slots(group)
+        if any(state.get(name) is None for name in slots):
+            state.update({name: torch.zeros_like(param, memory_format=torch.preserve_format) for name in slots})
+            num_updates = 0
+        else:
+            num_updates = int(state["step"]) if self.update.counts(group) else 1
+        if self.update.counts(group):
+            state.setdefault("step", torch.tensor(0.0))
+        self.update.apply(param, grad, state, group, num_updates)
+        if self.update.counts(group):
+            state["step"] += 1
+
+
+class SGD(FusedOptimizer):
+    """``torch.optim.SGD(foreach=False, fused=False)``, bit for bit, that frees each gradient in :meth:`step`."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, SGDUpdate(), **settings)
+
+
+class AdamW(FusedOptimizer):
+    """``torch.optim.AdamW(foreach=False, fused=False)``, bit for bit, that frees each gradient in :meth:`step`."""
+
+    def __init__(self, params: Iterable[Any], **settings: Any) -> None:
+        super().__init__(params, AdamWUpdate(), **settings)

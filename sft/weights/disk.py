@@ -1,0 +1,364 @@
+"""Weights in a file: safetensors, memory-mapped for reading, replaced as a whole by each update.
+
+What is promised, at every moment:
+
+- The file at ``path`` is one whole generation: weights, optimizer state and metadata that belong together. A process that is killed, an
+  exception, a full disk leave the last committed generation there; at most the step that was running is lost.
+- With ``durable=True`` the same holds when the machine loses its power: a generation is on the disk before its name is, and its name before
+  :meth:`DiskStore.commit` returns. Without, the last generations may be lost then, and only then.
+- An unfinished generation is a file of the same name with ``.next`` behind it. Opening or creating the store removes it.
+- The room for a generation is taken when it begins: a full disk says so before anything was computed.
+
+The current generation is mapped privately: pages come in when they are read, are the system's to drop again at no cost, and never go back
+to the file. The next one is written with plain writes at its records' places, and takes the other's name.
+
+The format is public (a length, a JSON header, bytes), and any reader of safetensors reads these files: the tensors are called
+``<block>.<name>``, as in a state dict of ``nn.Sequential``. What that library does not offer is to write a tensor at a time at its own
+place, so the header is written and checked here.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.errors import InputError, SourceError
+from sft.weights.layout import ALIGNMENT_BYTES, Field, Layout, Part, TensorSpec
+from sft.weights.store import record_offsets
+
+__all__ = ["DiskStore"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+#: Fills a gap, since safetensors allows none.
+_GAP = "_gap"
+_STATE = "_state"
+_MARK = {"format": "pt", "sft": "blocks-1"}
+_MOST_HEADER_BYTES = 2**31
+
+
+class DiskStore:
+    """Records in a file. Made by :meth:`create` and :meth:`open`."""
+
+    def __init__(self, path: Path, layouts: tuple[Layout, ...], metadata: dict[str, str], data: Tensor, *, durable: bool) -> None:
+        self.layouts, self.metadata, self.path, self.durable = layouts, metadata, path, durable
+        self.generation = 0
+        self._offsets = record_offsets(layouts)
+        self._data = data
+        self._file: int | None = None
+        self._start = 0
+        self._written: set[tuple[int, str]] = set()
+
+    @classmethod
+    def create(
+        cls,
+        path: str | os.PathLike[str],
+        layouts: Sequence[Layout],
+        fill: Callable[[int, dict[str, Tensor]], None],
+        *,
+        metadata: Mapping[str, str] | None = None,
+        durable: bool = True,
+    ) -> DiskStore:
+        """Write a new file; an old one of that name is replaced when the new one is whole.
+
+        Args:
+            path: the file.
+            layouts: of each block.
+            fill: writes a block's tensors, given its number and views that hold zeros.
+            metadata: text to keep with the weights.
+            durable: whether each generation survives a loss of power.
+
+        Raises:
+            InputError: there are no blocks, or an element type has no name in the format.
+            SourceError: the file cannot be written; an old one is as it was.
+        """
+        if not layouts:
+            raise InputError("a store needs at least one block")
+        target = Path(path)
+        store = cls(target, tuple(layouts), {}, torch.empty(0, dtype=torch.uint8), durable=durable)
+        try:
+            store.begin(metadata)
+            for block, layout in enumerate(layouts):
+                record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
+                fill(block, layout.views(record))
+                store.write(block, record)
+            store.commit(metadata)
+        except BaseException:
+            store.abort()
+            raise
+        store.generation = 0
+        return store
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, durable: bool = True) -> DiskStore:
+        """Open a file that :meth:`create` made.
+
+        Raises:
+            SourceError: it cannot be read, is cut short, or is not such a file.
+        """
+        target = Path(path)
+        layouts, metadata, data = _map(target)
+        with suppress(OSError):
+            _next_of(target).unlink(missing_ok=True)
+        return cls(target, layouts, metadata, data, durable=durable)
+
+    @property
+    def is_slow(self) -> bool:
+        """Yes: the first read of a page waits for the disk."""
+        return True
+
+    def record(self, block: int) -> Tensor:
+        """The bytes of a block in the current generation."""
+        return self._data[self._offsets[block] : self._offsets[block + 1]]
+
+    def all_records(self) -> Tensor:
+        """The bytes of all blocks in the current generation."""
+        return self._data
+
+    def begin(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Start the next generation: a file beside this one, with room for all of it.
+
+        Args:
+            metadata: text as long as what :meth:`commit` will be given, or longer.
+
+        Raises:
+            InputError: it was started before.
+            SourceError: there is no room, or no right to write.
+        """
+        if self._file is not None:
+            raise InputError("the next generation of weights was started before; commit it or abort it first")
+        path = _next_of(self.path)
+        try:
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            self._start = len(_header(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_ROOM_BYTES
+            os.posix_fallocate(self._file, 0, self._start + self._offsets[-1])
+        except OSError as error:
+            self.abort()
+            raise _cannot("write", path, error) from error
+        self._written = set()
+
+    def write(self, block: int, data: Tensor, part: Part = "all") -> None:
+        """Write a block, or half of it, of the next generation.
+
+        Raises:
+            InputError: it was not started.
+            SourceError: the disk refuses.
+        """
+        if self._file is None:
+            raise InputError("weights are written to the next generation; begin it first")
+        start, stop = self.layouts[block].span(part)
+        self._put(self._start + self._offsets[block] + start, data[: stop - start].cpu().numpy().data)
+        self._written.update((block, half) for half in ("weights", "state") if part in (half, "all"))
+
+    def commit(self, metadata: Mapping[str, str] | None = None) -> None:
+        """Give the next generation the name of the current one.
+
+        Raises:
+            InputError: it was not started, or the metadata has no room.
+            SourceError: the disk refuses; the current generation stays.
+        """
+        if self._file is None:
+            raise InputError("there is no next generation to commit; begin it first")
+        kept = dict(metadata or {})
+        header = _header(self.layouts, kept, room_bytes=self._start)
+        for block, layout in enumerate(self.layouts):
+            for half in ("weights", "state"):
+                if (block, half) not in self._written and layout.part_bytes("state" if half == "state" else "weights"):
+                    part: Part = "state" if half == "state" else "weights"
+                    start, stop = layout.span(part)
+                    self.write(block, self.record(block)[start:stop], part)
+        self._put(0, memoryview(header))
+        path = _next_of(self.path)
+        try:
+            if self.durable:
+                os.fsync(self._file)
+            os.close(self._file)
+            self._file = None
+            layouts, metadata_read, data = _map(path)
+            os.replace(path, self.path)
+            if self.durable:
+                _sync_folder(self.path.parent)
+        except OSError as error:
+            self.abort()
+            raise _cannot("write", self.path, error) from error
+        assert layouts == self.layouts
+        self._data, self.metadata = data, metadata_read
+        self.generation += 1
+
+    def abort(self) -> None:
+        """Drop the next generation."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        with suppress(OSError):
+            _next_of(self.path).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Give the mapping back."""
+        self.abort()
+        self._data = self._data[:0].clone()
+
+    def _put(self, at: int, data: memoryview) -> None:
+        assert self._file is not None
+        try:
+            while len(data):
+                count = os.pwrite(self._file, data, at)
+                if not count:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                data, at = data[count:], at + count
+        except OSError as error:
+            raise _cannot("write", _next_of(self.path), error) from error
+
+
+#: What a header's metadata may grow by while a generation is written.
+_METADATA_ROOM_BYTES = 16 * ALIGNMENT_BYTES
+
+
+def _next_of(path: Path) -> Path:
+    return path.with_name(path.name + ".next")
+
+
+def _cannot(verb: str, path: Path, error: OSError) -> SourceError:
+    return SourceError(f"cannot {verb} weights at {path}: {error.strerror or error}. Make room, or give a path that can be written.")
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _header(layouts: Sequence[Layout], metadata: Mapping[str, str], *, room_bytes: int) -> bytes:
+    """The bytes in front of the data: at least ``room_bytes``, in whole cache lines.
+
+    Raises:
+        InputError: they are more than the room.
+    """
+    entries: dict[str, Any] = {"__metadata__": {**metadata, **_MARK}}
+    start = 0
+    for block, layout in enumerate(layouts):
+        end = start
+        for field in layout.fields:
+            spec, begin = field.spec, start + field.offset_bytes
+            if spec.dtype not in _NAMES:
+                raise InputError(f"weights of type {spec.dtype} cannot be stored in a file; there are {', '.join(map(str, _NAMES))}")
+            _fill_gap(entries, block, end, begin)
+            end = begin + spec.num_bytes
+            name = f"{block}.{_STATE}.{spec.name}" if spec.is_state else f"{block}.{spec.name}"
+            entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+        start += layout.record_bytes
+        _fill_gap(entries, block, end, start)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    least = 8 + len(text)
+    size = max(room_bytes, -(-least // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
+    if room_bytes and size > room_bytes:
+        raise InputError(f"the metadata takes {size} bytes with the header, and there is room for {room_bytes}; keep it short")
+    return (size - 8).to_bytes(8, "little") + text + b" " * (size - least)
+
+
+def _fill_gap(entries: dict[str, Any], block: int, begin: int, end: int) -> None:
+    if begin != end:
+        entries[f"{block}.{_GAP}.{begin}"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
+
+
+def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor]:
+    """The layouts, the metadata and the mapped records of a file.
+
+    Raises:
+        SourceError: it cannot be read, is cut short, or is not such a file.
+    """
+    try:
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            header_bytes = int.from_bytes(file.read(8), "little")
+            if num_bytes < 8 or not 2 <= header_bytes <= min(num_bytes - 8, _MOST_HEADER_BYTES):
+                raise SourceError(f"{path} is no file of weights, or was cut short: {num_bytes} bytes, a header of {header_bytes}.")
+            text = file.read(header_bytes)
+        layouts, metadata = _read_header(path, text)
+        expected = 8 + header_bytes + record_offsets(layouts)[-1]
+        if num_bytes != expected:
+            raise SourceError(f"{path} has {num_bytes} bytes, and its header speaks of {expected}: it was cut short, or is another's.")
+        # Private: what is written to these pages stays with this process. So nothing here can damage the file.
+        data = np.memmap(path, dtype=np.uint8, mode="c", offset=8 + header_bytes)
+    except OSError as error:
+        if isinstance(error, SourceError):
+            raise
+        raise _cannot("read", path, error) from error
+    return layouts, metadata, torch.from_numpy(data)
+
+
+def _read_header(path: Path, text: bytes) -> tuple[tuple[Layout, ...], dict[str, str]]:
+    """The layouts of a header.
+
+    Raises:
+        SourceError: it is not one that this module wrote.
+    """
+    try:
+        entries = json.loads(text)
+        metadata = entries.pop("__metadata__")
+        if metadata.pop("sft") != _MARK["sft"]:
+            raise KeyError("sft")
+        metadata.pop("format", None)
+        by_block: dict[int, list[tuple[int, int, TensorSpec | None]]] = {}
+        for name, entry in entries.items():
+            number, _, rest = name.partition(".")
+            begin, end = entry["data_offsets"]
+            is_state = rest.startswith(_STATE + ".")
+            spec = TensorSpec(
+                name=rest.removeprefix(_STATE + "."), shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]], is_state=is_state
+            )
+            is_gap = rest.startswith(_GAP + ".")
+            if not is_gap and spec.num_bytes != end - begin:
+                raise ValueError(f"{name} has {spec.num_bytes} bytes in {end - begin}")
+            by_block.setdefault(int(number), []).append((begin, end, None if is_gap else spec))
+        if sorted(by_block) != list(range(len(by_block))) or not by_block:
+            raise ValueError("its blocks are not numbered from 0")
+        same: dict[Layout, Layout] = {}
+        layouts, start = [], 0
+        for block in range(len(by_block)):
+            layout, start = _layout(by_block[block], start)
+            layouts.append(same.setdefault(layout, layout))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SourceError(
+            f"{path} is no file of blocks written by sft ({type(error).__name__}: {error}). Load weights of another origin with "
+            "load_state_dict."
+        ) from error
+    return tuple(layouts), metadata
+
+
+def _layout(entries: Iterable[tuple[int, int, TensorSpec | None]], start: int) -> tuple[Layout, int]:
+    """A block's layout, and where its record ends."""
+    ordered = sorted(entries, key=lambda entry: entry[:2])
+    end = start
+    for begin, after, _ in ordered:
+        if begin != end or after < begin:
+            raise ValueError(f"bytes {end}..{begin} belong to nothing")
+        end = after
+    fields = tuple(Field(spec=spec, offset_bytes=begin - start) for begin, _, spec in ordered if spec is not None)
+    states = [field.offset_bytes for field in fields if field.spec.is_state]
+    layout = Layout(fields=fields, weight_bytes=min(states, default=end - start), record_bytes=end - start)
+    if layout != Layout.of(field.spec for field in fields):
+        raise ValueError("its tensors lie in another order")
+    return layout, end

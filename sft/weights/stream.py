@@ -1,0 +1,395 @@
+"""Weights pass through a window on the device, ahead of their use.
+
+Who runs a network knows beforehand in which order it reads its blocks: that list is the *plan* (a pass without one records it). A thread
+follows the plan and copies blocks into the window's slots while earlier ones are in use; of the slots that nobody needs it takes the one
+whose block is read again last of all (Belady, 1966: the fewest copies, and possible since the plan is known). A block in a slot is a copy
+of what the store has, so taking its place costs nothing. Blocks that the plan will read are *claimed*: nobody takes their slots before
+they were used. A read that is not the plan's next gives up all claims, fetches its block itself, and the thread goes on from where the
+plan fits again. Source: the Scorch thesis, section 3.2 (streaming plan, streaming budget, demand fetch); the choice of the slot is ours.
+
+The window is one buffer, made by the thread that computes. On CUDA copies run on a stream of their own, with events both ways: the
+computation waits for the copy of what it reads, a copy waits for the computation that read the slot before. No device-wide wait.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.errors import BudgetError, InputError, SourceError
+from sft.units import format_bytes
+from sft.weights.layout import Part
+from sft.weights.store import Store
+
+__all__ = ["Counters", "Reading", "WeightStream"]
+
+_NEVER = 2**62
+#: How far ahead a read that differs from the plan is looked for in it.
+_RESYNC_READS = 64
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened, summed over all passes.
+
+    Attributes:
+        reads: how often a block was asked for.
+        hits: reads whose block was there.
+        waits: reads whose block was on its way.
+        misses: reads that fetched their block themselves.
+        num_copies: copies into the window.
+        copied_bytes: their bytes.
+        written_bytes: bytes of updated blocks.
+        wait_seconds: how long reads waited, and copied themselves.
+    """
+
+    reads: int = 0
+    hits: int = 0
+    waits: int = 0
+    misses: int = 0
+    num_copies: int = 0
+    copied_bytes: int = 0
+    written_bytes: int = 0
+    wait_seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """A place in the window: its bytes, whose they are, and who needs them."""
+
+    data: Tensor
+    views: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # by id of the layout
+    block: int = -1
+    is_loading: bool = False
+    pins: int = 0
+    claims: int = 0
+    next_read: int = _NEVER
+    last_read: int = 0
+    loaded: Any = None  # CUDA events: the copy into the slot, and the last computation that read it
+    used: Any = None
+
+    @property
+    def is_free(self) -> bool:
+        return not (self.is_loading or self.pins or self.claims)
+
+
+class WeightStream:
+    """A store, seen through a window.
+
+    Args:
+        store: has the blocks.
+        device: where the window is.
+        window_bytes: its size; at least one block.
+        part: which half of the records passes through it.
+        prefetch: whether a thread reads ahead. Default: where reading or copying is slow (a file, a CUDA device).
+
+    Raises:
+        BudgetError: the window is smaller than a block.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        device: torch.device | str,
+        *,
+        window_bytes: int,
+        part: Part = "weights",
+        prefetch: bool | None = None,
+    ) -> None:
+        self.store, self.device, self.part = store, torch.device(device), part
+        self.slot_bytes = max(layout.part_bytes(part) for layout in store.layouts)
+        if window_bytes < self.slot_bytes:
+            raise BudgetError(
+                f"a window of {format_bytes(window_bytes)} for weights, and the largest block has {format_bytes(self.slot_bytes)}; "
+                f"give it {self.slot_bytes} bytes, or {2 * self.slot_bytes} to read ahead",
+                needed_bytes=self.slot_bytes,
+            )
+        self.num_slots = min(window_bytes // self.slot_bytes if self.slot_bytes else 1, len(store.layouts))
+        self.prefetch = (store.is_slow or self.device.type == "cuda") if prefetch is None else prefetch
+        self.counters = Counters()
+
+    @property
+    def window_bytes(self) -> int:
+        """What the window takes on the device during a pass."""
+        return self.num_slots * self.slot_bytes
+
+    @contextmanager
+    def reading(self, plan: Sequence[int] = ()) -> Iterator[Reading]:
+        """A pass over the blocks, in the order of ``plan`` if the caller keeps to it."""
+        reading = Reading(self, plan)
+        try:
+            reading.start()
+            yield reading
+        finally:
+            reading.close()
+
+
+class Reading:
+    """One pass. Made by :meth:`WeightStream.reading`; used by one thread."""
+
+    def __init__(self, stream: WeightStream, plan: Sequence[int]) -> None:
+        self.stream = stream
+        self.recorded: list[int] = []
+        self._plan = list(plan)
+        self._next_read = _next_reads(self._plan)
+        self._window = torch.empty(stream.window_bytes, dtype=torch.uint8, device=stream.device)
+        size = stream.slot_bytes
+        self._slots = [_Slot(self._window[at * size : (at + 1) * size]) for at in range(stream.num_slots)]
+        self._where: dict[int, _Slot] = {}
+        self._position = 0  # of the plan's next read
+        self._ahead = 0  # of the next read to claim
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._is_lost = False  # the reader is about to fetch a block itself
+        self._failure: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._copies = torch.cuda.Stream(stream.device) if stream.device.type == "cuda" else None
+
+    def start(self) -> None:
+        """Start to read ahead."""
+        if self._copies is not None:  # the window's memory may still be read by what was computed before
+            self._copies.wait_stream(torch.cuda.current_stream(self.stream.device))
+        if self.stream.prefetch and self._plan:
+            self._thread = threading.Thread(target=self._read_ahead, name="sft-weights", daemon=True)
+            self._thread.start()
+
+    def take(self, block: int) -> dict[str, Tensor]:
+        """The tensors of a block, on the device, until :meth:`give`.
+
+        Raises:
+            InputError: every slot is taken and not given back.
+            SourceError: the store cannot be read.
+        """
+        counters = self.stream.counters
+        self.recorded.append(block)
+        counters.reads += 1
+        with self._changed:
+            is_next = self._position < len(self._plan) and self._plan[self._position] == block
+            if is_next:
+                self._position += 1
+                slot = self._planned(block) if self._thread is not None else None
+                if slot is not None:
+                    slot.claims -= 1
+            else:
+                self._lose_the_plan(block)
+                slot = None
+            if slot is None:
+                slot = self._where.get(block)
+                if slot is not None and not slot.is_loading:
+                    counters.hits += 1
+            if slot is not None and slot.is_loading:
+                counters.waits += 1
+                self._wait_while_loading([slot])
+            if slot is None:
+                slot = self._fetch(block, self._position - 1 if is_next else len(self._plan))
+            slot.pins += 1
+            self._is_lost = False
+            if is_next:
+                slot.next_read = self._next_read[self._position - 1]
+            slot.last_read = counters.reads
+            self._changed.notify_all()
+        if slot.loaded is not None:
+            torch.cuda.current_stream(self.stream.device).wait_event(slot.loaded)
+        return self.views(block)
+
+    def give(self, block: int, *, forget: bool = False) -> None:
+        """The block is not used any more; with ``forget`` what is in the slot is no copy of the store's."""
+        with self._changed:
+            slot = self._where[block]
+            slot.pins -= 1
+            if self._copies is not None:
+                slot.used = torch.cuda.current_stream(self.stream.device).record_event()
+            if forget and not slot.pins and not slot.claims:
+                del self._where[block]
+                slot.block, slot.next_read = -1, _NEVER
+            self._changed.notify_all()
+
+    def views(self, block: int) -> dict[str, Tensor]:
+        """The tensors of a block that was taken, in its slot."""
+        slot, layout = self._where[block], self.stream.store.layouts[block]
+        views = slot.views.get(id(layout))
+        if views is None:
+            views = slot.views[id(layout)] = layout.views(slot.data, self.stream.part)
+        return views
+
+    def write(self, block: int) -> None:
+        """Write a block as it is in its slot to the store's next generation."""
+        layout = self.stream.store.layouts[block]
+        self.stream.store.write(block, self._where[block].data, self.stream.part)
+        self.stream.counters.written_bytes += layout.part_bytes(self.stream.part)
+
+    def close(self) -> None:
+        """End the thread, and give the window back."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+        if self._copies is not None:
+            self._copies.synchronize()  # its copies read pages of the store
+        self._slots.clear()
+        self._where.clear()
+        del self._window
+
+    def _planned(self, block: int) -> _Slot:
+        """The slot of the plan's next read, which the thread claims; waits until it has."""
+        counters = self.stream.counters
+        waited = False
+        started = time.perf_counter()
+        while self._failure is None:
+            slot = self._where.get(block)
+            if self._ahead >= self._position and slot is not None and not slot.is_loading:
+                break
+            if self._ahead < self._position and all(slot.pins for slot in self._slots):
+                raise self._too_small()
+            waited = True
+            self._changed.wait()
+        else:
+            self._fail()
+        if waited:
+            counters.waits += 1
+            counters.wait_seconds += time.perf_counter() - started
+        else:
+            counters.hits += 1
+        return self._where[block]
+
+    def _fetch(self, block: int, place: int) -> _Slot:
+        """Load a block in this thread."""
+        started = time.perf_counter()
+        slot = self._reserve(block, place)
+        while slot is None and any(other.is_loading for other in self._slots):
+            self._wait_while_loading([other for other in self._slots if other.is_loading])
+            slot = self._reserve(block, place)
+        if slot is None:
+            raise self._too_small()
+        try:
+            self._load(slot, block)
+        except BaseException:
+            del self._where[block]
+            slot.block, slot.next_read = -1, _NEVER
+            raise
+        self.stream.counters.misses += 1
+        self.stream.counters.wait_seconds += time.perf_counter() - started
+        return slot
+
+    def _wait_while_loading(self, slots: list[_Slot]) -> None:
+        started = time.perf_counter()
+        while all(slot.is_loading for slot in slots):
+            if self._failure is not None:
+                self._fail()
+            self._changed.wait()
+        self.stream.counters.wait_seconds += time.perf_counter() - started
+
+    def _too_small(self) -> InputError:
+        return InputError(f"all {len(self._slots)} slots of the window are in use; give blocks back, or make the window larger")
+
+    def _fail(self) -> None:
+        assert self._failure is not None
+        if isinstance(self._failure, OSError) and not isinstance(self._failure, SourceError):
+            raise SourceError(f"cannot read weights ahead: {self._failure}. The store must stay as it is during a pass.") from self._failure
+        raise self._failure
+
+    def _lose_the_plan(self, block: int) -> None:
+        """Give up all claims; go on behind the place where the plan reads this block next, if that is near."""
+        self._is_lost = True  # until the block is there, the thread claims nothing
+        for slot in self._slots:
+            slot.claims = 0
+        near = self._plan[self._position : self._position + _RESYNC_READS]
+        if block in near:
+            self._position += near.index(block) + 1
+        self._ahead = self._position
+
+    def _reserve(self, block: int, place: int) -> _Slot | None:
+        """A slot for a block that is read at a place of the plan: an empty one, or the free one that is read again last."""
+        free = [slot for slot in self._slots if slot.is_free]
+        if not free:
+            return None
+        slot = max(free, key=lambda slot: (slot.block < 0, slot.next_read, -slot.last_read))
+        if slot.block >= 0:
+            del self._where[slot.block]
+        slot.block, self._where[block] = block, slot
+        slot.next_read = self._next_read[place] if place < len(self._plan) else _NEVER
+        return slot
+
+    def _load(self, slot: _Slot, block: int) -> None:
+        """Copy a block into its slot."""
+        store, part = self.stream.store, self.stream.part
+        start, stop = store.layouts[block].span(part)
+        source = store.record(block)[start:stop]
+        target = slot.data[: stop - start]
+        if self._copies is None:
+            np.copyto(target.numpy(), source.numpy())  # not torch, which would start a team of threads in this one
+        else:
+            with torch.cuda.stream(self._copies):
+                if slot.used is not None:
+                    self._copies.wait_event(slot.used)
+                target.copy_(source, non_blocking=True)
+                slot.loaded = self._copies.record_event()
+        self.stream.counters.num_copies += 1
+        self.stream.counters.copied_bytes += stop - start
+
+    def _read_ahead(self) -> None:
+        """The thread."""
+        slot: _Slot | None = None
+        try:
+            while True:
+                with self._changed:
+                    if slot is not None:
+                        slot.is_loading = False
+                        self._changed.notify_all()
+                        slot = None
+                    claimed = self._claim()
+                    while claimed is None and not self._stopped:
+                        self._changed.wait()
+                        claimed = self._claim()
+                    if self._stopped or claimed is None:
+                        return
+                    slot = claimed
+                self._load(slot, slot.block)
+        except BaseException as error:  # whatever it is, the reader must not wait for ever
+            with self._changed:
+                self._failure = error
+                self._changed.notify_all()
+
+    def _claim(self) -> _Slot | None:
+        """Claim reads of the plan, as far as their blocks are there, until one has to be loaded; its slot, if one is free."""
+        moved = False
+        found = None
+        while not (self._stopped or self._is_lost) and self._ahead < len(self._plan):
+            block = self._plan[self._ahead]
+            slot = self._where.get(block)
+            if slot is None:
+                slot = found = self._reserve(block, self._ahead)
+                if slot is None:
+                    break
+                slot.is_loading = True
+            slot.claims += 1
+            slot.next_read = self._next_read[self._ahead]
+            self._ahead += 1
+            moved = True
+            if found is not None:
+                break
+        if moved:
+            self._changed.notify_all()
+        return found
+
+
+def _next_reads(plan: Sequence[int]) -> list[int]:
+    """For each read of a plan the place of the next one of the same block.
+
+    >>> _next_reads([3, 5, 3]) == [2, _NEVER, _NEVER]
+    True
+    """
+    found, last = [_NEVER] * len(plan), dict[int, int]()
+    for place in range(len(plan) - 1, -1, -1):
+        found[place] = last.get(plan[place], _NEVER)
+        last[plan[place]] = place
+    return found

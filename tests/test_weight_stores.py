@@ -1,0 +1,253 @@
+"""Stores of weights: what is where, generations, and what a crash, a full disk or a damaged file may do."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import sft
+from sft.weights import DiskStore, HostStore, Layout, Store, TensorSpec
+
+_SPECS = (
+    TensorSpec(name="bias", shape=(5,), dtype=torch.bfloat16),
+    TensorSpec(name="weight", shape=(3, 5), dtype=torch.float64),
+    TensorSpec(name="count", shape=(), dtype=torch.int64),
+    TensorSpec(name="weight:momentum", shape=(3, 5), dtype=torch.float32, is_state=True),
+)
+_EQUAL = [Layout.of(_SPECS)] * 4
+_DIFFERENT = [Layout.of(_SPECS), Layout.of(_SPECS[:1]), Layout.of(_SPECS[1:])]
+
+
+def _fill(block: int, views: dict[str, Tensor]) -> None:
+    for place, view in enumerate(views.values()):
+        view.copy_(torch.arange(view.numel()).view(view.shape) + 100 * block + 10 * place)
+
+
+def _make(kind: str, folder: Path, layouts: list[Layout]) -> Store:
+    if kind == "disk":
+        return DiskStore.create(folder / "weights.safetensors", layouts, _fill)
+    store = HostStore(layouts)
+    for block, layout in enumerate(layouts):
+        _fill(block, layout.views(store.record(block)))
+    return store
+
+
+def _contents(store: Store) -> list[dict[str, list[float]]]:
+    records = [layout.views(store.record(block)) for block, layout in enumerate(store.layouts)]
+    return [{name: view.double().flatten().tolist() for name, view in views.items()} for views in records]
+
+
+_both = pytest.mark.parametrize("kind", ["host", "disk"])
+
+
+def test_records_are_aligned_and_weights_come_first() -> None:
+    layout = Layout.of(_SPECS)
+    assert [field.spec.name for field in layout.fields] == ["weight", "count", "bias", "weight:momentum"]
+    assert (layout.weight_bytes, layout.record_bytes) == (192, 256)
+    assert all(field.offset_bytes % field.spec.dtype.itemsize == 0 for field in layout.fields)
+    record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
+    layout.views(record[192:], "state")["weight:momentum"].fill_(2.0)
+    assert layout.views(record)["weight:momentum"].sum() == 30
+    assert set(layout.views(record[:192], "weights")) == {"weight", "count", "bias"}
+
+
+@_both
+@pytest.mark.parametrize("layouts", [_EQUAL, _DIFFERENT], ids=["equal", "different"])
+def test_generations_are_taken_over_dropped_and_committed(kind: str, layouts: list[Layout], tmp_path: Path) -> None:
+    store = _make(kind, tmp_path, layouts)
+    first = _contents(store)
+    new = torch.arange(layouts[2].record_bytes, dtype=torch.int64).to(torch.uint8)
+    store.begin()
+    store.write(2, new)
+    assert _contents(store) == first  # readers see the current generation until the next one is whole
+    store.abort()
+    assert _contents(store) == first and store.generation == 0
+    store.begin()
+    store.write(2, new)
+    half = layouts[0].part_bytes("state")
+    store.write(0, torch.zeros(half, dtype=torch.uint8), "state")
+    store.commit({"note": "one"})
+    found = _contents(store)
+    assert torch.equal(store.record(2), new)
+    assert found[1] == first[1]
+    assert found[0] == {**first[0], "weight:momentum": [0.0] * 15}
+    assert (store.generation, store.metadata) == (1, {"note": "one"})
+    store.close()
+
+
+@_both
+def test_stacked_views_are_the_records(kind: str, tmp_path: Path) -> None:
+    store = _make(kind, tmp_path, _EQUAL)
+    stacked = store.layouts[0].stacked(store.all_records(), 4)
+    for block in range(4):
+        for name, view in store.layouts[0].views(store.record(block)).items():
+            assert torch.equal(stacked[name][block], view)
+            assert stacked[name][block].data_ptr() == view.data_ptr()
+
+
+@_both
+def test_the_order_of_calls_is_checked(kind: str, tmp_path: Path) -> None:
+    store = _make(kind, tmp_path, _EQUAL)
+    with pytest.raises(sft.InputError, match="begin"):
+        store.write(0, torch.zeros(256, dtype=torch.uint8))
+    with pytest.raises(sft.InputError, match="begin"):
+        store.commit()
+    store.begin()
+    with pytest.raises(sft.InputError, match="before"):
+        store.begin()
+    store.abort()
+    store.abort()
+
+
+def test_any_reader_of_safetensors_reads_the_file(tmp_path: Path) -> None:
+    store = DiskStore.create(tmp_path / "w", _DIFFERENT, _fill)
+    found = load_file(tmp_path / "w")
+    for block, layout in enumerate(store.layouts):
+        for field in layout.fields:
+            name = f"{block}._state.{field.spec.name}" if field.spec.is_state else f"{block}.{field.spec.name}"
+            assert torch.equal(found[name], layout.views(store.record(block))[field.spec.name])
+
+
+def test_a_file_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    store = DiskStore.create(path, _DIFFERENT, _fill, metadata={"step": "7"}, durable=False)
+    (tmp_path / "w.next").write_bytes(b"of a run that was killed")
+    again = DiskStore.open(path)
+    assert _contents(again) == _contents(store)
+    assert (again.layouts, again.metadata) == (store.layouts, {"step": "7"})
+    assert os.listdir(tmp_path) == ["w"]
+    again.record(0).fill_(7)  # the mapping is private: the file keeps its content
+    assert _contents(DiskStore.open(path)) == _contents(store)
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def _lengthen(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"abc")
+
+
+def _scribble(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[10:14] = b"\xff\xff\xff\xff"
+    path.write_bytes(data)
+
+
+def _foreign(path: Path) -> None:
+    text = json.dumps({"__metadata__": {"format": "pt"}, "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + b"1234")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [_cut, _lengthen, _scribble, _foreign, Path.unlink, lambda path: path.write_bytes(b""), lambda path: path.write_bytes(b"x" * 99)],
+)
+def test_damaged_and_foreign_files_are_refused(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    DiskStore.create(path, _EQUAL, _fill)
+    damage(path)
+    with pytest.raises(sft.SourceError, match="w"):
+        DiskStore.open(path)
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync", "replace"])
+def test_a_disk_that_refuses_loses_nothing(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore.create(tmp_path / "w", _EQUAL, _fill)
+    before = _contents(store)
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(sft.SourceError, match="No space left"):
+            try:
+                store.begin()
+                store.write(1, torch.zeros(256, dtype=torch.uint8))
+                store.commit()
+            finally:
+                store.abort()
+    assert os.listdir(tmp_path) == ["w"]
+    assert _contents(store) == before == _contents(DiskStore.open(tmp_path / "w"))
+    store.begin()
+    store.write(1, torch.zeros(256, dtype=torch.uint8))
+    store.commit()
+    assert not store.record(1).any()
+
+
+def test_metadata_without_room_is_refused_and_nothing_is_lost(tmp_path: Path) -> None:
+    store = DiskStore.create(tmp_path / "w", _EQUAL, _fill)
+    store.begin()
+    with pytest.raises(sft.InputError, match="room"):
+        store.commit({"long": "x" * 5000})
+    store.abort()
+    assert _contents(DiskStore.open(tmp_path / "w")) == _contents(store)
+
+
+_KILLED = """
+import os, signal, sys, torch
+from sft.weights import DiskStore
+store = DiskStore.open(sys.argv[1])
+for generation in range(1, 4):
+    store.begin()
+    for block in range(4):
+        if generation == 3 and block == int(sys.argv[2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.write(block, torch.full((256,), generation, dtype=torch.uint8))
+    store.commit({"generation": str(generation)})
+"""
+
+
+def test_a_killed_process_leaves_the_last_whole_generation(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    DiskStore.create(path, _EQUAL, _fill)
+    found = subprocess.run([sys.executable, "-P", "-c", _KILLED, str(path), "2"], check=False, env={**os.environ})
+    assert found.returncode == -signal.SIGKILL
+    assert sorted(os.listdir(tmp_path)) == ["w", "w.next"]
+    store = DiskStore.open(path)
+    assert store.metadata == {"generation": "2"}
+    assert all(bool((store.record(block) == 2).all()) for block in range(4))
+    assert os.listdir(tmp_path) == ["w"]
+
+
+def test_files_and_mappings_are_given_back(tmp_path: Path) -> None:
+    def held() -> tuple[int, int]:
+        with open("/proc/self/maps", encoding="utf-8") as maps:
+            return len(os.listdir("/proc/self/fd")), sum(str(tmp_path) in line for line in maps)
+
+    before = held()
+    store = DiskStore.create(tmp_path / "w", _EQUAL, _fill)
+    for _ in range(5):
+        store.begin()
+        store.commit()
+    store.begin()
+    assert held() == (before[0] + 2, 1)  # the mapping's, and the next generation's
+    store.close()
+    del store
+    assert held() == before
+    assert os.listdir(tmp_path) == ["w"]
+
+
+def test_bad_layouts_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(sft.InputError, match="one name"):
+        Layout.of([_SPECS[0], _SPECS[0]])
+    with pytest.raises(sft.InputError, match="nothing to store"):
+        Layout.of([])
+    with pytest.raises(sft.InputError, match="at least one block"):
+        HostStore([])
+    strange = [Layout.of([TensorSpec(name="z", shape=(2,), dtype=torch.complex64)])]
+    with pytest.raises(sft.InputError, match="complex64"):
+        DiskStore.create(tmp_path / "w", strange, _fill)
+    assert os.listdir(tmp_path) == []

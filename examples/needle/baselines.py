@@ -18,10 +18,16 @@ from torch.nn import functional as F
 
 from examples.needle.network import needle_net
 from sft.sources import Slide
-from sft.wsi import Prediction, SlideRecord, SlideTable, build_model
+from sft.wsi import Prediction, SlideRecord, SlideTable, TrainConfig, build_model
 from sft.wsi.norms import calibrate, set_training
+from sft.wsi.optimization import learning_rate, make_optimizer
 
-__all__ = ["Settings", "load_slides", "train_downsampled", "train_on_patches"]
+__all__ = ["WARMUP_STEPS", "WEIGHT_DECAY", "Settings", "load_slides", "train_downsampled", "train_on_patches"]
+
+#: Of the optimizer, in all three ways.
+WEIGHT_DECAY = 0.01
+#: Optimizer steps in which the learning rate rises, in all three ways.
+WARMUP_STEPS = 20
 
 _MEAN, _STD = 0.7, 0.2
 
@@ -34,7 +40,7 @@ class Settings:
         size_px: side of a slide.
         num_steps: optimizer steps.
         slides_per_step: so many slides, or as many pixels, make a step.
-        learning_rate: of AdamW, after a half cosine.
+        learning_rate: of AdamW, after the warm-up and before a half cosine.
         head: of the network.
         seed: of all that is drawn.
     """
@@ -97,16 +103,17 @@ def _train(
     backbone = needle_net()
     model: nn.Module = build_model(backbone, 32, 2, head=settings.head, attention_dim=32)
     calibrate(backbone, [_normalised(crop[None]) for crop in crops])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.num_steps)
+    config = TrainConfig(lr=settings.learning_rate, weight_decay=WEIGHT_DECAY, warmup_steps=WARMUP_STEPS)
+    optimizer = make_optimizer(model, config)
     draw = np.random.default_rng(settings.seed)
     set_training(model, training=True, freeze_norms=True)
-    for _ in range(settings.num_steps):
+    for step in range(settings.num_steps):
         pixels, labels = batch(draw)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, settings.num_steps)
         optimizer.zero_grad()
         F.cross_entropy(model(_normalised(pixels)), labels).backward()
         optimizer.step()
-        schedule.step()
     model.eval()
 
     def predict(pixels: Tensor) -> Tensor:
@@ -137,4 +144,4 @@ def _labels(records: list[SlideRecord]) -> Tensor:
 
 def _prediction(record: SlideRecord, scores: Tensor) -> Prediction:
     output = tuple(scores[0].double().softmax(0).tolist())
-    return Prediction(name=record.name, patient=record.patient, split=record.split, target=record.target, output=output)
+    return Prediction(name=record.name, patient=record.patient, split=record.split or "", target=record.target, output=output)

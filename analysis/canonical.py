@@ -3,8 +3,7 @@
 :mod:`sft.analysis.layout` follows how the model's values lie in images. Here each operator is rewritten to work on the image itself:
 
 * permutes, transposes, reshapes, squeezes vanish, or become ``sft.rearrange``, which moves channels within each pixel;
-* operators of single elements stay, with what broadcasts to them aligned (``sft.aligned``), or in strips too where it varies along the
-  image (:mod:`sft.analysis.beside`);
+* operators of single elements stay, with what broadcasts to them aligned or in strips too (:mod:`sft.analysis.elementwise`);
 * operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
 * ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
   (:mod:`sft.analysis.layernorms`); reductions over the image (:mod:`sft.analysis.reduced`), matrix products
@@ -19,9 +18,10 @@ from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
-from sft.analysis.beside import beside, varies
+from sft.analysis.beside import varies
+from sft.analysis.elementwise import Elementwise
 from sft.analysis.extents import broadcast, same
-from sft.analysis.following import PERMUTES, RESHAPES, Following, Image
+from sft.analysis.following import PERMUTES, RESHAPES, Image
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
 from sft.analysis.layernorms import LAYER_NORMS, layer_norm
 from sft.analysis.layout import Layout
@@ -49,7 +49,7 @@ def canonical(graph: Graph) -> Graph:
     return rewriting.finish()
 
 
-class _Rewriting(Following):
+class _Rewriting(Elementwise):
     def finish(self) -> Graph:
         graph = self.graph
         outputs = tuple(self.plain_name(name) for name in graph.outputs)
@@ -73,7 +73,7 @@ class _Rewriting(Following):
         families: tuple[tuple[Container[str], Callable[[Node], bool]], ...] = (
             (PERMUTES, self.permute),
             (RESHAPES, self.reshape),
-            (ELEMENTWISE, self._elementwise),
+            (ELEMENTWISE, self.elementwise),
             (REDUCTIONS, self._reduce),
             (SOFTMAXES, self._softmax),
             (ALONG, self._along),
@@ -93,75 +93,6 @@ class _Rewriting(Following):
         return [rewrite for targets, rewrite in families if target in targets] + ([own[target]] if target in own else [])
 
     # -- rewrites; each says whether it applies ---------------------------------------------------------------------
-
-    def _elementwise(self, node: Node) -> bool:
-        images = [self.images[name] for name in node.operands if name in self.images]
-        layout = images[0].layout
-        held = [self.shape(image.node) for image in images]
-        if any(image.layout != layout for image in images) or len({len(shape) for shape in held}) > 1:
-            return False
-        rank = len(held[0])
-        aligned: dict[str, str] = {}
-        for name in dict.fromkeys(node.operands):
-            base = name if name in self.images else self._unexpanded(name)
-            side: str | None = base
-            if name in self.images:
-                side = self.images[name].node
-            elif varies(self.shape(base), layout, rank - self.axes.count):
-                side = self._beside(node, base, images[0])
-            elif not (layout.is_plain and len(layout.groups) == rank):
-                side = self._aligned(base, layout, rank)
-            if side is None:
-                return False
-            aligned[name] = side
-        sides = (self.shape(aligned[name]) for name in node.operands if name not in self.images)
-        shape = broadcast([*held, *sides], rank)
-        if layout.shape(shape) != tuple(node.shape) and not same(layout.shape(shape), node.shape):
-            return False
-        arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
-        return self.put(replace(node, shape=shape, arguments=arguments), layout)
-
-    def _beside(self, reader: Node, name: str, image: Image) -> str | None:
-        """What varies along an image without being one, as an image for ``reader``."""
-        made = beside(f"{reader.name}__{name}", self.nodes[name], image.layout, self.nodes[image.node], self.axes)
-        if made is not None:
-            self.nodes[made.name] = replace(made, module_path=reader.module_path)
-            return made.name
-        return None
-
-    def _unexpanded(self, name: str) -> str:
-        """What a value that was expanded to the size of an image was before: what reads it broadcasts it again."""
-        node = self.nodes[name]
-        while node.target == "aten.expand.default" and len(self.shape(node.operands[0])) == len(node.shape):
-            node = self.nodes[node.operands[0]]
-        return node.name
-
-    def _aligned(self, name: str, layout: Layout, rank: int) -> str | None:
-        """What broadcasts to a value of this layout, with its dimensions where the image has them."""
-        shape = self.shape(name)
-        if all(extent == 1 for extent in shape):
-            return name if len(shape) <= 1 else None
-        if len(shape) > len(layout.groups):
-            return None
-        full = (*[1] * (len(layout.groups) - len(shape)), *shape)
-        image: list[Any] = [1] * rank
-        places: list[int] = []
-        for group, extent in zip(layout.groups, full, strict=True):
-            if extent != 1:
-                if len(group) != 1:
-                    return None
-                places.append(group[0])
-                image[group[0]] = extent
-        if places != sorted(places):
-            return None
-        aligned = f"{name}__aligned_{'_'.join(map(str, places))}_of_{rank}"
-        if aligned not in self.nodes:
-            node = self.nodes[name]
-            arguments = (("self", Ref(name)), ("shape", tuple(image)))
-            self.nodes[aligned] = replace(
-                node, name=aligned, kind="operator", target="sft.aligned", shape=tuple(image), arguments=arguments, effect=""
-            )
-        return aligned
 
     def _reduce(self, node: Node) -> bool:
         """A reduction over all axes of the image, and maybe channels and the batch."""
@@ -255,13 +186,13 @@ class _Rewriting(Following):
         image = self.only_image(node)
         first_axis = len(self.shape(image.node)) - self.axes.count
         for name in (name for name in dict.fromkeys(node.operands) if name not in self.images):
-            shape, base = self.shape(name), self._unexpanded(name)
+            shape, base = self.shape(name), self.unexpanded(name)
             if len(shape) != len(image.layout.groups) or not varies(shape, image.layout, first_axis):
                 return False
             # What an expansion repeats along the image, or for each sample, is repeated here; channels are needed as they are.
             repeats = [at for at, extent in enumerate(self.shape(base)) if extent != shape[at]]
             is_plain = all(dim == 0 or dim >= first_axis for at in repeats for dim in image.layout.groups[at])
-            side = self._beside(node, base if is_plain else name, image)
+            side = self.image_beside(node, base if is_plain else name, image)
             if side is None:
                 return False
             self.images[name] = Image(side, image.layout)
@@ -368,7 +299,7 @@ class _Rewriting(Following):
         each = of_elements(node)
         images = [self.images[name] for name in node.operands if name in self.images]
         shape = broadcast([images[0].layout.shape(self.shape(image.node)) for image in images], len(images[0].layout.groups))
-        if not self._elementwise(replace(each, shape=shape)):
+        if not self.elementwise(replace(each, shape=shape)):
             return False
         if each.name != node.name:
             made = self.nodes[self.images.pop(each.name).node]

@@ -29,7 +29,7 @@ import networkx as nx
 
 from sft.analysis.graph import Graph
 
-__all__ = ["Cut", "Dag", "Division", "crossing_cuts", "division_tree", "value_dag"]
+__all__ = ["Cut", "Dag", "Division", "crossing_cuts", "crossing_values", "division_tree", "value_dag"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +64,39 @@ def crossing_cuts(
         shapes: shape of every value at the size in question.
         most_values: 1 gives the separators alone.
     """
+    crossing = crossing_values(graph, names, among, handed_on=True)
+    return tuple(
+        Cut(position=position, values=values, num_bytes=sum(_value_bytes(graph, shapes, value) for value in values))
+        for position, values in enumerate(crossing)
+        if 1 <= len(values) <= most_values
+    )
+
+
+def crossing_values(graph: Graph, names: Sequence[str], among: Collection[str], *, handed_on: bool) -> tuple[tuple[str, ...], ...]:
+    """What crosses each place in a run of operators, both ends included: values made before (or outside), and read behind.
+
+    Args:
+        graph: the graph.
+        names: the run, in execution order.
+        among: values from outside that count when they are read.
+        handed_on: whether what the run leaves to others is read behind its end; else only the run's own reads count.
+
+    Returns:
+        For ``0..len(names)`` operators before the place, the values in order of making.
+    """
     place = {name: i for i, name in enumerate(names)}
     last: dict[str, int] = {}
     for name in names:
         for operand in graph[name].operands:
             if operand in place or operand in among:
                 last[operand] = place[name]
-    for name in graph.handed_on(names):
-        last[name] = len(names)
+    if handed_on:
+        last.update(dict.fromkeys(graph.handed_on(names), len(names)))
     crossing: list[list[str]] = [[] for _ in range(len(names) + 1)]
     for value in sorted(last, key=graph.position):
         for position in range(place.get(value, -1) + 1, last[value] + 1):
             crossing[position].append(value)
-    return tuple(
-        Cut(position=position, values=tuple(values), num_bytes=sum(_value_bytes(graph, shapes, value) for value in values))
-        for position, values in enumerate(crossing)
-        if 1 <= len(values) <= most_values
-    )
+    return tuple(map(tuple, crossing))
 
 
 @dataclass(frozen=True, kw_only=True)

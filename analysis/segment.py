@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from sft.analysis.compat import fused_dimensions
+from sft.analysis.cuts import crossing_values
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
 
@@ -50,19 +51,11 @@ def separators(graph: Graph, names: Sequence[str], streamed: Collection[str]) ->
         graph: the graph.
         names: the run, in execution order.
         streamed: values that count as crossing even when they come from outside: the images. Parameters and global values
-            from outside are at hand on either side and never cross; every value that the run itself makes does.
+            from outside are at hand on either side and never cross; every value that the run itself makes does, up to the run's own
+            last read of it.
     """
-    position = {name: i for i, name in enumerate(names)}
-    last_read: dict[str, int] = {}
-    for name in names:
-        for operand in graph[name].operands:
-            if operand in streamed or operand in position:
-                last_read[operand] = position[name]
-    crossing: list[list[str]] = [[] for _ in names]
-    for value, end in last_read.items():
-        for cut in range(max(1, position.get(value, -1) + 1), end + 1):
-            crossing[cut].append(value)
-    return tuple(Separator(position=cut, value=values[0]) for cut, values in enumerate(crossing) if len(values) == 1)
+    inner = crossing_values(graph, names, streamed, handed_on=False)[1:-1]
+    return tuple(Separator(position=cut, value=values[0]) for cut, values in enumerate(inner, start=1) if len(values) == 1)
 
 
 def cut_positions(graph: Graph, names: Sequence[str], streamed: Collection[str]) -> tuple[int, ...]:

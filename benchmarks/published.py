@@ -11,7 +11,6 @@ come from a roofline, and both say so.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib.metadata
 import time
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from sft.errors import BudgetError
+from sft.libraries import ModelName
 from sft.plan.chain import acg, offload_dp, optimal
 from sft.plan.chain.bound import offload_bound_seconds
 from sft.plan.chain.chain import Chain, Stage
@@ -76,14 +76,10 @@ LINK = Link(down_bytes_per_second=12.2e9, up_bytes_per_second=12.2e9, full_duple
 
 def make_network(name: str, batch: int, size: int) -> Network:
     """A network of torchvision on the meta device."""
-    for operator in ("nms", "qnms"):  # a torchvision built for another torch lacks them, and fails on import; no network here calls them
-        with contextlib.suppress(RuntimeError):
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    import torchvision
-
-    arguments: dict[str, Any] = {"aux_logits": False, "init_weights": False} if name == "inception_v3" else {}
+    arguments = {"aux_logits": False, "init_weights": False} if name == "inception_v3" else {}
+    maker = ModelName(text=f"torchvision:{name}", place="network", options_place="make_network").maker()
     with torch.device("meta"):
-        model = torchvision.models.get_model(name, weights=None, **arguments)
+        model = maker.make(arguments)
     return trace(model, (batch, 3, size, size))
 
 

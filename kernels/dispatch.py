@@ -8,20 +8,21 @@ import importlib.util
 import torch
 from torch import Tensor
 
-__all__ = ["KERNEL_DTYPES", "empty_channels_last", "uses_triton"]
+__all__ = ["KERNEL_DTYPES", "empty_channels_last", "has_triton", "uses_triton"]
 
 #: what the kernels on images compute with; others take the reference
 KERNEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
 def uses_triton(tensor: Tensor) -> bool:
     """Whether a kernel runs on this tensor, and not the reference."""
-    return tensor.is_cuda and _has_triton() and tensor.dtype in KERNEL_DTYPES
+    return tensor.is_cuda and has_triton() and tensor.dtype in KERNEL_DTYPES
 
 
 def empty_channels_last(like: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -8,23 +8,17 @@ are the same.
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sft.errors import InputError
+from sft.kernels.dispatch import has_triton
 from sft.kernels.dropout_reference import reference_dropout, reference_keep_mask, reference_write_mask
 from sft.kernels.mask_tile import Kind, MaskTile
 
 __all__ = ["Kind", "PositionalDropout", "dropout", "keep_mask", "positional_dropout", "write_mask"]
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _apply(x: Tensor, tile: MaskTile, out: Tensor | None) -> Tensor:
@@ -32,7 +26,7 @@ def _apply(x: Tensor, tile: MaskTile, out: Tensor | None) -> Tensor:
     result = torch.empty_like(x) if out is None else out
     if x.numel() == 0:
         return result
-    if x.is_cuda and _has_triton():
+    if x.is_cuda and has_triton():
         from sft.kernels.dropout_triton import launch_dropout  # not above: it imports Triton
 
         launch_dropout(x, tile, result)
@@ -94,7 +88,7 @@ def keep_mask(
     """
     tile = MaskTile(shape=shape, extents=extents, origin=origin, seed=seed, site=site, draw=draw, p=p, kind=kind)
     device = torch.device(device)
-    if device.type == "cuda" and _has_triton():
+    if device.type == "cuda" and has_triton():
         from sft.kernels.dropout_triton import launch_keep_mask  # not above: it imports Triton
 
         mask = torch.empty(tile.mask_shape, dtype=torch.bool, device=device)
@@ -107,7 +101,7 @@ def keep_mask(
 
 def write_mask(tile: MaskTile, out: Tensor) -> None:
     """Write the mask of a tile, as ones and zeros, to ``out`` of shape ``tile.shape`` and any dtype."""
-    if out.is_cuda and _has_triton():
+    if out.is_cuda and has_triton():
         from sft.kernels.dropout_triton import launch_keep_mask  # not above: it imports Triton
 
         mask = torch.empty(tile.mask_shape, dtype=torch.bool, device=out.device)

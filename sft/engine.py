@@ -32,6 +32,7 @@ from sft.plan.planner import Planned, carry_out, plan_segments
 from sft.plan.problem import Problem, at_size
 from sft.plan.types import Plan
 from sft.resident import resident_bytes
+from sft.walk.order import parse_order
 from sft.walk.region import Region
 
 __all__ = ["Engine"]
@@ -324,7 +325,8 @@ class Engine:
             if kind.traced.autocast is not None:
                 return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
-        return carry_out(problem, tuple(segment.choice for segment in plan.segments))
+        order = parse_order(plan.order, len(plan.segments)) if plan.order and problem.training else None
+        return carry_out(problem, tuple(segment.choice for segment in plan.segments), order)
 
     def _capture(self, kind: _CallKind) -> tuple[_Captured, dict[Any, int]]:
         traced = kind.traced

@@ -9,7 +9,7 @@ from sft.errors import InputError
 __all__ = ["STRATEGIES", "Options"]
 
 #: The strategies by name.
-STRATEGIES = ("auto", "none", "sft")
+STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,8 @@ class Options:
 
     Attributes:
         strategy: ``"auto"``; ``"none"`` to run everything whole, as plain PyTorch does; ``"sft"`` for the plan of the SFT paper
-            (independent tiles between values that fit).
+            (independent tiles between values that fit); or a published way to run whole stages again instead of keeping what they made:
+            ``"sqrt"``, ``"revolve"``, ``"bisect"``, ``"optimal"``, ``"acg"`` (``sft.plan.chain.strategies``).
         halo: how neighbouring strips get the rows between them: ``"carry"`` from strip to strip (``"auto"`` means the same), or
             ``"recompute"``: independent tiles that each compute their halo.
         backend: what runs the operators: ``"aten"`` (``"auto"`` means the same for now).
@@ -61,8 +62,8 @@ class Options:
                     for name, value in zip(("rows", "cols"), self.tile, strict=True)
                     if not (_is_count(value) or (name == "cols" and value is None))
                 ]
-            if self.strategy == "none":
-                problems.append("tile forces streaming, strategy 'none' forbids it: drop one")
+            if self.strategy not in ("auto", "sft"):
+                problems.append(f"tile forces streaming, strategy {self.strategy!r} forbids it: drop one")
         for name in ("state_every", "state_slots", "batch_tile"):
             value = getattr(self, name)
             if value is not None and not _is_count(value):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from sft.units import format_bytes
@@ -37,6 +38,8 @@ def explain(plan: Plan) -> str:
     ]
     if plan.projected_seconds is not None:
         lines.append(f"  projected time    {plan.projected_seconds:>10.4g} s  each program timed on the device, as often as it runs")
+    if plan.order:
+        lines += textwrap.wrap(" ".join(plan.order), width=120, initial_indent="  order             ", subsequent_indent=" " * 20)
     for number, segment in enumerate(plan.segments):
         lines += ["", *_segment(number, segment)]
     if plan.notes:
@@ -46,8 +49,9 @@ def explain(plan: Plan) -> str:
 
 def _segment(number: int, segment: SegmentPlan) -> list[str]:
     first, last = segment.layers
+    runs = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
     lines = [
-        f"Segment {number}: {segment.mode}, {len(segment.nodes)} operators, {first} .. {last}",
+        f"Segment {number}: {segment.mode}, {len(segment.nodes)} operators, {first} .. {last}{runs}",
         f"  outputs           {format_bytes(segment.output_bytes):>12}  on the {segment.placement}",
     ]
     if segment.mode == "tiled":

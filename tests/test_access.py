@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from sft.analysis.access import AxisMap, FloorTerm, Frontier
 from sft.analysis.interval import Interval
 
-from .helpers.dags import Dag, dags
+from .helpers.dag_nets import Dag
+from .helpers.dags import dags
 from .helpers.dependence import operator_dependence, rows_behind
 from .helpers.graphs import graph_of
 

@@ -13,7 +13,8 @@ import pytest
 from sft.errors import BudgetError, InputError
 from sft.plan.chain import joint
 from sft.plan.chain.chain import Alternative, Chain, Stage
-from sft.plan.chain.fluid import Edge, FluidPath, Step
+from sft.plan.chain.edges import Edge
+from sft.plan.chain.fluid import FluidPath, Step
 from sft.plan.chain.joint import Joint
 from sft.plan.chain.link import Link
 from sft.plan.chain.offloading import plain_peak_bytes

@@ -20,7 +20,8 @@ from sft.analysis.operators import Operator
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.segment import cut_positions, fused_segments, separators
 
-from .helpers.dags import Dag, dags
+from .helpers.dag_nets import Dag
+from .helpers.dags import dags
 from .helpers.graphs import Built, GraphBuilder, graph_of
 
 DIMENSIONS = dimensions_of(Axes(2))

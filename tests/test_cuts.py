@@ -9,7 +9,7 @@ from hypothesis import given
 from sft.analysis.cuts import Cut, Dag, crossing_cuts, division_tree, value_dag
 from sft.analysis.segment import separators
 
-from .helpers.dags import Dag as Network
+from .helpers.dag_nets import Dag as Network
 from .helpers.dags import dags
 from .helpers.graphs import Built, GraphBuilder, graph_of
 

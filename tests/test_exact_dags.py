@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 import sft
 
-from .helpers.dags import Dag, DagNet, dags, tilings
+from .helpers.dag_nets import Dag, DagNet
+from .helpers.dags import dags, tilings
 from .helpers.exactness import assert_exact
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 import sft
 
-from .helpers.dags import Activation, AvgPool, Conv, Dag, DagNet, Head, Join, MaxPool, Norm, Upsample, dags, tilings
+from .helpers.dag_nets import Activation, AvgPool, Conv, Dag, DagNet, Head, Join, MaxPool, Norm, Upsample
+from .helpers.dags import dags, tilings
 from .helpers.exactness import gradient_errors, relative_error, rounding_of_eager
 from .helpers.poison import poisoned
 

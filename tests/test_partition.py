@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from sft.analysis.partition import Partition, least_tile_bytes, partition
 
-from .helpers.dags import Dag, Join, dags
+from .helpers.dag_nets import Dag, Join
+from .helpers.dags import dags
 from .helpers.graphs import Built, GraphBuilder, graph_of
 
 #: One channel of a ``[1, C, 64, 48]`` float64 image.

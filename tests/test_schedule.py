@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Read, Schedule, Step, build_schedule
 
-from .helpers.dags import Dag, dags
+from .helpers.dag_nets import Dag
+from .helpers.dags import dags
 from .helpers.dependence import operator_dependence, rows_behind
 from .helpers.graphs import Built, GraphBuilder, graph_of
 

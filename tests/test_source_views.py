@@ -1,11 +1,8 @@
-"""Crops, decoded rows kept in memory, and damage that is skipped or filled; and one call that opens any of it."""
+"""Crops, decoded rows kept in memory, and damage that is skipped or filled."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import pickle
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sft
-from sft.analysis.interval import Interval
 from sft.errors import InputError, SkipSlideError, SourceError
 from sft.sources import (
     ArrayImage,
@@ -27,33 +23,20 @@ from sft.sources import (
     Cropped,
     Normalized,
     Raster,
-    Slide,
-    StripReader,
     TiffImage,
     Tolerant,
-    ZarrImage,
     open_image,
     read_strips,
 )
 
-from .helpers.slides import SLIDE, SLIDE_SIZE, open_files, overwrite_tile, tissue_like, write_slide
+from .helpers.slides import SLIDE, SLIDE_SIZE, overwrite_tile, tissue_like, write_slide
+from .helpers.sources import walk
 
 for _library in ("tifffile", "simplejpeg", "openslide"):
     pytest.importorskip(_library)
 
 WIDTH_PX, HEIGHT_PX = SLIDE_SIZE
 MEAN, STD = (0.7, 0.5, 0.6), (0.2, 0.3, 0.25)
-
-
-def walk(image: Any, rows: int, halo: int, *, backwards: bool = False) -> list[Any]:
-    """What a network reads in one pass, joined."""
-    height = image.height_px
-    strips = [Interval(top - halo, top + rows + halo).clip(height) for top in range(0, height, rows)][:: -1 if backwards else 1]
-    source = Normalized(image, mean=(0, 0, 0), std=(1, 1, 1))
-    with StripReader(source, strips) as reader:
-        return [
-            (rows, strip.mul(255).round().byte()[0].permute(1, 2, 0).numpy().copy()) for rows, strip in zip(strips, reader, strict=True)
-        ]
 
 
 # --- crops -----------------------------------------------------------------------------------------------------------
@@ -252,170 +235,3 @@ def test_a_file_cut_short_can_be_used_as_far_as_it_goes(tmp_path: Path) -> None:
         for left in range(0, 264, 64):
             part = slice(top, top + 64), slice(left, left + 64)
             assert np.array_equal(found[part], np.full_like(pixels[part], 255) if (left, top) in bad else pixels[part])
-
-
-# --- opening ---------------------------------------------------------------------------------------------------------
-
-
-def test_the_reader_follows_the_contents(tmp_path: Path) -> None:
-    renamed = tmp_path / "slide.png"
-    renamed.write_bytes(SLIDE.read_bytes())
-    assert isinstance(open_image(renamed), TiffImage)
-    np.save(tmp_path / "scan.npy", tissue_like(20, 30))
-    (tmp_path / "scan.npy").rename(tmp_path / "scan.svs")
-    assert isinstance(open_image(tmp_path / "scan.svs"), ArrayImage)
-    assert isinstance(open_image(SLIDE, reader="openslide"), Slide)
-
-
-@pytest.mark.parametrize("module", ["tifffile", "simplejpeg"])
-def test_without_the_fast_libraries_openslide_reads(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    assert isinstance(open_image(SLIDE), Slide)
-    with pytest.raises(SourceError, match=r'pip install "sft-engine\[fast\]"'):
-        open_image(SLIDE, reader="tiff")
-
-
-def test_without_openslide_tiles_are_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "openslide", None)
-    assert isinstance(open_image(SLIDE), TiffImage)
-
-
-@pytest.mark.parametrize("policy", ["raise", "skip", "fill"])
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("empty.svs", b"", "0 bytes"),
-        ("note.svs", b"this is no slide", r"note\.svs \(16 bytes\).*copy it again"),
-        ("head.tif", b"II*\0" + bytes(12), r"head\.tif"),
-        ("cut.svs", SLIDE.read_bytes()[: 1 << 20], r"cut\.svs.*cut short"),
-        ("renamed.npy", SLIDE.read_bytes()[:3000], r"renamed\.npy"),
-        ("cut.npy", b"\x93NUMPY\x01\x00", r"cut\.npy \(8 bytes\)"),
-        ("brain.nii.gz", b"\x1f\x8b", r"brain\.nii\.gz.*NiftiVolume"),
-    ],
-)
-def test_what_is_no_image_is_named(tmp_path: Path, name: str, content: bytes, message: str, policy: Any) -> None:
-    path = tmp_path / name
-    path.write_bytes(content)
-    with pytest.raises(SkipSlideError if policy == "skip" else SourceError, match=message):
-        open_image(path, on_error=policy)
-    assert open_files(path) == 0
-
-
-def test_folders_and_missing_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="folder without Zarr metadata"):
-        open_image(tmp_path)
-    with pytest.raises(SourceError, match=r"nowhere\.svs.*no such file"):
-        open_image(tmp_path / "nowhere.svs")
-    if hasattr(os, "mkfifo"):
-        os.mkfifo(tmp_path / "pipe.svs")
-        with pytest.raises(SourceError, match="neither a file nor a folder"):
-            open_image(tmp_path / "pipe.svs")
-    wrong: Any = "magic"
-    with pytest.raises(InputError, match="'auto', 'openslide', 'tiff', 'zarr', 'npy'"):
-        open_image(SLIDE, reader=wrong)
-
-
-# --- arrays and zarr -------------------------------------------------------------------------------------------------
-
-
-def test_arrays_are_images(tmp_path: Path) -> None:
-    pixels = tissue_like(20, 30)
-    np.save(tmp_path / "scan.npy", pixels.transpose(2, 0, 1))
-    image = open_image(tmp_path / "scan.npy", slide_mpp=0.5, mpp=1.0)
-    assert (image.width_px, image.height_px) == (15, 10)
-    plain = ArrayImage(tmp_path / "scan.npy", background=(1, 2, 3))
-    assert np.array_equal(pickle.loads(pickle.dumps(plain)).read(2, 3, 9, 8), pixels[3:11, 2:11])
-    assert ArrayImage(pixels[..., 0]).read(2, 3, 9, 8).shape == (8, 9, 1)
-    for wrong, message in (
-        ({"array": pixels.astype(np.float32)}, "uint8"),
-        ({"array": np.zeros((3, 9, 3), np.uint8)}, "layout="),
-        ({"array": pixels[None]}, "batch"),
-        ({"array": pixels, "background": (1,)}, "3 numbers"),
-    ):
-        with pytest.raises(InputError, match=message):
-            ArrayImage(**wrong)
-
-
-def write_ome_zarr(path: Path, pixels: Any, *, version: int = 2, chunk: int = 32) -> None:
-    """Two levels ``[t, c, z, y, x]``, in millimetres."""
-    zarr = pytest.importorskip("zarr")
-    group = zarr.open_group(str(path), mode="w", zarr_format=version)
-    datasets = []
-    for level in range(2):
-        planes = pixels[:: 2**level, :: 2**level].transpose(2, 0, 1)[None, :, None]
-        array = group.create_array(str(level), shape=planes.shape, chunks=(1, 1, 1, chunk, chunk), dtype="uint8")
-        array[:] = planes
-        scale = [1.0, 1.0, 1.0, 0.0005 * 2**level, 0.0005 * 2**level]
-        datasets.append({"path": str(level), "coordinateTransformations": [{"type": "scale", "scale": scale}]})
-    axes = [{"name": name, "type": "space", "unit": "millimeter"} if name in "zyx" else {"name": name} for name in "tczyx"]
-    described = [{"axes": axes, "datasets": datasets}]
-    group.attrs.update({"multiscales": described} if version == 2 else {"ome": {"version": "0.5", "multiscales": described}})
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_ome_zarr(tmp_path: Path, version: int) -> None:
-    pixels = tissue_like(100, 130)
-    write_ome_zarr(tmp_path / "slide.zarr", pixels, version=version)
-    image = open_image(tmp_path / "slide.zarr")
-    assert isinstance(image, ZarrImage) and image.level_dimensions == ((130, 100), (65, 50)) and image.tile_height_px == 32
-    assert image.mpp == pytest.approx((0.5, 0.5)) and image.num_channels == 3
-    assert np.array_equal(image.read(7, 9, 101, 80), pixels[9:89, 7:108])
-    assert np.array_equal(pickle.loads(pickle.dumps(image)).read(0, 0, 65, 50, 1), pixels[::2, ::2])
-    for rows, strip in walk(image, 24, 3, backwards=True):
-        assert np.array_equal(strip, pixels[rows.start : rows.stop])
-
-
-def _sum_of(image: ZarrImage) -> int:
-    return int(image.read(7, 9, 101, 80).sum())
-
-
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_read_zarr(tmp_path: Path, method: str) -> None:
-    if method not in multiprocessing.get_all_start_methods():
-        pytest.skip(f"no {method} here")
-    write_ome_zarr(tmp_path / "slide.zarr", tissue_like(100, 130))
-    image = ZarrImage(tmp_path / "slide.zarr")
-    expected = _sum_of(image)
-    context: Any = multiprocessing.get_context(method)
-    with context.Pool(1) as pool:
-        assert pool.apply_async(_sum_of, (image,)).get(timeout=120) == expected
-    assert _sum_of(image) == expected
-
-
-def test_plain_zarr_arrays(tmp_path: Path) -> None:
-    zarr = pytest.importorskip("zarr")
-    pixels = tissue_like(60, 70)
-    zarr.create_array(str(tmp_path / "a.zarr"), data=pixels, chunks=(32, 32, 3))
-    assert np.array_equal(open_image(tmp_path / "a.zarr").read(3, 4, 50, 40), pixels[4:44, 3:53])
-    zarr.create_array(str(tmp_path / "grey.zarr"), data=pixels[..., 0], chunks=(32, 32))
-    assert np.array_equal(open_image(tmp_path / "grey.zarr").read(3, 4, 50, 40)[..., 0], pixels[4:44, 3:53, 0])
-    zarr.create_array(str(tmp_path / "f.zarr"), data=pixels.astype(np.float32))
-    with pytest.raises(SourceError, match=r"f\.zarr.*float32"):
-        open_image(tmp_path / "f.zarr")
-    zarr.open_group(str(tmp_path / "g.zarr"), mode="w").create_array("only", data=pixels)
-    with pytest.raises(SourceError, match=r"g\.zarr.*only"):
-        open_image(tmp_path / "g.zarr")
-
-
-def test_a_plane_of_a_stack_must_be_chosen(tmp_path: Path) -> None:
-    zarr = pytest.importorskip("zarr")
-    group = zarr.open_group(str(tmp_path / "s.zarr"), mode="w", zarr_format=2)
-    group.create_array("0", data=np.arange(4 * 5 * 6, dtype=np.uint8).reshape(4, 5, 6))
-    group.attrs["multiscales"] = [{"axes": ["z", "y", "x"], "datasets": [{"path": "0"}]}]
-    with pytest.raises(InputError, match="axis 'z' has 4 entries"):
-        open_image(tmp_path / "s.zarr")
-    image = ZarrImage(tmp_path / "s.zarr", at={"z": 2})
-    assert image.mpp is None and image.read(1, 2, 1, 1).item() == 2 * 30 + 2 * 6 + 1
-
-
-def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
-    write_ome_zarr(tmp_path / "slide.zarr", tissue_like(100, 130), version=3)
-    chunk = sorted((tmp_path / "slide.zarr" / "0" / "c").rglob("0"))[-1]
-    assert chunk.is_file()
-    chunk.write_bytes(chunk.read_bytes()[:20])
-    image: Any = open_image(tmp_path / "slide.zarr")
-    with pytest.raises(SourceError, match=r"columns \[0, 130\).*slide\.zarr"):
-        image.read(0, 0, 130, 100)
-    filled: Any = open_image(tmp_path / "slide.zarr", on_error="fill")
-    filled.read(0, 0, 130, 100)
-    assert len(filled.bad_tiles) == 1

@@ -21,7 +21,8 @@ from sft.lower.step import lower_strip
 from sft.plan.build import build_region
 from sft.plan.types import SegmentChoice
 
-from .helpers.dags import AvgPool, Conv, Dag, DagNet, MaxPool, dags
+from .helpers.dag_nets import AvgPool, Conv, Dag, DagNet, MaxPool
+from .helpers.dags import dags
 from .helpers.dependence import row_dependence, rows_behind
 from .helpers.graphs import Built, GraphBuilder, every_value, graph_of
 from .helpers.problems import problem_of

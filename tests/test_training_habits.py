@@ -1,11 +1,9 @@
-"""What users do around a step: accumulate, clip, freeze, average, checkpoint, change their mind. Plain PyTorch is the reference."""
+"""What users do around a step: accumulate, clip, freeze, checkpoint, convert, evaluate. Plain PyTorch is the reference."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import io
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,16 +11,13 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import sft
 
 from .helpers.exactness import gradient_errors, plan_of, relative_error
-from .helpers.models import Around, ConvNet, TinyUNet, chain, image, seeded
-
-_SHAPE = (2, 3, 20, 12)
-_OPTIONS = sft.Options(tile=(6, 12))
+from .helpers.models import Around, TinyUNet, chain, image, seeded
+from .helpers.twins import OPTIONS, SHAPE, assert_same_grads, assert_same_state, pair
 
 
 class TwoHeads(nn.Module):
@@ -40,61 +35,40 @@ class TwoHeads(nn.Module):
         return features, self.head(features * gate[:, :, None, None])
 
 
-def _pair(make: Callable[[], nn.Module] = ConvNet, shape: tuple[int, ...] = _SHAPE) -> tuple[nn.Module, nn.Module]:
-    """Plain and compiled, with parameters of their own."""
-    model = seeded(make)
-    return model, sft.compile(copy.deepcopy(model), shape, options=sft.Options(tile=(6, shape[3])))
-
-
-def _grads(module: nn.Module) -> dict[str, Tensor | None]:
-    return {name: p.grad for name, p in module.named_parameters()}
-
-
-def _assert_same_grads(ours: nn.Module, eager: nn.Module) -> None:
-    assert max(gradient_errors(_grads(ours), _grads(eager)).values()) <= 1e-11
-
-
-def _assert_same_state(ours: nn.Module, eager: nn.Module, tolerance: float = 1e-9) -> None:
-    theirs = eager.state_dict()
-    assert list(ours.state_dict()) == list(theirs)
-    for name, value in ours.state_dict().items():
-        assert relative_error(value, theirs[name]) <= tolerance, name
-
-
 # -- the graph ---------------------------------------------------------------------------------------------------------
 
 
 def test_retain_graph() -> None:
-    model, net = _pair()
+    model, net = pair()
     for module in (model, net):
-        loss = module(image(*_SHAPE)).square().sum()
+        loss = module(image(*SHAPE)).square().sum()
         loss.backward(retain_graph=True)
         loss.backward()
         with pytest.raises(RuntimeError, match="second time"):
             loss.backward()
-    _assert_same_grads(net, model)
+    assert_same_grads(net, model)
 
 
 @pytest.mark.parametrize("used", [0, 1])
 def test_an_output_that_the_loss_leaves_out_gives_no_gradient(used: int) -> None:
     """Not zeros: an optimizer with momentum or weight decay moves a parameter whose gradient is zero."""
-    model, net = _pair(TwoHeads)
+    model, net = pair(TwoHeads)
     for module in (model, net):
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.3)
         for _ in range(2):
             optimizer.zero_grad()
-            module(image(*_SHAPE))[used].square().sum().backward()
+            module(image(*SHAPE))[used].square().sum().backward()
             optimizer.step()
     assert (net.get_parameter("head.weight").grad is None) == (used == 0)
-    _assert_same_grads(net, model)
-    _assert_same_state(net, model)
+    assert_same_grads(net, model)
+    assert_same_state(net, model)
 
 
 def test_gradient_penalty_is_refused() -> None:
     """Eager PyTorch differentiates the gradient; a compiled model must not let it pass as a constant."""
-    model, net = _pair()
+    model, net = pair()
     for module, works in ((model, True), (net, False)):
-        x = image(*_SHAPE).requires_grad_()
+        x = image(*SHAPE).requires_grad_()
         loss = module(x).sum()
         (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
         assert gradient.requires_grad
@@ -107,40 +81,40 @@ def test_gradient_penalty_is_refused() -> None:
 
 
 def test_create_graph_alone_gives_the_gradients() -> None:
-    model, net = _pair()
+    model, net = pair()
     found = []
     for module in (model, net):
-        grads = torch.autograd.grad(module(image(*_SHAPE)).square().sum(), list(module.parameters()), create_graph=True)
+        grads = torch.autograd.grad(module(image(*SHAPE)).square().sum(), list(module.parameters()), create_graph=True)
         found.append(dict(zip(dict(module.named_parameters()), grads, strict=True)))
     assert max(gradient_errors(found[1], found[0]).values()) <= 1e-11
 
 
 def test_a_changed_output_that_the_backward_needs() -> None:
-    model, net = _pair(TwoHeads)
+    model, net = pair(TwoHeads)
     for module in (model, net):
-        features, y = module(image(*_SHAPE))
+        features, y = module(image(*SHAPE))
         with torch.no_grad():
             features.mul_(2)
         with pytest.raises(RuntimeError, match="modified"):
             y.sum().backward()
     for module in (model, net):
         module.zero_grad()
-        features, y = module(image(*_SHAPE))
+        features, y = module(image(*SHAPE))
         y.mul_(2)  # nobody needs this one
         (y.square().sum() + features.sum()).backward()
-    _assert_same_grads(net, model)
+    assert_same_grads(net, model)
 
 
 def test_a_forgotten_result_frees_its_graph() -> None:
     """Without a reference cycle that would hold the states of a step until the garbage collector runs."""
-    _, net = _pair(TwoHeads)
+    _, net = pair(TwoHeads)
     gc.collect()
     gc.disable()
     try:
-        outputs = net(image(*_SHAPE))
+        outputs = net(image(*SHAPE))
         graph = weakref.ref(cast(Any, outputs[0].grad_fn))
         with sft.measure_peak("cpu") as peak:
-            again = net(image(*_SHAPE))
+            again = net(image(*SHAPE))
             del again
         assert peak.current_bytes == 0
         del outputs
@@ -151,30 +125,30 @@ def test_a_forgotten_result_frees_its_graph() -> None:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_inside_a_checkpoint(use_reentrant: bool) -> None:
-    model, net = _pair(TinyUNet)
+    model, net = pair(TinyUNet)
     after = seeded(lambda: nn.Conv2d(2, 2, 3))
     found = []
     for module in (model, net):
-        x = image(*_SHAPE).requires_grad_()
+        x = image(*SHAPE).requires_grad_()
         checkpoint(lambda value, module=module: after(module(value)), x, use_reentrant=use_reentrant).square().sum().backward()
         assert x.grad is not None
         found.append(x.grad)
     assert relative_error(found[1], found[0]) <= 1e-11
-    _assert_same_grads(net, model)
+    assert_same_grads(net, model)
 
 
 def test_saved_tensors_on_the_host() -> None:
-    model, net = _pair()
+    model, net = pair()
     for module in (model, net):
         with torch.autograd.graph.save_on_cpu():
-            loss = module(image(*_SHAPE)).square().sum()
+            loss = module(image(*SHAPE)).square().sum()
         loss.backward()
-    _assert_same_grads(net, model)
+    assert_same_grads(net, model)
 
 
 def test_a_step_before_the_backward_is_noticed() -> None:
-    for module in _pair():
-        loss = module(image(*_SHAPE)).square().sum()
+    for module in pair():
+        loss = module(image(*SHAPE)).square().sum()
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.mul_(0.5)
@@ -188,7 +162,7 @@ def test_a_step_before_the_backward_is_noticed() -> None:
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_accumulate_clip_step(set_to_none: bool) -> None:
     """Three calls a step, the norm clipped, two groups with their own rates and a schedule, batches of a new size."""
-    model, net = _pair()
+    model, net = pair()
     norms: list[list[float]] = []
     for module in (model, net):
         head = [p for name, p in module.named_parameters() if name.startswith("head")]
@@ -199,7 +173,7 @@ def test_accumulate_clip_step(set_to_none: bool) -> None:
         found = []
         for step in range(3):
             for call, batch in enumerate((2, 1, 3)):
-                (module(image(batch, *_SHAPE[1:], seed=3 * step + call)).square().mean() / 3).backward()
+                (module(image(batch, *SHAPE[1:], seed=3 * step + call)).square().mean() / 3).backward()
             found.append(float(nn.utils.clip_grad_norm_(module.parameters(), 0.5)))
             optimizer.step()
             schedule.step()
@@ -207,12 +181,12 @@ def test_accumulate_clip_step(set_to_none: bool) -> None:
             assert all((p.grad is None) == set_to_none for p in module.parameters())
         norms.append(found)
     assert norms[1] == pytest.approx(norms[0], rel=1e-9)
-    _assert_same_state(net, model)
+    assert_same_state(net, model)
 
 
 def test_optimizer_in_the_backward() -> None:
     """A step for each parameter as soon as its gradient is there, which is then freed."""
-    model, net = _pair()
+    model, net = pair()
     for module in (model, net):
 
         def update(parameter: Tensor) -> None:
@@ -224,14 +198,14 @@ def test_optimizer_in_the_backward() -> None:
         for parameter in module.parameters():
             parameter.register_post_accumulate_grad_hook(update)
         for seed in range(2):
-            module(image(*_SHAPE, seed=seed)).square().sum().backward()
+            module(image(*SHAPE, seed=seed)).square().sum().backward()
         assert all(p.grad is None for p in module.parameters())
-    _assert_same_state(net, model)
+    assert_same_state(net, model)
 
 
 def test_a_frozen_prefix_costs_nothing() -> None:
-    model, net = _pair()
-    x = image(*_SHAPE)
+    model, net = pair()
+    x = image(*SHAPE)
     training = plan_of(net, x)
     for module in (model, net):
         for name, parameter in module.named_parameters():
@@ -247,143 +221,19 @@ def test_a_frozen_prefix_costs_nothing() -> None:
         optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
         module(x).square().sum().backward()
         optimizer.step()
-    _assert_same_grads(net, model)
-    _assert_same_state(net, model)
+    assert_same_grads(net, model)
+    assert_same_state(net, model)
 
 
 def test_gradient_with_respect_to_parameters_and_input() -> None:
-    model, net = _pair(TwoHeads)
+    model, net = pair(TwoHeads)
     found = []
     for module in (model, net):
-        x = image(*_SHAPE).requires_grad_()
+        x = image(*SHAPE).requires_grad_()
         _, y = module(x)
         found.append(torch.autograd.grad(y, [x, *module.parameters()], torch.ones_like(y)))
         assert all(p.grad is None for p in (x, *module.parameters()))
     assert all(relative_error(a, b) <= 1e-10 for a, b in zip(found[1], found[0], strict=True))
-
-
-# -- state -------------------------------------------------------------------------------------------------------------
-
-
-def _train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    optimizer.zero_grad()
-    module(image(*_SHAPE, seed=seed)).square().mean().backward()
-    optimizer.step()
-
-
-def _norm_net() -> nn.Module:
-    # No bias before the norm: its gradient is rounding alone, which AdamW would scale up.
-    return chain(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2))
-
-
-def test_save_and_resume() -> None:
-    """State of model and optimizer through a file, into a fresh compiled model, in the middle of training."""
-    model, net = _pair(_norm_net)
-    eager_optimizer, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, net))
-    for seed in range(4):
-        _train(model, eager_optimizer, seed)
-    for seed in range(2):
-        _train(net, optimizer, seed)
-    stream = io.BytesIO()
-    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, stream)
-    stream.seek(0)
-    saved = torch.load(stream)
-    fresh = sft.compile(seeded(_norm_net, seed=7), _SHAPE, options=_OPTIONS)
-    optimizer = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
-    fresh.load_state_dict(saved["net"])
-    optimizer.load_state_dict(saved["optimizer"])
-    for seed in range(2, 4):
-        _train(fresh, optimizer, seed)
-    _assert_same_state(fresh, model)
-
-
-def test_assigned_state_is_used() -> None:
-    """``assign=True`` puts new tensors in the parameters' place."""
-    _, net = _pair()
-    other = seeded(ConvNet, seed=5)
-    net.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
-    for module in (other, net):
-        module.zero_grad()
-        module(image(*_SHAPE)).square().sum().backward()
-    _assert_same_grads(net, other)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"])
-def test_copies_go_on_training(copied: Callable[[nn.Module], nn.Module]) -> None:
-    model, net = _pair(_norm_net)
-    for module in (model, net):
-        _train(module, torch.optim.SGD(module.parameters(), lr=1e-2), 0)
-    kept = copy.deepcopy(net.state_dict())
-    twin, eager_twin = copied(net), copied(model)
-    for module in (twin, eager_twin):
-        _train(module, torch.optim.SGD(module.parameters(), lr=1e-2), 1)
-    _assert_same_state(twin, eager_twin)
-    assert all(torch.equal(value, kept[name]) for name, value in net.state_dict().items()), "the original was trained"
-
-
-def test_moving_average() -> None:
-    model, net = _pair(_norm_net)
-    averages = []
-    for module in (model, net):
-        average = AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
-        for seed in range(3):
-            _train(module, optimizer, seed)
-            average.update_parameters(module)
-        averages.append(average.eval())
-    _assert_same_state(averages[1], averages[0])
-    with torch.no_grad():
-        assert relative_error(averages[1](image(*_SHAPE)), averages[0](image(*_SHAPE))) <= 1e-9
-    _assert_same_state(net, model)
-
-
-@pytest.mark.parametrize("what", ["momentum", "activation", "stride", "flag", "untied"])
-def test_a_model_that_changes_after_its_first_step(what: str) -> None:
-    """A captured graph holds these as constants: the change must not go unnoticed."""
-
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
-            self.norm, self.activation = nn.BatchNorm2d(3), cast(nn.Module, nn.ReLU())
-            self.factor = 1.0
-            if what == "untied":
-                self.second.weight = self.first.weight
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.second(self.activation(self.norm(self.first(x)))) * self.factor
-            return out
-
-    model, net = _pair(Changing)
-    for module in (model, net):
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
-        _train(module, optimizer, 0)
-        changing = cast(Any, module)
-        if what == "momentum":
-            changing.norm.momentum = 0.5
-        elif what == "activation":
-            changing.activation = nn.Tanh()
-        elif what == "stride":
-            changing.second.stride = (2, 2)
-        elif what == "flag":
-            changing.factor = 3.0
-        else:
-            changing.second.weight = nn.Parameter(changing.second.weight.detach() * 2)
-        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
-        _train(module, optimizer, 1)
-    _assert_same_grads(net, model)
-    _assert_same_state(net, model)
-
-
-def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.engine._MAX_CAPTURES", 2)
-    monkeypatch.setattr("sft.engine._MAX_PLANS", 3)
-    model, net = _pair(lambda: nn.Conv2d(3, 2, 3))
-    for step in range(4):
-        cast(Any, net).epoch = step
-        assert relative_error(net(image(*_SHAPE)), model(image(*_SHAPE))) <= 1e-12
-    engine = cast(Any, net)._sft_engine
-    assert (len(engine._captured), len(engine._ready)) == (2, 3)
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
@@ -395,10 +245,10 @@ def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
     model = seeded(make)
     if last != "input":
         cast(Any, model).to(memory_format=torch.channels_last)
-    net = sft.compile(copy.deepcopy(model), _SHAPE, options=_OPTIONS)
+    net = sft.compile(copy.deepcopy(model), SHAPE, options=OPTIONS)
     found = []
     for module in (model, net):
-        x = image(*_SHAPE)
+        x = image(*SHAPE)
         x = (x if last == "weights" else x.contiguous(memory_format=torch.channels_last)).requires_grad_()
         outputs = module(x)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -408,7 +258,7 @@ def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
     for ours, eager in zip(found[1], found[0], strict=True):
         assert relative_error(ours, eager) <= 1e-10
         assert ours.stride() == eager.stride()
-    _assert_same_grads(net, model)
+    assert_same_grads(net, model)
     for p, q in zip(net.parameters(), model.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         assert p.grad.stride() == q.grad.stride()
@@ -416,11 +266,11 @@ def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
 
 def test_converted_after_compile() -> None:
     """``.to(memory_format=...)`` on the compiled model: the plan of before is not used again."""
-    model, net = _pair(TinyUNet)
+    model, net = pair(TinyUNet)
     for module in (model, net):
-        assert module(image(*_SHAPE)).is_contiguous()
+        assert module(image(*SHAPE)).is_contiguous()
         cast(Any, module).to(memory_format=torch.channels_last)
-    ours, eager = net(image(*_SHAPE)), model(image(*_SHAPE))
+    ours, eager = net(image(*SHAPE)), model(image(*SHAPE))
     assert relative_error(ours, eager) <= 1e-12
     assert ours.stride() == eager.stride()
 
@@ -459,8 +309,8 @@ def test_evaluation_between_training_steps(context: Callable[[], Any]) -> None:
                 loss.sum().backward()
                 del loss
             peaks["training"] = peak.num_bytes
-        _assert_same_grads(net, model)
-        _assert_same_state(net, model)
+        assert_same_grads(net, model)
+        assert_same_state(net, model)
         # Inference holds the output and a strip; a training step its cut, states and gradients as well.
         assert peaks["inference"] < peaks["training"] / 2
         assert sum(segment.state_bytes for segment in plan.segments) > 0
@@ -469,8 +319,8 @@ def test_evaluation_between_training_steps(context: Callable[[], Any]) -> None:
 def test_inference_tensors() -> None:
     """As in eager PyTorch: fine for inference, refused by autograd in training."""
     with torch.inference_mode():
-        x = image(*_SHAPE)
-    model, net = _pair()
+        x = image(*SHAPE)
+    model, net = pair()
     with torch.no_grad():
         assert relative_error(net(x), model(x)) <= 1e-12
     for module in (model, net):

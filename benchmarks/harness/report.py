@@ -25,6 +25,8 @@ import rich.markup
 import rich.table
 from matplotlib.figure import Figure
 
+from sft.files import replacing
+
 __all__ = ["Table", "add_common_arguments", "environment", "mib", "positive_int", "result_stem", "write_results"]
 
 
@@ -119,18 +121,10 @@ def result_stem(folder: Path, theme: str) -> Path:
     return folder / f"{datetime.date.today().isoformat()}-cpu-{theme}"
 
 
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def write_results(stem: Path, raw: dict[str, Any], tables: Sequence[Table], notes: str, figure: Figure | None) -> str:
     """Write `<stem>.json`, `<stem>.md` and, with a figure, `<stem>.png`; returns their names for the terminal."""
-    _replace(stem.with_name(stem.name + ".json"), (json.dumps(raw, indent=1) + "\n").encode())
+    with replacing(stem.with_name(stem.name + ".json")) as part:
+        part.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     parts = [f"# {stem.name}", notes]
     for table in tables:
         parts += [f"## {table.title}", table.markdown()]
@@ -138,14 +132,11 @@ def write_results(stem: Path, raw: dict[str, Any], tables: Sequence[Table], note
     if figure is None:
         picture.unlink(missing_ok=True)
     else:
-        temporary = picture.with_name(f".{picture.stem}.{os.getpid()}.tmp.png")
-        try:
-            figure.savefig(temporary, dpi=150)
-            os.replace(temporary, picture)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(picture) as part:
+            figure.savefig(part, dpi=150)
         parts.append(f"![plot]({picture.name})")
     parts.append("## Environment")
     parts.append("\n".join(f"- {key}: {value}" for key, value in raw["environment"].items()))
-    _replace(stem.with_name(stem.name + ".md"), ("\n\n".join(parts) + "\n").encode())
+    with replacing(stem.with_name(stem.name + ".md")) as part:
+        part.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return f"written: {stem.name}.json, .md" + (", .png" if figure is not None else "")

@@ -15,10 +15,11 @@ import torch
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from outputs import replacing
 from task import MEAN, STD
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from sft.files import replacing
 
 __all__ = ["class_activation_map", "draw_heatmap"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from heatmap import class_activation_map, draw_heatmap
-from outputs import replacing, write_metrics
+from outputs import write_metrics
 from plain import PlainFailed, measure_in_subprocess
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -29,6 +29,7 @@ from torch.nn import functional as F
 import sft
 from examples.models import PooledClassifier
 from sft.errors import SftError
+from sft.files import replacing
 from sft.sources import Slide
 
 DEFAULT_SLIDE = Path(__file__).resolve().parents[1] / "data" / "CMU-1-Small-Region.svs"

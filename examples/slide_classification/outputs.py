@@ -1,28 +1,16 @@
-"""Files that are either whole or not there."""
+"""The table of steps, whole after each."""
 
 from __future__ import annotations
 
 import csv
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from task import StepResult
 
-__all__ = ["replacing", "write_metrics"]
+from sft.files import replacing
 
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary name beside `path`; rename it to `path` if the block succeeds, remove it if not."""
-    # The suffix stays last: image writers choose the format by it.
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        yield temporary
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+__all__ = ["write_metrics"]
 
 
 def write_metrics(path: Path, steps: Sequence[StepResult], *, projected_peak_bytes: int, budget_bytes: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -105,7 +104,3 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments for making the model")
     parser.add_argument("--inference", action="store_true", help="in evaluation mode and without gradients")
     parser.add_argument("--json", action="store_true", help="for programs")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

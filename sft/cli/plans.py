@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,7 +13,8 @@ from rich.table import Table
 from torch import nn
 
 from sft.compile import check, plan
-from sft.errors import BudgetError, InputError, SourceError, UnsupportedError
+from sft.errors import BudgetError, InputError, UnsupportedError
+from sft.files import replacing
 from sft.options import STRATEGIES, Options
 from sft.plan.types import Plan
 from sft.units import format_bytes
@@ -45,7 +45,8 @@ def show_plan(question: Question, console: Console, *, as_json: bool) -> int:
     """Print the plan; write it where that is asked for."""
     found = _plan(question)
     if question.out is not None:
-        _write(question.out, found.to_json())
+        with replacing(question.out) as part:
+            part.write_text(found.to_json(), encoding="utf-8")
     console.print(found.to_json() if as_json else found.explain(), markup=False, highlight=False, soft_wrap=True)
     return 0
 
@@ -117,14 +118,3 @@ def show_check(model: nn.Module, shapes: Sequence[tuple[int, ...]], console: Con
 
 def _plan(question: Question) -> Plan:
     return plan(question.model, list(question.shapes), budget=question.budget, options=question.options)
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text)
-        beside.replace(path)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise SourceError(f"cannot write the plan to {path}: {error.strerror}. Name a file in a folder that can be written.") from error

@@ -164,7 +164,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     if consume:
         ctx.tape = None
     elif tape is not None:
-        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), list(tape.kept))
+        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), dict(tape.kept))
     given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False) if tensor is not None}
     tape.values.by_name.update(given)
     tape.values.by_name.update(leaves.sources)

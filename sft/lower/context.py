@@ -243,6 +243,11 @@ class NodeContext:
             return self.wholes[name]
         return self.emitter.port("side", name, self.scope.side_shape(name), self.scope.dtype_of(name))
 
+    def side_gradient(self, name: str) -> Slot:
+        """What the gradient of a side tensor is added to."""
+        scope = self.scope
+        return self.emitter.side_gradient(name, self.side_shape(name), scope.grad_dtype(name), scope.dtype_of(name))
+
     def side_shape(self, name: str) -> tuple[int, ...]:
         """Shape of what the walk sees of a whole value."""
         return self.scope.side_shape(name)

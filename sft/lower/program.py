@@ -51,7 +51,7 @@ class Port:
     ``role`` is one of: ``source`` (rows of a value from outside), ``side`` (a whole tensor: parameter, buffer, global value),
     ``carry`` (carried rows to load), ``append`` (rows for the row store), ``out`` (rows of an output to write), ``partial``
     (a running sum over the image), ``grad_out`` (rows of an output's gradient), ``grad_carry`` (gradient of carried rows, in
-    and out), ``grad_source`` (rows of a source's gradient to add to), ``grad_side`` (a side tensor's gradient to add to),
+    and out), ``grad_source`` (rows of a source's gradient to add to), ``grad_side`` (a side tensor's gradient to add to, or made),
     ``origin`` (no tensor: batch element, row and column of the first element that the step adds to the value, or that it reduces).
     """
 
@@ -138,10 +138,13 @@ class Emitter:
     Attributes:
         dtype: element type of new slots, unless told otherwise; that of the owner's value.
         owner: the operator of the graph that the next instructions belong to.
+        makes_gradients: whether gradients of side tensors are made where they are first added to, and come out as results; else they are
+            ports.
     """
 
     dtype: torch.dtype
     owner: str = ""
+    makes_gradients: bool = False
     instructions: list[Instruction] = field(default_factory=list)
     ports: dict[Port, Slot] = field(default_factory=dict)
     results: dict[Port, Slot] = field(default_factory=dict)
@@ -160,9 +163,24 @@ class Emitter:
             self.ports[key] = self.slot(shape, dtype)
         return self.ports[key]
 
+    def side_gradient(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, value_dtype: torch.dtype) -> Slot:
+        """What the gradient of a side tensor is added to; one made here is laid out like the tensor, as autograd wants it."""
+        key = Port("grad_side", name)
+        if not self.makes_gradients:
+            return self.port(key.role, name, shape, dtype)
+        if key not in self.results:
+            like = self.port("side", name, shape, value_dtype)
+            self.results[key] = self.call(torch.zeros_like, like, shape=shape, dtype=dtype, keywords={"dtype": dtype})
+        return self.results[key]
+
     def result(self, role: str, name: str, slot: Slot) -> None:
         """Hand a slot to the caller."""
         self.results[Port(role, name)] = slot
+
+    def owns(self, slot: Slot) -> bool:
+        """Whether a slot is all of a storage that was made here and is nobody's result yet."""
+        others = (*self.ports.values(), *self.results.values())
+        return slot.root == slot.number and all(slot.root != other.root for other in others)
 
     def call(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -77,7 +78,7 @@ def lower_finish(scope: Scope, name: str) -> Program:
 class _StepLowering:
     def __init__(self, scope: Scope, step: Step, *, whole: bool) -> None:
         self.scope, self.whole = scope, whole
-        self.emitter = Emitter(dtype=scope.dtype_of(scope.names[0]))
+        self.emitter = Emitter(dtype=scope.dtype_of(scope.names[0]), makes_gradients=whole)
         self.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
@@ -170,6 +171,9 @@ class _StepLowering:
         else:
             self.values[node.name] = (result, rows.new.start)
         if node.name in scope.outputs and self.write_outputs and self._is_wanted(rows):
+            if self.whole and node.name not in scope.graph.results and e.owns(result):
+                e.result("out", node.name, result)  # a cut: what was made is handed on, not copied
+                return
             out = e.port("out", node.name, self._wanted_shape(rows))
             value, first = self.values[node.name]
             columns = scope.columns[node.name]
@@ -256,18 +260,28 @@ class _StepLowering:
                 elif operand in scope.streamed:
                     self._add_to_source(operand, patch)
                 else:
-                    target = self.emitter.port("grad_side", operand, patch.slot.shape, scope.grad_dtype(operand))
-                    self.emitter.add_into(target, patch.slot)
+                    self.emitter.add_into(ctx.side_gradient(operand), patch.slot)
 
+        if self.whole:
+            self._give_gradients(gradients)
+
+    def _give_gradients(self, gradients: Mapping[str, list[Patch]]) -> None:
+        """Hand the gradients of what is read from outside to the caller; those that nothing was added to are zeros."""
+        scope = self.scope
         for name in scope.sources:
-            if self.whole and name in gradients:
+            if name in gradients:
                 self._give_source_gradient(name, gradients[name])
+        for user in scope.names:
+            for name in scope.graph[user].operands:
+                if name in scope.requires_grad and name not in scope.streamed and name not in scope.names:
+                    shape, dtype = scope.side_shape(name), scope.grad_dtype(name)
+                    self.emitter.side_gradient(name, shape, dtype, scope.dtype_of(name))
 
     def _give_source_gradient(self, name: str, patches: list[Patch]) -> None:
         """Hand the gradient of a whole source to the caller."""
         rows = Interval(0, self.scope.extent(name, ROWS))
         total, owned = self._sum(name, rows, [patch for patch in patches if patch.rows and patch.columns], self.scope.grad_dtype(name))
-        if not owned:
+        if not (owned and self.emitter.owns(total)):
             total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
         self.emitter.result("grad_source", name, total)
 
@@ -294,7 +308,8 @@ class _StepLowering:
             patches.append(Patch(port, rows.kept, columns.new, False))
         if node.name in scope.outputs and self._is_wanted(rows):
             port = e.port("grad_out", node.name, self._wanted_shape(rows), scope.grad_dtype(node.name))
-            patches.append(Patch(port, rows.wanted, columns.wanted, False))
+            # The gradient of a cut is read once, here; that of an output is the caller's.
+            patches.append(Patch(port, rows.wanted, columns.wanted, self.whole and node.name not in scope.graph.results))
         if not patches:
             if rows.carried:
                 e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sft.analysis.footprint import run_footprint
@@ -9,8 +11,10 @@ from sft.analysis.formulas import run_formulas
 from sft.plan.planner import Planned
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
-from sft.plan.types import Plan, SegmentChoice, SegmentPlan
+from sft.plan.types import Plan, SegmentPlan
+from sft.walk.order import num_forwards_of, plain_order
 from sft.walk.profile import WalkProfiles
+from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
 from sft.walk.whole import WholeSegment
 
@@ -31,23 +35,23 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int) -> Plan:
         projected_peak_bytes=planned.projection.peak_bytes,
         flops=planned.projection.flops,
         plain_flops=sum(program.flops for program in plain_programs(problem)),
-        segments=tuple(
-            _segment(problem, planned, choice, segment, makes, budget_bytes)
-            for choice, segment, makes in zip(planned.choices, planned.region.segments, planned.region.makes, strict=True)
-        ),
+        segments=tuple(_segment(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
+        order=_order(planned.region),
         notes=tuple(dict.fromkeys(problem.phases.whole_reasons.values())),
     )
 
 
-def _segment(
-    problem: Problem,
-    planned: Planned,
-    choice: SegmentChoice,
-    segment: TiledSegment | WholeSegment,
-    makes: tuple[str, ...],
-    budget_bytes: int,
-) -> SegmentPlan:
+def _order(region: Region) -> tuple[str, ...]:
+    """The moves as text, none where they are the plain ones; what is light needs not be kept."""
+    found, plain = region.moves, plain_order(len(region.segments))
+    light = [replace(move, keep=True) if move.kind == "forward" and not region.segments[move.segment].saves else move for move in found]
+    return () if tuple(light) == plain else tuple(map(str, found))
+
+
+def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) -> SegmentPlan:
     graph, phases = problem.graph, problem.phases
+    choice, segment, makes = planned.choices[index], planned.region.segments[index], planned.region.makes[index]
+    num_forwards = num_forwards_of(planned.region.moves, index)
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0
     differentiated = any(name in problem.requires_grad for name in choice.nodes)
@@ -66,7 +70,7 @@ def _segment(
         num_panels = len(segment.panels)
         panel_cols = choice.panel_cols if num_panels > 1 else problem.run_width(choice.nodes)
         state_bytes = _state_bytes(problem, segment) if differentiated else footprint.state_bytes
-    working_bytes, flops = _working_and_flops(problem, segment)
+    working_bytes, flops = _working_and_flops(problem, segment, num_forwards if problem.training else 1)
     return SegmentPlan(
         nodes=choice.nodes,
         layers=(graph[choice.nodes[0]].label, graph[choice.nodes[-1]].label),
@@ -81,6 +85,7 @@ def _segment(
         state_slots=choice.state_slots,
         batch_tile=choice.batch_tile if choice.mode == "tiled" else problem.num_batch,
         num_steps=num_steps,
+        num_forwards=num_forwards,
         state_bytes=state_bytes,
         working_bytes=working_bytes,
         output_bytes=sum(problem.value_bytes(name) for name in makes),
@@ -113,11 +118,11 @@ def _state_bytes(problem: Problem, segment: TiledSegment) -> int:
     return total
 
 
-def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment) -> tuple[int, int]:
+def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment, num_forwards: int) -> tuple[int, int]:
     if isinstance(segment, WholeSegment):
         programs = [p for p in segment.programs(problem.training) if p is not None]
-        return max(p.peak_bytes for p in programs), sum(p.flops for p in programs)
+        return max(p.peak_bytes for p in programs), sum(p.flops for p in (*programs, *programs[:1] * (num_forwards - 1)))
     differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
     profiles = WalkProfiles(segment, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
-    flops = sum(profiles[walk].forward_flops + profiles[walk].backward_flops for walk in segment.walks)
-    return segment.working_bytes, flops
+    forward = sum(profiles[walk].forward_flops for walk in segment.walks)
+    return segment.working_bytes, num_forwards * forward + sum(profiles[walk].backward_flops for walk in segment.walks)

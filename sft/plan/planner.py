@@ -8,19 +8,24 @@ fits, it says what the smallest plan it knows needs, and that budget will work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from sft.errors import BudgetError, UnsupportedError
+from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.options import Options
 from sft.plan.build import build_region
+from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
+from sft.plan.rates import Rates
+from sft.plan.stages import StagedModel
+from sft.plan.strategy_chain import RECOMPUTING, solve
 from sft.plan.strategy_sft import grids, partition_choices
 from sft.plan.survey import Candidate, Survey, panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
+from sft.walk.order import Order
 from sft.walk.region import Region
 
 __all__ = ["Planned", "carry_out", "plan_segments"]
@@ -33,20 +38,31 @@ _WORTH_MORE_PANELS = 1.05
 #: More panels must need less than this share of what fewer need, and a panel narrower than this is all halo.
 _WORTH_ANOTHER_PANEL = 0.95
 _LEAST_PANEL_COLS = 64
+#: A plan that costs at most so much more than plain PyTorch is not worth looking for stages to run again.
+_WORTH_RECOMPUTING = 1.02
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Decisions, the region that carries them out, and what it costs."""
+    """Decisions, the region that carries them out (in its order), and what it costs."""
 
     choices: tuple[SegmentChoice, ...]
     region: Region
     projection: Projection
 
 
-def carry_out(problem: Problem, choices: Sequence[SegmentChoice]) -> Planned:
-    """Build the region for given decisions and project it."""
-    region = build_region(problem, choices)
+def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order | None = None) -> Planned:
+    """Build the region for given decisions and project it.
+
+    Raises:
+        InputError: the order runs a segment back that has not kept what it needs for that.
+    """
+    region = replace(build_region(problem, choices), order=order)
+    unkept = region.unkept() if order is not None and problem.training else ()
+    if unkept:
+        raise InputError(
+            f"the plan's order runs segments {list(unkept)} back without F{unkept[0]}+ before; make a new one with sft.plan(...)"
+        )
     return Planned(tuple(choices), region, project(problem, region))
 
 
@@ -59,6 +75,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     room_bytes = budget_bytes - problem.resident_bytes
     if options.strategy == "sft":
         return _fused_tiled(problem, budget_bytes, options)
+    if options.strategy in RECOMPUTING:
+        return _recomputing(problem, budget_bytes, options.strategy, Rates(device_type))
     surveys: list[Survey] = []
     fitting: list[tuple[float, Planned]] = []
     for survey in _surveys(problem, options, device_type):
@@ -68,14 +86,42 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
             fitting.append(found)
             if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                 break  # what is left to gain are strips that run once more to restore states
+    mixed = _mixed(problem, surveys, room_bytes, options, Rates(device_type))
+    if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= _WORTH_RECOMPUTING * surveys[0].plain_flops):
+        found = _cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
+        fitting += [found] if found is not None else []
     if fitting:
         return min(fitting, key=lambda costed: costed[0])[1]
     small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
     planned = [carry_out(problem, survey.choices(candidate)) for candidate, survey in small[:_NUM_SMALLEST]]
+    least = mixed.smallest() if mixed is not None else None
+    planned += [carry_out(problem, least.choices, least.order)] if least is not None else []
     best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best
     raise _too_small(problem, best, budget_bytes)
+
+
+def _mixed(problem: Problem, surveys: Sequence[Survey], room_bytes: int, options: Options, rates: Rates) -> Mixed | None:
+    """The plans that recompute stages, where there may be any."""
+    if not problem.training or options.tile is not None or options.strategy != "auto" or options.halo == "recompute":
+        return None
+    staged = StagedModel(problem, rates)
+    return Mixed(staged, surveys, max(1, room_bytes)) if len(staged.stages) > 1 else None
+
+
+def _cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than: float) -> tuple[float, Planned] | None:
+    """The cheapest mixed plan that fits and costs less than one that is known, as far as a few exact projections tell."""
+    error, best = 0.0, None
+    for _ in range(_MAX_PROJECTIONS):
+        proposal = mixed.cheapest(room_bytes - error, worse_than if best is None else _WORTH_ANOTHER_LOOK * best[0])
+        if proposal is None:
+            break
+        planned = carry_out(problem, proposal.choices, proposal.order)
+        if planned.projection.peak_bytes <= room_bytes:
+            best = (proposal.cost, planned)
+        error += planned.projection.peak_bytes - room_bytes
+    return best
 
 
 def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Planned:
@@ -100,6 +146,21 @@ def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Plann
     if smallest is None:
         raise UnsupportedError(["strategy 'sft': no segment of the model can run in tiles; choose strategy 'auto'"])
     raise _too_small(problem, smallest, budget_bytes)
+
+
+def _recomputing(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> Planned:
+    """The published schedule of that name."""
+    room_bytes = budget_bytes - problem.resident_bytes
+    staged = StagedModel(problem, rates)
+    if not problem.training or len(staged.stages) < 2:  # there is nothing to recompute
+        planned = carry_out(problem, staged.choices)
+        fits = planned.projection.peak_bytes <= room_bytes
+    else:
+        found, fits = solve(staged, name, room_bytes)
+        planned = Planned(staged.choices, staged.ordered(found.order), found.projection)
+    if not fits:
+        raise _too_small(problem, planned, budget_bytes)
+    return planned
 
 
 def _least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
@@ -163,7 +224,7 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
         f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
         f"Raise the budget to {needed} bytes, give a smaller image, {_without_outputs(problem, smallest)}"
-        "or leave out options that force tile, state_every or state_slots.",
+        "or leave out options that force strategy, tile, state_every or state_slots.",
         needed_bytes=needed,
     )
 

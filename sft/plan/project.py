@@ -6,6 +6,7 @@ strip by strip instead and is what the profile is tested against.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -88,6 +89,7 @@ class _Projected:
     """A tiled segment that is only added up."""
 
     accumulates = True
+    saves = True
 
     def __init__(self, segment: TiledSegment, problem: Problem) -> None:
         self.segment = segment
@@ -108,6 +110,12 @@ class _Projected:
     @property
     def to_host(self) -> frozenset[str]:
         return self.segment.to_host
+
+    def hands_on(self, keep: bool) -> frozenset[str]:
+        return self.segment.hands_on(keep)
+
+    def reads_back(self, reads: Sequence[str]) -> Sequence[str]:
+        return self.segment.reads_back(reads)
 
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
         assert isinstance(machine, PhantomMachine)

@@ -13,8 +13,7 @@ three facts make that needless:
 
 What is left out (borders, odd tails) is small, and no plan is returned before it has been projected exactly.
 
-Costs are counted in FLOPs. Two things that are not FLOPs are turned into them by a rate of exchange: calling an instruction, and on the
-CPU the first touch of a large fresh buffer, whose pages the kernel has to clear. Both only break ties between heights.
+Costs are counted in FLOPs (``sft.plan.rates``).
 """
 
 from __future__ import annotations
@@ -35,6 +34,7 @@ from sft.options import Options
 from sft.plan.build import borders, build_region
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
+from sft.plan.rates import Rates
 from sft.plan.types import Halo, SegmentChoice
 from sft.sources.readahead import reader_bytes
 from sft.walk.checkpoints import Checkpoints
@@ -44,12 +44,6 @@ __all__ = ["Candidate", "Survey", "panel_cols"]
 
 Floats = npt.NDArray[np.float64]
 
-#: FLOPs that the device could do while one instruction is issued.
-_CALL_FLOPS = {"cpu": 5e5}
-_CALL_FLOPS_DEFAULT = 1e8
-#: FLOPs that the CPU could do while it first touches one byte of a buffer too large for the allocator to recycle, and that size.
-_FRESH_BYTE_FLOPS = 15.0
-_LARGE_BUFFER_BYTES = 32 * 2**20
 #: Numbers of states to hold where even a state at every square root of the strips is too much.
 _SLOTS = (16, 12, 8, 6, 4, 3, 2)
 _ALL_KEPT = Checkpoints()
@@ -107,10 +101,14 @@ class Survey:
         peak_bytes: estimated peak, [position, height, policy].
         least_cost: of running all that can be in strips, each state kept.
         cost: estimated cost in FLOPs, likewise.
+        heads: the operators before each position, those on whole tensors between tiled runs included.
+        head_bytes: what they leave until their backward pass begins, and what is there all the time, likewise.
+        head_peak_bytes: the peak while their strips run, likewise.
+        head_cost: what they cost, likewise.
     """
 
     def __init__(self, problem: Problem, options: Options, device_type: str, num_panels: int = 1, *, restart: bool = True) -> None:
-        self.problem, self.options, self.device_type = problem, options, device_type
+        self.problem, self.options, self._rates = problem, options, Rates(device_type)
         self.halo: Halo = "recompute" if options.halo == "recompute" else "carry"
         self.width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
         self.panel_cols = panel_cols(problem, options, self.width, num_panels)
@@ -156,6 +154,12 @@ class Survey:
     def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
         """The decisions that a candidate stands for."""
         return self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.policies[candidate.policy])
+
+    def head_choices(self, position: int, height: int, policy: int) -> tuple[SegmentChoice, ...]:
+        """The decisions about the operators before a position."""
+        found = self._choices(self.positions[position], self.strip_rows[height], self.policies[policy])
+        inside = set(self.heads[position])
+        return tuple(choice for choice in found if inside.issuperset(choice.nodes))
 
     def _choices(self, position: tuple[int, int], strip_rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
         choices: list[SegmentChoice] = []
@@ -205,6 +209,8 @@ class Survey:
         grad_bytes = self._param_grad_bytes(order)
         shape = (len(self.positions), len(self.strip_rows), len(self.policies))
         self.peak_bytes, self.cost = np.zeros(shape), np.zeros(shape)
+        self.head_peak_bytes, self.head_bytes, self.head_cost = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+        self.heads = [tuple(order[:cut]) for cut in cut_at]
         tiled = [i for i, phase in enumerate(self._phases) if phase.streamed and any(i <= last and c for last, c in self.positions)]
         runs = {i: self._run(i, whole) for i in tiled}
         for p, (last, index) in enumerate(self.positions):
@@ -212,21 +218,24 @@ class Survey:
             parts = [(run, c) for run, c in parts if run.cuts[c]]
             makes = self._cut_bytes(self.positions[p]) if parts else []
             states: Any = sum((run.states[c] for run, c in parts), np.zeros(shape[1:]))
-            behind = whole.peak[p] + grad_bytes[cut_at[p]] + self._held_whole(order[cut_at[p] :])
-            peak = problem.border_bytes + sum(makes) + states + behind
+            behind = whole.peak[p] + self._held_whole(order[cut_at[p] :])
+            held = problem.border_bytes + sum(makes) + states
+            peak, head = held + behind, np.broadcast_to(held, shape[1:])
             cost = np.full(shape[1:], self.plain_flops + whole.overhead[p])
             for j, (run, c) in enumerate(parts):
                 alive = problem.border_bytes + sum(makes[: j + 1]) + states
-                grads = problem.input_grad_bytes + grad_bytes[0] if problem.training else 0
-                peak = np.maximum(peak, alive + grads + run.peak[c][:, None])
+                grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
+                head = np.maximum(head, alive + grads + run.peak[c][:, None])
                 cost += (run.flops[c] - sum(whole.flops[name] for name in run.names[: run.cuts[c]]))[:, None]
                 if any(name in problem.requires_grad for name in run.names[: run.cuts[c]]):
                     again = 1 - 1 / self._num_walks if self.restart else 0.0
                     cost += run.forward_flops[c][:, None] * (1 + again + run.restored_share)
                 cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
                 if len(self.policies) > 1:  # else it was asked for
-                    peak = np.where(run.restored_share <= _MOST_RESTORED, peak, np.inf)
-            self.peak_bytes[p], self.cost[p] = peak, cost
+                    head = np.where(run.restored_share <= _MOST_RESTORED, head, np.inf)
+            self.peak_bytes[p], self.cost[p] = np.maximum(peak, head), cost
+            self.head_peak_bytes[p], self.head_bytes[p] = head, held
+            self.head_cost[p] = cost - whole.overhead[p] - sum(whole.flops[name] for name in order[cut_at[p] :])
         self.least_cost = float(self.cost[-1, :, 0].min())
 
     def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
@@ -244,7 +253,7 @@ class Survey:
                 found[instruction.owner] += instruction.flops
         overhead = np.zeros(len(order) + 1)
         for instruction in listed:
-            overhead[place[instruction.owner]] += self._overhead(instruction)
+            overhead[place[instruction.owner]] += self._rates.overhead(instruction)
         behind = np.cumsum(overhead[::-1])[::-1]
         return _Whole(
             peak=_peaks(listed, place, cut_at, suffix=True),
@@ -266,24 +275,11 @@ class Survey:
         held = [max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made]
         return sum(map(problem.value_bytes, read)) + sum(held) + sum(map(problem.grad_bytes, loaded))
 
-    def _overhead(self, instruction: Instruction) -> float:
-        """What an instruction costs besides its FLOPs, in FLOPs."""
-        cost = _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
-        if self.device_type == "cpu" and instruction.num_bytes > _LARGE_BUFFER_BYTES:
-            cost += _FRESH_BYTE_FLOPS * instruction.num_bytes
-        return cost
-
-    def _param_grad_bytes(self, order: Sequence[str]) -> list[int]:
-        """Bytes of the new parameter gradients that the operators from each place on make."""
+    def _param_grad_bytes(self, order: Sequence[str]) -> int:
+        """Bytes of the new parameter gradients."""
         problem = self.problem
-        seen: set[str] = set()
-        behind = [0]
-        for name in reversed(order):
-            leaves = [o for o in problem.graph[name].operands if o in problem.requires_grad and problem.graph[o].kind != "operator"]
-            new = [o for o in leaves if o not in problem.phases.streamed and o not in seen]
-            seen.update(new)
-            behind.append(behind[-1] + sum(problem.grad_bytes(o) for o in new))
-        return behind[::-1]
+        leaves = {o for name in order for o in problem.graph[name].operands if problem.graph[o].kind != "operator"}
+        return sum(problem.grad_bytes(o) for o in leaves & problem.requires_grad - problem.phases.streamed)
 
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:
         """Bytes of what each tiled segment hands on; outputs aside, which are at the border or leave, unless they are read again too."""
@@ -369,7 +365,7 @@ class Survey:
             if port.name in segment.to_host and port.role in ("out", "grad_out"):
                 incoming += np.where(np.array(cuts) > place[port.name], slot.num_bytes, 0)
         owners = np.array([place[i.owner] for i in program.instructions])
-        overhead = np.array([self._overhead(i) for i in program.instructions])
+        overhead = np.array([self._rates.overhead(i) for i in program.instructions])
         passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both
         return {
             "row_bytes": row_bytes,

@@ -10,7 +10,7 @@ from sft.errors import InputError
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 4
+_FORMAT = 5
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -63,10 +63,11 @@ class SegmentPlan:
         state_slots: if not 0, so many states at most are held instead (Revolve).
         batch_tile: batch elements that walk together.
         num_steps: strips to a walk.
+        num_forwards: how often the plan runs it forward; more than once where what it made is recomputed.
         state_bytes: bytes of all states kept at once, for all walks.
         working_bytes: most bytes that one strip's program adds.
         output_bytes: bytes of the values it hands on.
-        flops: forward, recomputation and backward.
+        flops: forward, recomputations and backward.
         formulas: what the symbolic analysis says: halo, receptive field, carried rows, footprint.
     """
 
@@ -83,6 +84,7 @@ class SegmentPlan:
     state_slots: int
     batch_tile: int
     num_steps: int
+    num_forwards: int
     state_bytes: int
     working_bytes: int
     output_bytes: int
@@ -123,6 +125,8 @@ class Plan:
         plain_flops: what plain PyTorch computes for the same step.
         projected_seconds: of a step, from timing its programs on the device; ``None`` where that was not asked for.
         segments: in order.
+        order: the moves of a step, where they are not the plain ones (each segment once forward, then each back): ``"F3"`` runs segment 3
+            forward, ``"F3+"`` keeps what its backward pass needs, ``"L"`` is the caller's turn, ``"B3"`` runs it back.
         notes: why operators that read an image run on whole tensors, one line each.
     """
 
@@ -138,6 +142,7 @@ class Plan:
     plain_flops: int
     projected_seconds: float | None = None
     segments: tuple[SegmentPlan, ...]
+    order: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ from sft.sources.slide import Slide
 from sft.sources.source import Source, check_rows, select_samples
 from sft.sources.strips import StripReader
 from sft.sources.tiff import NotTiledError, TiffImage
-from sft.sources.views import AtLevel, Cropped, RasterView, WithMpp
+from sft.sources.views import AtLevel, Cropped, OneLevelView, RasterView, WithMpp
 from sft.sources.volume import NiftiVolume
 from sft.sources.zarr_image import ZarrImage
 
@@ -39,6 +39,7 @@ __all__ = [
     "Normalized",
     "NotTiledError",
     "OnError",
+    "OneLevelView",
     "Raster",
     "RasterView",
     "Reader",

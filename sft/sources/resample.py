@@ -32,7 +32,7 @@ from sft.errors import InputError
 from sft.sources.blocks import RowBlocks
 from sft.sources.image import Image, Pixels
 from sft.sources.raster import Raster, Size
-from sft.sources.views import AtLevel, RasterView, resolve_mpp
+from sft.sources.views import AtLevel, OneLevelView, RasterView, resolve_mpp
 
 __all__ = ["MPP_TOLERANCE", "Resampled", "at_mpp", "level_scale"]
 
@@ -98,7 +98,7 @@ def _scale(ratio: float) -> Fraction:
     return Fraction(whole) if abs(ratio / whole - 1) <= MPP_TOLERANCE else Fraction(ratio).limit_denominator(_MAX_DENOMINATOR)
 
 
-class Resampled(RasterView):
+class Resampled(OneLevelView):
     """An image reduced by area, row by row as it is read.
 
     >>> from sft.sources import ArrayImage
@@ -130,25 +130,11 @@ class Resampled(RasterView):
     def __repr__(self) -> str:
         return f"Resampled({self.image!r}, {self.scale[0]}, {self.scale[1]})"
 
-    @property
-    def level_dimensions(self) -> tuple[Size, ...]:
-        """(width, height) of the one level."""
-        return (self._size,)
+    def _size_px(self) -> Size:
+        return self._size
 
-    @property
-    def level_downsamples(self) -> tuple[float, ...]:
-        """1: there is one level."""
-        return (1.0,)
-
-    @property
-    def exact_levels(self) -> tuple[int, ...]:
-        """The one level."""
-        return (0,)
-
-    @property
-    def level_tiles_px(self) -> tuple[Size | None, ...]:
+    def _tile_px(self) -> None:
         """None: rows that the next read shares are kept here."""
-        return (None,)
 
     @property
     def mpp(self) -> tuple[float, float] | None:

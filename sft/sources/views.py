@@ -15,7 +15,7 @@ from sft.sources.blocks import RowBlocks
 from sft.sources.image import Image, Pixels, check_region
 from sft.sources.raster import WHITE, Size, check_level, valid_mpp
 
-__all__ = ["AtLevel", "Cropped", "RasterView", "WithMpp", "resolve_mpp"]
+__all__ = ["AtLevel", "Cropped", "OneLevelView", "RasterView", "WithMpp", "resolve_mpp"]
 
 
 class RasterView:
@@ -133,6 +133,41 @@ class RasterView:
         return self.image.read(x, y, w, h, level)
 
 
+class OneLevelView(RasterView):
+    """A view of level 0 as an image that has no others; subclasses say what size it has, and which tiles.
+
+    What a view makes of one level (a rectangle, a turn, a mask) it could make of the others only with sizes and places rounded.
+    """
+
+    def _size_px(self) -> Size:
+        """(width, height) of the one level: those of the image."""
+        return super().level_dimensions[0]
+
+    def _tile_px(self) -> Size | None:
+        """(width, height) of what is to be read at least: a compressed tile of the image's level 0."""
+        return super().level_tiles_px[0]
+
+    @property
+    def level_dimensions(self) -> tuple[Size, ...]:
+        """(width, height) of the one level."""
+        return (self._size_px(),)
+
+    @property
+    def level_downsamples(self) -> tuple[float, ...]:
+        """1: there is one level."""
+        return (1.0,)
+
+    @property
+    def exact_levels(self) -> tuple[int, ...]:
+        """The one level."""
+        return (0,)
+
+    @property
+    def level_tiles_px(self) -> tuple[Size | None, ...]:
+        """(width, height) of a compressed tile of the one level."""
+        return (self._tile_px(),)
+
+
 class AtLevel(RasterView):
     """One level of an image as an image: what was the level is all there is.
 
@@ -206,7 +241,7 @@ class WithMpp(RasterView):
         return self._mpp
 
 
-class Cropped(RasterView):
+class Cropped(OneLevelView):
     """A rectangle of an image as an image: one level, and nothing outside is decoded but what shares a tile with it.
 
     A crop rarely starts where a tile does, so the rows at the edges of a read are kept for the next one: in a walk over the crop, up or
@@ -237,25 +272,11 @@ class Cropped(RasterView):
         w, h = self._size
         return f"Cropped({self.image!r}, x={self.x}, y={self.y}, w={w}, h={h})"
 
-    @property
-    def level_dimensions(self) -> tuple[Size, ...]:
-        """(width, height) of the rectangle."""
-        return (self._size,)
+    def _size_px(self) -> Size:
+        return self._size
 
-    @property
-    def level_downsamples(self) -> tuple[float, ...]:
-        """1: there is one level."""
-        return (1.0,)
-
-    @property
-    def exact_levels(self) -> tuple[int, ...]:
-        """The one level."""
-        return (0,)
-
-    @property
-    def level_tiles_px(self) -> tuple[Size | None, ...]:
+    def _tile_px(self) -> None:
         """None: tiles do not begin where the rectangle does, and need not be known above it."""
-        return (None,)
 
     def close(self) -> None:
         """Let go of the file below, and of rows kept for the next read."""

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from sft.errors import SourceError
+from sft.files import replacing
 from sft.sources.raster import missing_extra
-from sft.tissue.mask import TissueMask, write_beside
+from sft.tissue.mask import TissueMask
 from sft.tissue.regions import Polygon, Regions
 
 __all__ = ["outline", "read_geojson", "write_geojson"]
@@ -47,7 +48,8 @@ def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *,
         for polygon in regions.polygons
     ]
     text = json.dumps({"type": "FeatureCollection", "features": features})
-    write_beside(Path(path), lambda part: part.write_text(text, encoding="utf-8"))
+    with replacing(path) as part:
+        part.write_text(text, encoding="utf-8")
 
 
 def read_geojson(path: str | os.PathLike[str], *, names: Sequence[str] | None = None) -> Regions:

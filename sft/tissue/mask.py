@@ -7,20 +7,18 @@ rectangle of the slide is looked up: a slide's pixel is tissue if the mask's pix
 from __future__ import annotations
 
 import os
-import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sft.errors import InputError, SourceError
+from sft.files import replacing
 from sft.sources.raster import missing_extra
 from sft.tissue.regions import Mask, Regions
 
-__all__ = ["Box", "TissueMask", "write_beside"]
+__all__ = ["Box", "TissueMask"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -132,7 +130,8 @@ class TissueMask:
         note = png.PngInfo()
         note.add_text(_SIZE_KEY, f"{self.width_px} {self.height_px}")
         picture = image.fromarray(self.pixels.astype(np.uint8) * np.uint8(255))
-        write_beside(Path(path), lambda part: picture.save(part, format="PNG", pnginfo=note))
+        with replacing(path) as part:
+            picture.save(part, format="PNG", pnginfo=note)
 
     @classmethod
     def load_png(cls, path: str | os.PathLike[str], *, width_px: int | None = None, height_px: int | None = None) -> TissueMask:
@@ -160,22 +159,6 @@ class TissueMask:
                 raise InputError(f"cannot use the mask {path}: it does not say the slide's size. Give width_px and height_px.")
             width_px, height_px = map(int, stated)
         return cls(pixels=pixels, width_px=width_px, height_px=height_px)
-
-
-def write_beside(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write`` with a path beside the target and rename the result: a failure leaves what was there.
-
-    Raises:
-        SourceError: it cannot be written.
-    """
-    part = path.with_name(f".sft-{secrets.token_hex(8)}.part")
-    try:
-        write(part)
-        os.replace(part, path)
-    except OSError as error:
-        raise SourceError(f"cannot write {path}: {error.strerror or error}. Give a path in a folder that may be written to.") from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _under(px: Indices, extent: int, size_px: int) -> Indices:

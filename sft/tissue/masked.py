@@ -13,8 +13,7 @@ import numpy as np
 
 from sft.errors import InputError
 from sft.sources.image import Image, Pixels
-from sft.sources.raster import Size
-from sft.sources.views import Cropped, RasterView
+from sft.sources.views import Cropped, OneLevelView
 from sft.tissue.mask import TissueMask
 from sft.tissue.regions import Mask
 
@@ -26,7 +25,7 @@ class _HasRegion(Protocol):
     def region(self, x: int, y: int, w: int, h: int) -> Mask: ...
 
 
-class Masked(RasterView):
+class Masked(OneLevelView):
     """An image in which everything outside a mask has one colour.
 
     Only columns of tiles that hold something of the mask are read, where the image says how wide its tiles are. So mask first, then crop,
@@ -64,26 +63,6 @@ class Masked(RasterView):
         """Colour outside the mask."""
         return self._background
 
-    @property
-    def level_dimensions(self) -> tuple[Size, ...]:
-        """(width, height) of level 0, the only one."""
-        return super().level_dimensions[:1]
-
-    @property
-    def level_downsamples(self) -> tuple[float, ...]:
-        """1: there is one level."""
-        return (1.0,)
-
-    @property
-    def exact_levels(self) -> tuple[int, ...]:
-        """The one level."""
-        return (0,)
-
-    @property
-    def level_tiles_px(self) -> tuple[Size | None, ...]:
-        """(width, height) of a compressed tile of level 0."""
-        return super().level_tiles_px[:1]
-
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         inside = self.mask.region(x, y, w, h)
         out = np.empty((h, w, self.num_channels), np.uint8)
@@ -98,7 +77,7 @@ class Masked(RasterView):
         columns = np.flatnonzero(used) + x
         if not len(columns):
             return []
-        tile = self.level_tiles_px[0]
+        tile = self._tile_px()
         if tile is None:
             return [(x, x + len(used))]
         tiles = np.unique(columns // tile[0])

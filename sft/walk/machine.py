@@ -26,11 +26,13 @@ _AXES = Axes()
 class Saved:
     """What the first half of a whole segment leaves for the second: tensors by slot number, or a phantom.
 
-    ``loaded`` are images read for the first half that some of these tensors are views of.
+    ``loaded`` are images read for the first half that some of these tensors are views of; ``handed`` values that were handed on, and are
+    among these tensors or the owners of their memory.
     """
 
     values: Any
     loaded: dict[str, Handle] = field(default_factory=dict)
+    handed: list[Handle] = field(default_factory=list)
 
 
 class Strips(Protocol):

@@ -1,8 +1,9 @@
 """Running all segments of a model in order, and back.
 
-Cuts (the values between segments) are whole buffers. A cut lives from the segment that makes it to the backward pass of the first
-segment that reads it, since that one recomputes from it; its gradient lives from the backward pass of its last reader to that of its
-maker. Nothing outside is touched before the end: outputs, gradients of inputs and of parameters are buffers of the region's own.
+Cuts (the values between segments) are whole buffers. In the plain order a cut lives from the segment that makes it to the backward pass of
+the first segment that reads it, since that one recomputes from it; in another (``sft.walk.order``) it may go and be made again. Its
+gradient lives from the backward pass of its last reader to that of its maker. Nothing outside is touched before the end: outputs, gradients
+of inputs and of parameters are buffers of the region's own.
 
 An output on the host that leaves its segment strip by strip (``to_host``) has no buffer here. Any other output on the host (small, made on
 whole tensors, or read by later segments) is a cut that is copied when its segment is done; its gradient is loaded before the backward
@@ -11,14 +12,15 @@ pass of the last segment that has to do with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Protocol
 
 from sft.analysis.graph import Graph
 from sft.lower.context import Scope
 from sft.walk.machine import Handle, Machine
+from sft.walk.order import LOSS, Move, Order, dying_at, plain_order
 from sft.walk.values import Gradients, Values
 
 __all__ = ["Region", "Tape"]
@@ -32,19 +34,21 @@ class Segment(Protocol):
     @property
     def scope(self) -> Scope: ...
     @property
-    def sides(self) -> tuple[str, ...]: ...
-    @property
     def to_host(self) -> frozenset[str]: ...
+    @property
+    def saves(self) -> bool: ...
+    def hands_on(self, keep: bool) -> frozenset[str]: ...
+    def reads_back(self, reads: Sequence[str]) -> Sequence[str]: ...
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
     def backward(self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
 
 
 @dataclass(slots=True)
 class Tape:
-    """What a forward pass leaves for the backward pass: cuts, and each segment's own (row stores, or saved tensors)."""
+    """What a forward pass leaves for the backward pass: cuts, and by segment its own (row stores, or saved tensors)."""
 
     values: Values = field(default_factory=Values)
-    kept: list[Any] = field(default_factory=list)
+    kept: dict[int, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -64,6 +68,8 @@ class Region:
         contiguous: outputs that are laid out channels first.
         from_source: inputs that are read while walks run; their handles are sources, their gradients go to sinks.
         host_outputs: outputs that are on the host, with their gradients.
+        order: the moves of a step with a backward pass; ``None`` for the plain ones. A segment whose outputs leave strip by strip
+            runs forward once.
     """
 
     graph: Graph
@@ -78,6 +84,7 @@ class Region:
     contiguous: frozenset[str]
     from_source: frozenset[str] = frozenset()
     host_outputs: frozenset[str] = frozenset()
+    order: Order | None = None
 
     def forward(
         self, machine: Machine, given: Mapping[str, Handle], *, keep: bool, hosts: Mapping[str, Handle] | None = None
@@ -93,24 +100,48 @@ class Region:
         tape, hosts = Tape(Values(dict(given))), hosts or {}
         outputs: dict[str, Handle] = {name: given[name] for name in self.outputs if name in given}
         outputs.update({name: hosts[name] for name in self.host_outputs})
-        for index, segment in enumerate(self.segments):
-            for name in self.makes[index]:
-                if name in segment.to_host:
-                    tape.values.by_name[name] = hosts[name]
-                    continue
-                handle = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=name in self.contiguous)
-                tape.values.by_name[name] = handle
-                if name in self.outputs and name not in self.host_outputs:
-                    outputs[name] = handle
-                del handle
-            tape.kept.append(segment.forward(machine, tape.values, keep=keep and self._differentiated[index]))
-            for name in self.makes[index]:
+        moves = self.moves if keep else plain_order(len(self.segments))
+        for move, dying in zip(moves[: moves.index(LOSS)], self._dying if keep else self._dying_forward, strict=False):
+            segment, makes = self.segments[move.segment], self.makes[move.segment]
+            tape.values.by_name |= {name: hosts[name] for name in segment.to_host}
+            self._run_forward(machine, tape.values, tape.kept if keep else None, move)
+            outputs |= {name: tape.values.by_name[name] for name in makes if name in self.outputs and name not in self.host_outputs}
+            for name in makes:
                 if name in self.host_outputs - segment.to_host:
                     machine.put(hosts[name], tape.values.by_name[name])
-            if not keep:
-                tape.kept.clear()
-            self._drop_values(tape.values, partial(self._read_after, index=index, keep=keep))
+            self._drop(tape.values, dying)
         return outputs, tape
+
+    @property
+    def moves(self) -> Order:
+        """The moves of a step with a backward pass."""
+        return plain_order(len(self.segments)) if self.order is None else self.order
+
+    def unkept(self) -> tuple[int, ...]:
+        """The segments that the order runs back without having kept what that needs; none, or the order is wrong."""
+        kept: set[int] = set()
+        found = []
+        for move in self.moves:
+            index = move.segment
+            if move.kind == "forward" and move.keep:
+                kept.add(index)
+            elif move.kind == "backward" and self._differentiated[index] and self.segments[index].saves:
+                if index not in kept:
+                    found.append(index)
+                kept.discard(index)
+        return tuple(found)
+
+    def _run_forward(self, machine: Machine, values: Values, kept: dict[int, Any] | None, move: Move) -> None:
+        """Run a segment forward; without ``kept`` no backward pass follows."""
+        segment, keep = self.segments[move.segment], kept is not None and move.keep and self._differentiated[move.segment]
+        own = segment.to_host | segment.hands_on(keep)
+        for name in self.makes[move.segment]:
+            if name not in own:
+                contiguous = name in self.contiguous
+                values.by_name[name] = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=contiguous)
+        saved = segment.forward(machine, values, keep=keep)
+        if keep and kept is not None:
+            kept[move.segment] = saved
 
     @cached_property
     def _differentiated(self) -> tuple[bool, ...]:
@@ -122,27 +153,37 @@ class Region:
         )
 
     @cached_property
-    def _last_reader(self) -> dict[str, int]:
-        """For each value the last segment whose forward pass reads it."""
-        return {name: index for index, reads in enumerate(self.reads) for name in reads}
+    def _dying(self) -> tuple[tuple[str, ...], ...]:
+        """For each move of a step the values that go behind it."""
+        moves = [move for move in self.moves if move.kind != "backward" or self._differentiated[move.segment]]
+        back = [
+            segment.reads_back(reads) if is_run else ()
+            for segment, reads, is_run in zip(self.segments, self.reads, self._differentiated, strict=True)
+        ]
+        dying = iter(dying_at(moves, self._reads_from_outside, back, self.makes, self._leaves))
+        skipped = (move.kind == "backward" and not self._differentiated[move.segment] for move in self.moves)
+        return tuple(() if skips else next(dying) for skips in skipped)
 
     @cached_property
-    def _first_reader_back(self) -> dict[str, int]:
-        """For each value the first segment whose backward pass reads it."""
-        indices = range(len(self.reads) - 1, -1, -1)
-        return {name: index for index in indices if self._differentiated[index] for name in self.reads[index]}
+    def _dying_forward(self) -> tuple[tuple[str, ...], ...]:
+        """The same where no backward pass follows."""
+        moves = plain_order(len(self.segments))[: len(self.segments)]
+        return dying_at(moves, self._reads_from_outside, self.reads, self.makes, self._leaves)
 
-    def _read_before(self, name: str, index: int) -> bool:
-        """Whether the backward pass of a segment before ``index`` reads a value."""
-        return self._first_reader_back.get(name, index) < index
+    @cached_property
+    def _reads_from_outside(self) -> tuple[tuple[str, ...], ...]:
+        """For each segment what its forward pass reads."""
+        return tuple(
+            tuple(name for name in reads if name not in makes) for reads, makes in zip(self.reads, map(set, self.makes), strict=True)
+        )
 
-    def _read_after(self, name: str, index: int, keep: bool) -> bool:
-        """Whether a value is still read once segment ``index`` has run forward."""
-        return self._last_reader.get(name, -1) > index or (keep and name in self._first_reader_back)
+    @cached_property
+    def _leaves(self) -> frozenset[str]:
+        return frozenset(node.name for node in self.graph.nodes if node.kind != "operator")
 
-    def _drop_values(self, values: Values, wanted: Callable[[str], bool]) -> None:
-        for name in [n for n in values.by_name if not wanted(n)]:
-            del values.by_name[name]
+    def _drop(self, values: Values, names: Iterable[str]) -> None:
+        for name in names:
+            values.by_name.pop(name, None)
 
     def backward(
         self,
@@ -158,36 +199,55 @@ class Region:
         Those of inputs that are not resident go to their ``sinks`` instead, strip by strip.
         """
         values = tape.values if consume else Values(dict(tape.values.by_name))
-        kept = tape.kept if consume else list(tape.kept)
+        kept = tape.kept if consume else dict(tape.kept)
         grads, borrowed = Gradients(dict(output_grads), dict(sinks or {})), set(output_grads) - self.host_outputs
         waiting = {name for name in self.host_outputs if name in output_grads}
-        leaves = {node.name for node in self.graph.nodes if node.kind != "operator"}
-        for index in range(len(self.segments) - 1, -1, -1):
-            segment, saved = self.segments[index], kept.pop()
-            makes = [name for name in self.makes[index] if name in self.requires_grad]
-            if self._differentiated[index]:
-                for name in makes:
-                    if name in waiting - segment.to_host:
-                        self._load_gradient(machine, name, values, grads, waiting)
-                    elif name not in grads.by_name:
-                        grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
-                for name in self.reads[index]:
-                    if name in waiting and name not in self.makes[index]:
-                        self._load_gradient(machine, name, values, grads, waiting)
-                self._make_accumulators(machine, index, values, grads, borrowed)
-                segment.backward(machine, values, saved, grads, consume=consume)
-            del saved
-            for name in self.makes[index]:
-                grads.by_name.pop(name, None)
-            self._drop_values(values, partial(self._read_before, index=index))
+        turn = self.moves.index(LOSS)
+        self._drop(values, self._dying[turn])
+        for move, dying in zip(self.moves[turn + 1 :], self._dying[turn + 1 :], strict=True):
+            if move.kind == "forward":
+                self._run_forward(machine, values, kept, move)
+            else:
+                self._run_back(machine, values, kept, grads, move.segment, borrowed, waiting, consume or move.segment not in tape.kept)
+            self._drop(values, dying)
         found: dict[str, Handle] = {}
-        for name in [name for name in grads.by_name if name in leaves]:
+        for name in [name for name in grads.by_name if name in self._leaves]:
             handle = grads.by_name.pop(name)
             if self.grad_dtypes[name] != self.dtypes[name]:
                 handle = machine.cast(handle, self.shapes[name], self.dtypes[name])
             found[name] = handle
             del handle
         return found
+
+    def _run_back(
+        self,
+        machine: Machine,
+        values: Values,
+        kept: dict[int, Any],
+        grads: Gradients,
+        index: int,
+        borrowed: set[str],
+        waiting: set[str],
+        consume: bool,
+    ) -> None:
+        """Run a segment back; with ``consume`` what it kept is used up."""
+        segment, saved = self.segments[index], kept.pop(index, None)
+        if self._differentiated[index]:
+            for name in self.makes[index]:
+                if name not in self.requires_grad:
+                    continue
+                if name in waiting - segment.to_host:
+                    self._load_gradient(machine, name, values, grads, waiting)
+                elif name not in grads.by_name:
+                    grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
+            for name in self.reads[index]:
+                if name in waiting and name not in self.makes[index]:
+                    self._load_gradient(machine, name, values, grads, waiting)
+            self._make_accumulators(machine, index, values, grads, borrowed)
+            segment.backward(machine, values, saved, grads, consume=consume)
+        del saved
+        for name in self.makes[index]:
+            grads.by_name.pop(name, None)
 
     def _load_gradient(self, machine: Machine, name: str, values: Values, grads: Gradients, waiting: set[str]) -> None:
         """Bring the gradient of an output from the host: all of it, to be added to."""
@@ -197,7 +257,7 @@ class Region:
         waiting.discard(name)
 
     def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients, borrowed: set[str]) -> None:
-        """Zeros to add to: for side tensors always, for sources where strips add to them.
+        """Zeros to add to, where strips add to them.
 
         The gradient of an output that is read inside too is the caller's: it is copied before anything is added.
         """
@@ -211,7 +271,7 @@ class Region:
                 del own
             if name not in self.requires_grad or name in grads.by_name or name in self.from_source:
                 continue
-            if name in segment.sides or segment.accumulates:
+            if segment.accumulates:
                 handle = values.by_name[name]
                 grads.by_name[name] = machine.zeros_like(handle, self.shapes[name], self.grad_dtypes[name])
                 del handle

@@ -10,7 +10,7 @@ leaves when the strip's program has run, and a strip of its gradient is fetched 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal
@@ -58,8 +58,10 @@ class TiledSegment:
         contiguous: those of them that are laid out channels first.
     """
 
-    #: gradients of sources are added to buffers that must exist
+    #: gradients are added to buffers that must exist
     accumulates: ClassVar[bool] = True
+    #: its backward pass needs the states of its forward pass
+    saves: ClassVar[bool] = True
 
     scope: Scope
     schedule: Schedule | TileSchedule
@@ -167,6 +169,14 @@ class TiledSegment:
 
     def _is_exchanged(self, port: Port) -> bool:
         return port.name in self.to_host and port.role in ("out", "grad_out")
+
+    def hands_on(self, keep: bool) -> frozenset[str]:
+        """Outputs that need no buffer beforehand: none, as strips are written into them."""
+        return frozenset()
+
+    def reads_back(self, reads: Sequence[str]) -> Sequence[str]:
+        """Of the values that it reads those that its backward pass needs: all, as it computes everything again."""
+        return reads
 
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[RowStore | None]:
         """Walk all strips; with ``keep`` the states for the backward walks stay in the returned stores (``None``: not kept)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ class WholeSegment:
     Inputs that are not resident are read whole for its forward pass, and again for its backward pass.
     """
 
-    #: gradients of sources come out as buffers of their own
+    #: gradients come out as buffers of their own, made where they are first added to
     accumulates: ClassVar[bool] = False
     #: its outputs are whole on the device, wherever they go then
     to_host: ClassVar[frozenset[str]] = frozenset()
@@ -43,17 +44,34 @@ class WholeSegment:
             self._programs[training] = lower_whole(self.scope, self.step, training=training)
         return self._programs[training]
 
+    def hands_on(self, keep: bool) -> frozenset[str]:
+        """Outputs that its forward program makes itself, and that need no buffer beforehand."""
+        program, _ = self.programs(keep)
+        return frozenset(port.name for port in program.results)
+
+    def reads_back(self, reads: Sequence[str]) -> Sequence[str]:
+        """Of the values that it reads those that its backward pass needs: what its program binds, and what saved tensors are views of."""
+        forward, backward = self.programs(True)
+        assert backward is not None
+        viewed = _roots_of(forward, forward.saved)
+        bound = {port.name for port in backward.ports if port.role in ("source", "side")}
+        bound |= {port.name for port, slot in forward.ports.items() if port.role in ("source", "side") and slot.root in viewed}
+        return [name for name in reads if name in bound]
+
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Saved:
         """Run it; with ``keep`` what the backward needs is returned."""
         program, _ = self.programs(keep)
         bindings = {port: self._given(machine, port.name, values) for port in program.ports if port.role in ("source", "side", "out")}
         bindings |= {port: _NO_OFFSET for port in program.ports if port.role == "origin"}
-        _, saved = machine.run(program, bindings)
-        roots = {out.number: out.root for i in program.instructions for out in i.outputs if out is not None}
-        viewed = {roots[number] for number in program.saved}
+        results, saved = machine.run(program, bindings)
+        viewed = _roots_of(program, program.saved)
         for port, slot in program.ports.items():
             if port.name in self.from_source and port.role == "source" and slot.root in viewed:
                 saved.loaded[port.name] = bindings[port]
+        for port, handle in results.items():
+            values.by_name[port.name] = handle
+            if program.results[port].root in viewed:
+                saved.handed.append(handle)
         return saved
 
     def _given(self, machine: Machine, name: str, values: Values) -> Handle:
@@ -61,10 +79,16 @@ class WholeSegment:
         handle = values.by_name[name]
         return machine.load(handle, self.scope.shapes[name], self.scope.dtype_of(name)) if name in self.from_source else handle
 
-    def backward(self, machine: Machine, values: Values, saved: Saved, grads: Gradients, *, consume: bool = True) -> None:
+    @property
+    def saves(self) -> bool:
+        """Whether its backward pass needs anything of its forward pass."""
+        return bool(self.programs(True)[0].saved)
+
+    def backward(self, machine: Machine, values: Values, saved: Saved | None, grads: Gradients, *, consume: bool = True) -> None:
         """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""
         _, program = self.programs(True)
         assert program is not None
+        saves, saved = saved is not None, saved or Saved({})
         bindings: dict[Port, Handle] = {}
         for port in program.ports:
             if port.role == "source" and port.name in saved.loaded:
@@ -76,8 +100,10 @@ class WholeSegment:
             elif port.role == "origin":
                 bindings[port] = _NO_OFFSET
         held = saved if consume else Saved(saved.values if not isinstance(saved.values, dict) else dict(saved.values))
-        results, _ = machine.run(program, bindings, held)
+        results, _ = machine.run(program, bindings, held if saves else None)
         del held
+        if consume:
+            saved.handed.clear()  # not before: the program reads them to its end
         for port in list(results):
             handle = results.pop(port)
             if port.name in grads.sinks:
@@ -88,3 +114,9 @@ class WholeSegment:
             else:
                 grads.by_name[port.name] = handle
             del handle
+
+
+def _roots_of(program: Program, slots: Iterable[int]) -> frozenset[int]:
+    """The slots that own the memory of these."""
+    roots = {out.number: out.root for i in program.instructions for out in i.outputs if out is not None}
+    return frozenset(roots[number] for number in slots)

@@ -8,9 +8,6 @@ classifier) is left out, with its parameters. Names of parameters stay, so publi
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from sft.errors import InputError, SourceError
+from sft.libraries import ModelName
 
 __all__ = ["cut_before_pooling", "load_backbone", "load_weights", "num_features"]
 
@@ -35,23 +33,13 @@ def load_backbone(name: str, options: dict[str, Any]) -> nn.Module:
     Raises:
         InputError: there is no such network, its maker fails, or no feature map is found in it.
     """
-    library, _, member = name.rpartition(":")
-    if not library:
-        library = "timm" if _is_installed("timm") and name in _timm().list_models() else "torchvision"
-    if library == "timm":
-        return _made(name, _timm().create_model, member, num_classes=0, global_pool="", **options)
-    if library == "torchvision":
-        options = dict(options)
-        if options.pop("pretrained", False):
-            options.setdefault("weights", "DEFAULT")
-        models = _import("torchvision.models", name, 'pip install torchvision, or name another backbone as "package.module:callable"')
-        return cut_before_pooling(_made(name, models.get_model, member, **options), name)
-    maker = getattr(_import(library, name, "check the name, and that PYTHONPATH reaches it"), member, None)
-    if not callable(maker):
-        raise InputError(
-            f"model.backbone {name!r}: module {library} has no callable {member!r}. Name a class or function that makes a network."
-        )
-    return cut_before_pooling(_made(name, maker, **options), name)
+    maker = ModelName(text=name, place="model.backbone", options_place="model.options", libraries=("timm", "torchvision")).maker()
+    if maker.library == "timm":
+        return maker.make({"num_classes": 0, "global_pool": "", **options})
+    options = dict(options)
+    if maker.library == "torchvision" and options.pop("pretrained", False):
+        options.setdefault("weights", "DEFAULT")
+    return cut_before_pooling(maker.make(options), name)
 
 
 def num_features(backbone: nn.Module, name: str) -> int:
@@ -210,41 +198,3 @@ def _run(network: nn.Module, size_px: int, name: str) -> Any:
                 f"model.backbone {name!r} does not take an image of {size_px} x {size_px} px ({type(error).__name__}: {error}). Name a "
                 "convolutional network for images of any size with three channels."
             ) from error
-
-
-def _made(name: str, maker: Callable[..., Any], /, *arguments: Any, **options: Any) -> nn.Module:
-    try:
-        network = maker(*arguments, **options)
-    except Exception as error:  # the maker is anybody's code
-        raise InputError(
-            f"model.backbone {name!r} cannot be made ({type(error).__name__}: {error}). Check the name and model.options."
-        ) from error
-    if not isinstance(network, nn.Module):
-        raise InputError(f"model.backbone {name!r} made a {type(network).__name__}. Name a callable that returns an nn.Module.")
-    return network
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
-
-
-def _timm() -> Any:
-    return _import("timm", "timm", 'pip install timm, or name another backbone as "package.module:callable"')
-
-
-def _import(module: str, name: str, remedy: str) -> Any:
-    if module.split(".")[0] in ("timm", "torchvision"):
-        _allow_without_operators()
-    try:
-        return importlib.import_module(module)
-    except Exception as error:  # importing runs anybody's code
-        raise InputError(f"model.backbone {name!r}: cannot import {module} ({type(error).__name__}: {error}). {remedy}.") from error
-
-
-def _allow_without_operators() -> None:
-    """Let torchvision, and timm with it, be imported beside a torch that its compiled operators do not fit (pytorch/vision#9085)."""
-    for operator in ("nms", "qnms"):
-        try:
-            torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        except RuntimeError:  # there is one already
-            return

@@ -23,8 +23,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from sft.files import PARTIAL, sync_folder
 from sft.wsi.errors import RunFolderError
-from sft.wsi.files import PARTIAL, clear_partial, sync_folder, sync_tree
+from sft.wsi.files import clear_partial, sync_tree
 from sft.wsi.randomness import counter_seed
 
 __all__ = ["Checkpoint", "CheckpointFolder", "get_random_state", "seed_everything", "set_random_state"]

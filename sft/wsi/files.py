@@ -1,65 +1,36 @@
-"""Files that are whole or not there, whatever happens while they are written.
-
-Everything is written under another name beside its target, flushed to the disk, and renamed. A crash leaves the target as it was,
-and at most a file (or folder) whose name begins with ``.partial-``, which the next run removes.
-"""
+"""The files of a run's folder: whole or not there (`sft.files`), and what a crash left unfinished is removed by the next run."""
 
 from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import sft.files
+from sft.files import PARTIAL, sync_file, sync_folder
 from sft.wsi.errors import RunFolderError
 
-__all__ = ["PARTIAL", "clear_partial", "replacing", "safe_name", "sync_folder", "sync_tree", "write_csv", "write_json", "write_text"]
-
-#: How names of unfinished files and folders begin.
-PARTIAL = ".partial-"
+__all__ = ["clear_partial", "replacing", "safe_name", "sync_tree", "write_csv", "write_json", "write_text"]
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a name beside ``path``; what the block writes there takes the place of ``path`` if the block succeeds.
+def replacing(path: Path) -> AbstractContextManager[Path]:
+    """Let a block write a file, and its folders where there are none: see `sft.files.replacing`.
 
     Raises:
         RunFolderError: it cannot be written; ``path`` is as it was.
     """
-    temporary = path.with_name(f"{PARTIAL}{os.getpid()}-{path.name}")  # the suffix stays last: image writers look at it
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        yield temporary
-        _sync(temporary)
-        os.replace(temporary, path)
-        sync_folder(path.parent)
-    except OSError as error:
-        if isinstance(error, RunFolderError):
-            raise
-        raise RunFolderError(
-            f"cannot write {path}: {error.strerror or error}. Make room, or give a run folder that is writable."
-        ) from error
-    finally:
-        temporary.unlink(missing_ok=True) if temporary.parent.is_dir() else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames inside a folder survive a loss of power."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    remedy = "Make room, or give a run folder that is writable."
+    return sft.files.replacing(path, parents=True, refusal=RunFolderError, remedy=remedy)
 
 
 def sync_tree(folder: Path) -> None:
     """Flush every file of a folder, and the folder, to the disk."""
     for path in sorted(folder.iterdir()):
-        _sync(path)
+        sync_file(path)
     sync_folder(folder)
 
 
@@ -98,8 +69,3 @@ def safe_name(text: str) -> str:
     while "__" in kept:
         kept = kept.replace("__", "_")
     return kept if kept.strip(".") else "_"
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from sft.sources.image import Image, Pixels
 from sft.sources.raster import Size
-from sft.sources.views import RasterView
+from sft.sources.views import OneLevelView, RasterView
 
 __all__ = ["IDENTITY", "Affine", "Recoloured", "Turned"]
 
@@ -30,7 +30,7 @@ _MAX_DENSITY = 8.0
 _COLUMNS_PX = 256
 
 
-class Turned(RasterView):
+class Turned(OneLevelView):
     """An image mirrored left to right, or not, and then turned counter-clockwise by quarters; as ``np.rot90`` does.
 
     Args:
@@ -46,26 +46,13 @@ class Turned(RasterView):
     def __repr__(self) -> str:
         return f"Turned({self.image!r}, quarters={self.quarters}, mirrored={self.mirrored})"
 
-    @property
-    def level_dimensions(self) -> tuple[Size, ...]:
-        """(width, height) of level 0, the only one."""
-        return (self._turned(super().level_dimensions[0]),)
+    def _size_px(self) -> Size:
+        return self._turned(super()._size_px())
 
-    @property
-    def level_downsamples(self) -> tuple[float, ...]:
-        """1: there is one level."""
-        return (1.0,)
-
-    @property
-    def exact_levels(self) -> tuple[int, ...]:
-        """The one level."""
-        return (0,)
-
-    @property
-    def level_tiles_px(self) -> tuple[Size | None, ...]:
-        """(width, height) of what is to be read at least. Rows that were columns cost whole tiles below, also where none are known."""
-        tile = super().level_tiles_px[0]
-        return (self._turned(tile or (_COLUMNS_PX, self.image.height_px)) if self.quarters % 2 else tile,)
+    def _tile_px(self) -> Size | None:
+        """Rows that were columns cost whole tiles below, also where none are known."""
+        tile = super()._tile_px()
+        return self._turned(tile or (_COLUMNS_PX, self.image.height_px)) if self.quarters % 2 else tile
 
     @property
     def mpp(self) -> tuple[float, float] | None:

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from sft.analysis.interval import Interval
 
-from .dags import Dag, DagNet, Join
+from .dag_nets import Dag, DagNet, Join
 from .graphs import every_value, graph_of
 
 __all__ = ["Matrix", "operator_dependence", "row_dependence", "rows_behind"]

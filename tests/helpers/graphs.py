@@ -11,7 +11,7 @@ from sft.analysis.operators import Operator
 from sft.analysis.phases import Phases, find_phases
 from sft.plan.problem import at_size
 
-from .dags import Activation, AvgPool, Conv, Dag, Join, MaxPool, Norm, Pair, Upsample
+from .dag_nets import Activation, AvgPool, Conv, Dag, Join, MaxPool, Norm, Pair, Upsample
 
 __all__ = ["Built", "GraphBuilder", "every_value", "graph_of"]
 

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from sft.analysis.interval import Interval
+from sft.sources import Normalized, StripReader
 
-__all__ = ["Watched", "reader_threads", "write_tiled_tiff"]
+__all__ = ["Watched", "reader_threads", "walk", "write_tiled_tiff"]
 
 
 def reader_threads() -> list[threading.Thread]:
@@ -97,3 +99,14 @@ def write_tiled_tiff(path: Path, pixels: npt.NDArray[np.uint8], *, tile_px: int 
     # Little-endian: a short value in the first half of its field reads as a long one.
     content += b"".join(struct.pack("<HHII", *tag) for tag in tags) + struct.pack("<I", 0)
     path.write_bytes(content)
+
+
+def walk(image: Any, rows: int, halo: int, *, backwards: bool = False) -> list[Any]:
+    """What a network reads in one pass, joined."""
+    height = image.height_px
+    strips = [Interval(top - halo, top + rows + halo).clip(height) for top in range(0, height, rows)][:: -1 if backwards else 1]
+    source = Normalized(image, mean=(0, 0, 0), std=(1, 1, 1))
+    with StripReader(source, strips) as reader:
+        return [
+            (rows, strip.mul(255).round().byte()[0].permute(1, 2, 0).numpy().copy()) for rows, strip in zip(strips, reader, strict=True)
+        ]

@@ -34,7 +34,7 @@ class Beside(Rule):
             shape = [1 if dim in repeated else extent for dim, extent in enumerate(grad.shape)]
             keywords = {"dtype": wide} if wide != grad.dtype else {}
             grad = e.call(aten.sum.dim_IntList, grad, repeated, True, shape=shape, dtype=wide, keywords=keywords)
-        target = e.port("grad_side", name, ctx.side_shape(name), ctx.scope.grad_dtype(name))
+        target = ctx.side_gradient(name)
         e.call(_add, target, grad, *self._place(ctx), writes=target)
 
     @staticmethod

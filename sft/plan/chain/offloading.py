@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from sft.plan.chain.chain import Chain
-from sft.plan.chain.fluid import Edge
+from sft.plan.chain.edges import Edge
 from sft.plan.chain.link import Link
 from sft.plan.chain.place import place_copies
 from sft.plan.chain.reversal import keep_all, reversal

@@ -18,7 +18,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from sft.plan.chain.chain import Alternative, Chain
-from sft.plan.chain.fluid import Edge, Step
+from sft.plan.chain.edges import Edge
+from sft.plan.chain.fluid import Step
 from sft.plan.chain.offloading import kept_edge, loss_edge
 from sft.plan.chain.optimal import Table
 from sft.plan.chain.schedule import Operation, activation, backward, forward, free, grad, loss, saved

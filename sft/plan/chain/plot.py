@@ -1,16 +1,13 @@
-"""Pictures of schedules: memory and streams over time, and time against memory. Needs the extra ``plot``.
-
-Files are written beside their place and then renamed, so a picture that could not be finished leaves what was there.
-"""
+"""Pictures of schedules: memory and streams over time, and time against memory. Needs the extra ``plot``."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sft.errors import InputError, SourceError
+from sft.errors import InputError
+from sft.files import replacing
 from sft.plan.chain.pareto import Point, front
 from sft.plan.chain.simulate import Simulation, Stream
 
@@ -85,17 +82,11 @@ def save_figure(figure: Figure, path: str | Path) -> None:
         InputError: the ending is none that matplotlib knows.
         SourceError: the file cannot be written; what was there before is untouched.
     """
-    target = Path(path)
-    beside = target.with_name(f".{target.stem}.{os.getpid()}{target.suffix}")
     try:
-        figure.savefig(beside, dpi=150)
-        beside.replace(target)
+        with replacing(path) as part:
+            figure.savefig(part, dpi=150)
     except ValueError as error:
-        raise InputError(f"cannot draw {target.name}: {error}") from error
-    except OSError as error:
-        raise SourceError(f"cannot write {target}: {error}") from error
-    finally:
-        beside.unlink(missing_ok=True)
+        raise InputError(f"cannot draw {Path(path).name}: {error}") from error
 
 
 def _new_figure() -> Figure:

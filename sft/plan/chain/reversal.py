@@ -25,9 +25,9 @@ __all__ = ["Decide", "keep_all", "one_level", "reversal", "segment_reversal"]
 Decide = Callable[[int, int, bool, int], tuple[int, int, int]]
 
 
-def reversal(chain: Chain, decide: Decide, state: int = 0) -> tuple[Operation, ...]:
-    """The schedule of a whole step, the loss included."""
-    return tuple(_walk(chain, 0, chain.num_stages, True, decide, state))
+def reversal(chain: Chain, decide: Decide, state: int = 0, *, first: int = 0) -> tuple[Operation, ...]:
+    """The schedule of a whole step, the loss included, or of the part of it behind ``x_first``."""
+    return tuple(_walk(chain, first, chain.num_stages, True, decide, state))
 
 
 def segment_reversal(chain: Chain, i: int, j: int, decide: Decide, state: int = 0) -> tuple[Operation, ...]:

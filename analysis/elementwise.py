@@ -1,0 +1,93 @@
+"""Operators of single elements on images, and what else they read beside these.
+
+An operator of single elements does not mind in which order an image has its dimensions, if all of its images have the same. What is no
+image and broadcasts to them (a scale of channels, a mask, positions) gets its dimensions where the image has them (``sft.aligned``); where
+it varies along the image, it becomes an image that is read in strips, too (:mod:`sft.analysis.beside`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from sft.analysis.beside import beside, varies
+from sft.analysis.extents import broadcast, same
+from sft.analysis.following import Following, Image
+from sft.analysis.graph import Node, Ref, map_refs
+from sft.analysis.layout import Layout
+
+__all__ = ["Elementwise"]
+
+
+class Elementwise(Following):
+    """A rewriting that can put operators of single elements on images."""
+
+    def elementwise(self, node: Node) -> bool:
+        """Put an operator of single elements on the images that it reads; whether that is possible."""
+        images = [self.images[name] for name in node.operands if name in self.images]
+        layout = images[0].layout
+        held = [self.shape(image.node) for image in images]
+        if any(image.layout != layout for image in images) or len({len(shape) for shape in held}) > 1:
+            return False
+        rank = len(held[0])
+        aligned: dict[str, str] = {}
+        for name in dict.fromkeys(node.operands):
+            base = name if name in self.images else self.unexpanded(name)
+            side: str | None = base
+            if name in self.images:
+                side = self.images[name].node
+            elif varies(self.shape(base), layout, rank - self.axes.count):
+                side = self.image_beside(node, base, images[0])
+            elif not (layout.is_plain and len(layout.groups) == rank):
+                side = self._aligned(base, layout, rank)
+            if side is None:
+                return False
+            aligned[name] = side
+        sides = (self.shape(aligned[name]) for name in node.operands if name not in self.images)
+        shape = broadcast([*held, *sides], rank)
+        if layout.shape(shape) != tuple(node.shape) and not same(layout.shape(shape), node.shape):
+            return False
+        arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
+        return self.put(replace(node, shape=shape, arguments=arguments), layout)
+
+    def image_beside(self, reader: Node, name: str, image: Image) -> str | None:
+        """What varies along an image without being one, as an image for ``reader``."""
+        made = beside(f"{reader.name}__{name}", self.nodes[name], image.layout, self.nodes[image.node], self.axes)
+        if made is not None:
+            self.nodes[made.name] = replace(made, module_path=reader.module_path)
+            return made.name
+        return None
+
+    def unexpanded(self, name: str) -> str:
+        """What a value that was expanded to the size of an image was before: what reads it broadcasts it again."""
+        node = self.nodes[name]
+        while node.target == "aten.expand.default" and len(self.shape(node.operands[0])) == len(node.shape):
+            node = self.nodes[node.operands[0]]
+        return node.name
+
+    def _aligned(self, name: str, layout: Layout, rank: int) -> str | None:
+        """What broadcasts to a value of this layout, with its dimensions where the image has them."""
+        shape = self.shape(name)
+        if all(extent == 1 for extent in shape):
+            return name if len(shape) <= 1 else None
+        if len(shape) > len(layout.groups):
+            return None
+        full = (*[1] * (len(layout.groups) - len(shape)), *shape)
+        image: list[Any] = [1] * rank
+        places: list[int] = []
+        for group, extent in zip(layout.groups, full, strict=True):
+            if extent != 1:
+                if len(group) != 1:
+                    return None
+                places.append(group[0])
+                image[group[0]] = extent
+        if places != sorted(places):
+            return None
+        aligned = f"{name}__aligned_{'_'.join(map(str, places))}_of_{rank}"
+        if aligned not in self.nodes:
+            node = self.nodes[name]
+            arguments = (("self", Ref(name)), ("shape", tuple(image)))
+            self.nodes[aligned] = replace(
+                node, name=aligned, kind="operator", target="sft.aligned", shape=tuple(image), arguments=arguments, effect=""
+            )
+        return aligned

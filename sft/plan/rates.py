@@ -1,0 +1,51 @@
+"""How long programs take where nobody has timed them: a roofline in FLOPs.
+
+Costs are counted in FLOPs. Two things that are not FLOPs are turned into them by a rate of exchange: calling an instruction, and on the
+CPU the first touch of a large fresh buffer, whose pages the kernel has to clear. Both only break ties between plans of equal FLOPs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sft.lower.program import Instruction, Program
+
+__all__ = ["Rates"]
+
+#: FLOPs that the device could do while one instruction is issued.
+_CALL_FLOPS = {"cpu": 5e5}
+_CALL_FLOPS_DEFAULT = 1e8
+#: FLOPs that the CPU could do while it first touches one byte of a buffer too large for the allocator to recycle, and that size.
+_FRESH_BYTE_FLOPS = 15.0
+_LARGE_BUFFER_BYTES = 32 * 2**20
+#: FLOPs a second, to the nearest power of ten: what times are compared with is the link to the host alone.
+_FLOPS_PER_SECOND = {"cpu": 1e11}
+_FLOPS_PER_SECOND_DEFAULT = 1e13
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Rates of a kind of device.
+
+    Attributes:
+        device_type: ``"cpu"``, ``"cuda"``.
+    """
+
+    device_type: str
+
+    def overhead(self, instruction: Instruction) -> float:
+        """What an instruction costs besides its FLOPs, in FLOPs."""
+        cost = _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
+        if self.device_type == "cpu" and instruction.num_bytes > _LARGE_BUFFER_BYTES:
+            cost += _FRESH_BYTE_FLOPS * instruction.num_bytes
+        return cost
+
+    @property
+    def flops_per_second(self) -> float:
+        """FLOPs a second, to the nearest power of ten."""
+        return _FLOPS_PER_SECOND.get(self.device_type, _FLOPS_PER_SECOND_DEFAULT)
+
+    def seconds(self, program: Program) -> float:
+        """What a program takes, roughly."""
+        flops = sum(instruction.flops + self.overhead(instruction) for instruction in program.instructions)
+        return flops / self.flops_per_second

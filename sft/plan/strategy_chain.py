@@ -1,0 +1,100 @@
+"""Strategies that recompute stages: the published schedules (``sft.plan.chain``) on a model in stages (``sft.plan.stages``).
+
+A solver sees the chain and a budget for it. Its schedule is projected exactly; what the chain was wrong by (gradients of parameters that do
+not exist yet, skips counted twice) is what the next round's budget is corrected by. The fastest schedule that fits is the plan. When none
+does, the smallest that was seen is named, and its budget will work: it is the first that every round tries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sft.errors import BudgetError
+from sft.plan.chain.reversal import keep_all, reversal
+from sft.plan.chain.schedule import Schedule
+from sft.plan.chain.simulate import simulate
+from sft.plan.chain.strategies import strategy
+from sft.plan.project import Projection, project
+from sft.plan.stages import StagedModel
+from sft.walk.order import Order
+
+__all__ = ["RECOMPUTING", "Scheduled", "solve"]
+
+#: The strategies by name.
+RECOMPUTING = ("sqrt", "revolve", "bisect", "optimal", "acg")
+
+_MAX_ROUNDS = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scheduled:
+    """A schedule and what it costs.
+
+    Attributes:
+        schedule: for the chain.
+        order: for the segments.
+        seconds: of the chain.
+        projection: exact bytes and FLOPs.
+    """
+
+    schedule: Schedule
+    order: Order
+    seconds: float
+    projection: Projection
+
+
+def solve(staged: StagedModel, name: str, room_bytes: int) -> tuple[Scheduled, bool]:
+    """The fastest schedule found whose step fits in ``room_bytes``, and that it does; else the smallest found, and that it does not."""
+    plain = _scheduled(staged, Schedule(strategy=name, operations=reversal(staged.chain, keep_all)))
+    if plain.projection.peak_bytes <= room_bytes:
+        return plain, True
+    least = min(_least(staged, name), plain, key=lambda found: found.projection.peak_bytes)
+    if least.projection.peak_bytes > room_bytes:
+        return least, False
+    best = least
+    for found in _rounds(staged, name, room_bytes):
+        if found.projection.peak_bytes <= room_bytes and found.seconds < best.seconds:
+            best = found
+    return best, True
+
+
+def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Scheduled]:
+    """Schedules for budgets that are corrected by what the last one was off by, then halfway between what fits and what does not."""
+    low, high, tried = 0, 0, set[int]()
+    budget_bytes = room_bytes - staged.base_bytes
+    for _ in range(_MAX_ROUNDS):
+        if budget_bytes in tried or budget_bytes < 1:
+            return
+        tried.add(budget_bytes)
+        try:
+            schedule = strategy(name)(staged.chain, budget_bytes=budget_bytes)
+        except BudgetError as refusal:
+            low, budget_bytes = budget_bytes, refusal.needed_bytes
+            continue
+        found = _scheduled(staged, schedule)
+        yield found
+        excess_bytes = found.projection.peak_bytes - room_bytes
+        low, high = (low, budget_bytes) if excess_bytes > 0 else (budget_bytes, high)
+        budget_bytes = simulate(staged.chain, schedule).peak_bytes - excess_bytes
+        if high and not low < budget_bytes < high:
+            budget_bytes = (low + high) // 2
+
+
+def _least(staged: StagedModel, name: str) -> Scheduled:
+    """The schedule of least memory that the solver knows."""
+    try:
+        schedule = strategy(name)(staged.chain, budget_bytes=1)
+    except BudgetError as refusal:
+        schedule = strategy(name)(staged.chain, budget_bytes=refusal.needed_bytes)
+    return _scheduled(staged, schedule)
+
+
+def _scheduled(staged: StagedModel, schedule: Schedule) -> Scheduled:
+    order = staged.order(schedule.operations)
+    return Scheduled(
+        schedule=schedule,
+        order=order,
+        seconds=simulate(staged.chain, schedule).seconds,
+        projection=project(staged.problem, staged.ordered(order)),
+    )

@@ -1,0 +1,134 @@
+"""The order in which segments run: forward, back, and forward again in between.
+
+Plainly, every segment runs forward and keeps what its backward pass needs, the caller turns the outputs into their gradients, and every
+segment runs back. A segment may also run forward without keeping anything, and again before its backward pass, and so may those before it,
+as often as there is memory for: every schedule of the checkpointing literature is such a list of moves (Griewank and Walther, Algorithm
+799, 2000; Siskind and Pearlmutter, 2018; Beaumont et al., RR-9302, 2019).
+
+Frees are not in the list; they follow from it. A value lives from the move that makes it to the last one that reads it before it is made
+again. So no list can use a value that is gone: at worst it holds one for longer than its author thought.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from sft.errors import InputError
+
+__all__ = ["LOSS", "Move", "Order", "dying_at", "num_forwards_of", "parse_order", "plain_order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One entry of an order.
+
+    ``F3`` runs segment 3 forward, ``F3+`` keeps what its backward pass needs, ``L`` is the caller's turn, ``B3`` runs segment 3 back.
+    """
+
+    kind: Literal["forward", "loss", "backward"]
+    segment: int = -1
+    keep: bool = False
+
+    def __str__(self) -> str:
+        if self.kind == "loss":
+            return "L"
+        return f"{self.kind[0].upper()}{self.segment}{'+' if self.keep else ''}"
+
+
+LOSS = Move("loss")
+Order = tuple[Move, ...]
+
+
+def plain_order(num_segments: int) -> Order:
+    """Every segment once forward and once back.
+
+    >>> print(*plain_order(2))
+    F0+ F1+ L B1 B0
+    """
+    indices = range(num_segments)
+    forward = (Move("forward", i, True) for i in indices)
+    return (*forward, LOSS, *(Move("backward", i) for i in reversed(indices)))
+
+
+def parse_order(entries: Sequence[str], num_segments: int) -> Order:
+    """Read an order as text.
+
+    >>> print(*parse_order(["F0", "F1+", "L", "B1", "F0+", "B0"], 2))
+    F0 F1+ L B1 F0+ B0
+
+    Raises:
+        InputError: it is no order for so many segments.
+    """
+    found = []
+    for entry in entries:
+        match = re.fullmatch(r"L|F(\d+)(\+?)|B(\d+)", entry)
+        if match is None:
+            raise InputError(f"{entry!r} is no move of a plan: write F3, F3+, L or B3")
+        if match[1] is not None:
+            found.append(Move("forward", int(match[1]), bool(match[2])))
+        else:
+            found.append(LOSS if match[3] is None else Move("backward", int(match[3])))
+    _check(found, num_segments)
+    return tuple(found)
+
+
+def _check(moves: Sequence[Move], num_segments: int) -> None:
+    indices = list(range(num_segments))
+    if moves.count(LOSS) != 1:
+        raise InputError(f"an order has one loss, this one has {moves.count(LOSS)}")
+    turn = moves.index(LOSS)
+    before, behind = moves[:turn], moves[turn + 1 :]
+    if [move.segment for move in before] != indices or any(move.kind != "forward" for move in before):
+        raise InputError(f"before its loss an order runs the segments 0..{num_segments - 1} forward, each once")
+    left = list(indices)
+    for move in behind:
+        if not left or move.segment > left[-1]:
+            raise InputError(f"{move}: segment {move.segment} has run back already, or there is none of that number")
+        if move.kind == "backward":
+            if move.segment != left[-1]:
+                raise InputError(f"{move}: segment {left[-1]} is next to run back")
+            left.pop()
+    if left:
+        raise InputError(f"segments {left} never run back")
+
+
+def dying_at(
+    moves: Sequence[Move],
+    reads: Sequence[Collection[str]],
+    reads_back: Sequence[Collection[str]],
+    makes: Sequence[Collection[str]],
+    leaves: Collection[str],
+) -> tuple[tuple[str, ...], ...]:
+    """For each move the values that nobody reads behind it, before they are made again.
+
+    Args:
+        moves: the order, or a part of it that nothing follows.
+        reads: for each segment the values that it takes from outside.
+        reads_back: for each segment the values that its backward pass reads besides what it kept.
+        makes: for each segment the values that others need.
+        leaves: the values that are there from the start.
+    """
+    events: dict[str, list[tuple[int, bool]]] = {name: [(0, True)] for name in leaves}
+    for place, move in enumerate(moves):
+        if move.kind == "loss":
+            continue
+        for name in (reads if move.kind == "forward" else reads_back)[move.segment]:
+            events.setdefault(name, []).append((place, False))
+        if move.kind == "forward":
+            for name in makes[move.segment]:
+                events.setdefault(name, []).append((place, True))
+    dying: dict[int, list[str]] = {}
+    for name, found in events.items():
+        for (place, _), (_, is_made) in pairwise([*found, (len(moves), True)]):
+            if is_made:
+                dying.setdefault(place, []).append(name)
+    return tuple(tuple(dying.get(place, ())) for place in range(len(moves)))
+
+
+def num_forwards_of(moves: Sequence[Move], segment: int) -> int:
+    """How often a segment runs forward."""
+    return sum(move.kind == "forward" and move.segment == segment for move in moves)

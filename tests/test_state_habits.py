@@ -1,0 +1,141 @@
+"""What users do with the state of a model that trains: save, load, copy, average, change. Plain PyTorch is the reference."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+
+import sft
+
+from .helpers.exactness import relative_error
+from .helpers.models import ConvNet, chain, image, seeded
+from .helpers.twins import OPTIONS, SHAPE, assert_same_grads, assert_same_state, pair
+
+
+def _train(module: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    module(image(*SHAPE, seed=seed)).square().mean().backward()
+    optimizer.step()
+
+
+def _norm_net() -> nn.Module:
+    # No bias before the norm: its gradient is rounding alone, which AdamW would scale up.
+    return chain(nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, stride=2))
+
+
+def test_save_and_resume() -> None:
+    """State of model and optimizer through a file, into a fresh compiled model, in the middle of training."""
+    model, net = pair(_norm_net)
+    eager_optimizer, optimizer = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, net))
+    for seed in range(4):
+        _train(model, eager_optimizer, seed)
+    for seed in range(2):
+        _train(net, optimizer, seed)
+    stream = io.BytesIO()
+    torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, stream)
+    stream.seek(0)
+    saved = torch.load(stream)
+    fresh = sft.compile(seeded(_norm_net, seed=7), SHAPE, options=OPTIONS)
+    optimizer = torch.optim.AdamW(fresh.parameters(), lr=1e-2)
+    fresh.load_state_dict(saved["net"])
+    optimizer.load_state_dict(saved["optimizer"])
+    for seed in range(2, 4):
+        _train(fresh, optimizer, seed)
+    assert_same_state(fresh, model)
+
+
+def test_assigned_state_is_used() -> None:
+    """``assign=True`` puts new tensors in the parameters' place."""
+    _, net = pair()
+    other = seeded(ConvNet, seed=5)
+    net.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    for module in (other, net):
+        module.zero_grad()
+        module(image(*SHAPE)).square().sum().backward()
+    assert_same_grads(net, other)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"])
+def test_copies_go_on_training(copied: Callable[[nn.Module], nn.Module]) -> None:
+    model, net = pair(_norm_net)
+    for module in (model, net):
+        _train(module, torch.optim.SGD(module.parameters(), lr=1e-2), 0)
+    kept = copy.deepcopy(net.state_dict())
+    twin, eager_twin = copied(net), copied(model)
+    for module in (twin, eager_twin):
+        _train(module, torch.optim.SGD(module.parameters(), lr=1e-2), 1)
+    assert_same_state(twin, eager_twin)
+    assert all(torch.equal(value, kept[name]) for name, value in net.state_dict().items()), "the original was trained"
+
+
+def test_moving_average() -> None:
+    model, net = pair(_norm_net)
+    averages = []
+    for module in (model, net):
+        average = AveragedModel(module, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5), use_buffers=True)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+        for seed in range(3):
+            _train(module, optimizer, seed)
+            average.update_parameters(module)
+        averages.append(average.eval())
+    assert_same_state(averages[1], averages[0])
+    with torch.no_grad():
+        assert relative_error(averages[1](image(*SHAPE)), averages[0](image(*SHAPE))) <= 1e-9
+    assert_same_state(net, model)
+
+
+@pytest.mark.parametrize("what", ["momentum", "activation", "stride", "flag", "untied"])
+def test_a_model_that_changes_after_its_first_step(what: str) -> None:
+    """A captured graph holds these as constants: the change must not go unnoticed."""
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+            self.norm, self.activation = nn.BatchNorm2d(3), cast(nn.Module, nn.ReLU())
+            self.factor = 1.0
+            if what == "untied":
+                self.second.weight = self.first.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.second(self.activation(self.norm(self.first(x)))) * self.factor
+            return out
+
+    model, net = pair(Changing)
+    for module in (model, net):
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+        _train(module, optimizer, 0)
+        changing = cast(Any, module)
+        if what == "momentum":
+            changing.norm.momentum = 0.5
+        elif what == "activation":
+            changing.activation = nn.Tanh()
+        elif what == "stride":
+            changing.second.stride = (2, 2)
+        elif what == "flag":
+            changing.factor = 3.0
+        else:
+            changing.second.weight = nn.Parameter(changing.second.weight.detach() * 2)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-2)
+        _train(module, optimizer, 1)
+    assert_same_grads(net, model)
+    assert_same_state(net, model)
+
+
+def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.engine._MAX_CAPTURES", 2)
+    monkeypatch.setattr("sft.engine._MAX_PLANS", 3)
+    model, net = pair(lambda: nn.Conv2d(3, 2, 3))
+    for step in range(4):
+        cast(Any, net).epoch = step
+        assert relative_error(net(image(*SHAPE)), model(image(*SHAPE))) <= 1e-12
+    engine = cast(Any, net)._sft_engine
+    assert (len(engine._captured), len(engine._ready)) == (2, 3)

@@ -16,7 +16,7 @@ from examples.volume.network import SegResNet
 
 pytest.importorskip("nilearn")
 
-_EVERY = 8
+_EVERY = 10
 _MAIN = Path(__file__).resolve().parents[1] / "examples" / "volume" / "main.py"
 
 
@@ -56,7 +56,7 @@ def test_dice_counts_labelled_voxels_only() -> None:
 
 
 def test_the_script_trains_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--every", "12", "--steps", "2", "--share", "0.95", "--out", str(tmp_path)]
+    options = ["--every", "12", "--steps", "2", "--width", "2", "--share", "1", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [str(_MAIN), *options])
     monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds to it
     with pytest.raises(SystemExit) as end:
@@ -64,4 +64,4 @@ def test_the_script_trains_and_writes_its_page(tmp_path: Path, monkeypatch: pyte
     assert end.value.code == 0
     page = (tmp_path / "results.md").read_text(encoding="utf-8")
     assert "| right, never seen in the loss |" in page and page.count("white matter") == 1
-    assert set(torch.load(tmp_path / "weights.pt", weights_only=True)) == set(SegResNet(len(TISSUES), width=4).state_dict())
+    assert set(torch.load(tmp_path / "weights.pt", weights_only=True)) == set(SegResNet(len(TISSUES), width=2, num_groups=2).state_dict())

@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> None:
     model = SegResNet(len(TISSUES), width=arguments.width, num_groups=min(4, arguments.width))
     training = sft.nn.WithLoss(model, Loss())
     inputs = [brain.volume, brain.left]
-    plain_bytes = sft.plan(training, inputs, budget=2**60, options=sft.Options(strategy="none")).total_bytes
-    budget_bytes = int(arguments.share * plain_bytes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
+    plain_bytes = sft.plan(training, inputs, budget=2**60, options=sft.Options(strategy="none"), optimizer=optimizer).total_bytes
+    budget_bytes = int(arguments.share * plain_bytes)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, arguments.steps)
     net = sft.compile(training, inputs, budget=budget_bytes, optimizer=optimizer)
     shape = " x ".join(map(str, brain.volume.shape[2:]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 
@@ -39,7 +41,9 @@ class SlideFeed:
         self.sizes: dict[str, tuple[int, int]] = {}
         self._stains: dict[str, Affine] = {}
         self._masks: dict[str, PackedMask] = {}
-        # Tiles that were filled, and the images that may still fill some: those of the slide at hand, so that few files are open.
+        # Tiles that were filled, and the images that may still fill some: those of the slide at hand and of the one opened ahead of
+        # its use, so that few files are open. The lock is for the thread that opens ahead.
+        self._lock = threading.Lock()
         self._bad_tiles: dict[str, set[BadTile]] = {}
         self._watched: list[tuple[str, Raster]] = []
 
@@ -96,8 +100,10 @@ class SlideFeed:
     @property
     def bad_tiles(self) -> dict[str, tuple[BadTile, ...]]:
         """The tiles that were filled so far (``train.on_error: fill``), by slide, in the order of level, row and column."""
-        self._note_bad_tiles()
-        return {name: tuple(sorted(tiles, key=lambda t: (t.level, t.y, t.x))) for name, tiles in sorted(self._bad_tiles.items()) if tiles}
+        with self._lock:
+            self._note_bad_tiles()
+            found = sorted(self._bad_tiles.items())
+            return {name: tuple(sorted(tiles, key=lambda t: (t.level, t.y, t.x))) for name, tiles in found if tiles}
 
     def check(self, record: SlideRecord) -> str | None:
         """What is wrong with a slide, as far as its header, its mask and its stains tell; None if nothing is."""
@@ -132,9 +138,12 @@ class SlideFeed:
         policy = self._config.train.on_error
         slide = open_slide(record.path, mpp=self._config.data.mpp, slide_mpp=record.mpp, on_error=policy)
         if policy == "fill":
-            self._note_bad_tiles()
-            self._watched = [(name, image) for name, image in self._watched if name == record.name]
-            self._watched.append((record.name, slide.whole))
+            with self._lock:
+                self._note_bad_tiles()
+                others = [name for name, _ in self._watched if name != record.name]
+                kept = {record.name, *others[-1:]}
+                self._watched = [(name, image) for name, image in self._watched if name in kept]
+                self._watched.append((record.name, slide.whole))
         return slide
 
     def _view(self, record: SlideRecord) -> tuple[Raster, Box | None]:

@@ -250,8 +250,8 @@ def write_results(arguments: argparse.Namespace, rows: list[Row], hits: list[boo
         "Intervals: 95 %, bootstrap over slides. All ways: the same network, optimizer, number of steps, and pixels a step, but for",
         "rows that say otherwise. Whole slides have one learning rate; the others were trained at each of "
         f"{', '.join(f'{rate:g}' for rate in arguments.baseline_lr)},",
-        f"and the one with the best AUC in validation counts. Whole slides were trained within {arguments.budget}; plain PyTorch would hold",
-        f"{plain_bytes(arguments) / 2**20:.0f} MiB.",
+        f"and the one with the best AUC in validation counts. Whole slides were trained within {arguments.budget};",
+        f"plain PyTorch would hold {plain_bytes(arguments) / 2**20:.0f} MiB.",
         "",
         "| trained on | AUC [95 %] | learning rate | seconds, with prediction |",
         "| --- | --- | --- | --- |",

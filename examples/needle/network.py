@@ -2,8 +2,8 @@
 
 The first convolution's filters start with zero mean. What they answer to at first is then texture and not brightness, which varies more all
 over a slide than anything small does: with a maximum over positions, the gradient of a slide goes to the position that answers most, and
-filters that see brightness send it to the darkest or the brightest place, where nothing is to be learnt. There are many filters for the same
-reason: some of them should happen to answer to what decides, and with half as many a start in three found none that did.
+filters that see brightness send it to the darkest or the brightest place, where nothing is to be learnt. There are many filters for the
+same reason: some of them should answer to what decides before anything is learnt. With half as many, one start of several found none.
 """
 
 from __future__ import annotations

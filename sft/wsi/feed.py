@@ -15,6 +15,7 @@ from sft.tissue import Masked
 from sft.tissue.mask import Box
 from sft.wsi.augment import UNCHANGED, Augmentation
 from sft.wsi.config import Config
+from sft.wsi.reinhard import ColourTransferred, reinhard
 from sft.wsi.slides import OpenedSlide, open_slide, thumbnail
 from sft.wsi.stain import macenko
 from sft.wsi.table import SlideRecord
@@ -63,7 +64,8 @@ class SlideFeed:
         Raises:
             InputError, SourceError: as :meth:`image`.
         """
-        image = augmentation.apply(self.image(record), stain=self._stain(record))
+        normalised, stain = self._normalised(record)
+        image = augmentation.apply(normalised, stain=stain)
         budget = self._config.data.host_budget
         if budget is not None:
             image = Cached(image, host_budget_bytes=budget)
@@ -75,7 +77,7 @@ class SlideFeed:
         Raises:
             InputError, SourceError: as :meth:`image`.
         """
-        image, stain = self.image(record), self._stain(record)
+        image, stain = self._normalised(record)
         return image if stain == IDENTITY else Recoloured(image, density=stain)
 
     def labels(self, record: SlideRecord, augmentation: Augmentation = UNCHANGED) -> LabelSource:
@@ -121,6 +123,11 @@ class SlideFeed:
         self.sizes[record.name] = (image.width_px, image.height_px)
         return None
 
+    def _normalised(self, record: SlideRecord) -> tuple[Image, Affine]:
+        """The slide, and the map of its optical densities that is still to be applied."""
+        image, stain = self.image(record), self._stain(record)
+        return (ColourTransferred(image, stain), IDENTITY) if self._config.augment.stain == "reinhard" else (image, stain)
+
     def _stain(self, record: SlideRecord) -> Affine:
         if self._config.augment.stain == "none":
             return IDENTITY
@@ -131,7 +138,8 @@ class SlideFeed:
             area = self._area(record, slide)
             if area is not None and self._paints(record):
                 small = painted(small, area, factor, slide.whole.background)
-            self._stains[record.name] = macenko(small, record.name)
+            fitted_to = reinhard if self._config.augment.stain == "reinhard" else macenko
+            self._stains[record.name] = fitted_to(small, record.name)
         return self._stains[record.name]
 
     def _open(self, record: SlideRecord) -> OpenedSlide:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Graph, Node
@@ -32,7 +33,7 @@ def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[
 
 
 def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
-    """A region for these decisions; no program is lowered before it is needed."""
+    """A region for these decisions; no program is lowered before it is needed, nor twice for segments that share theirs."""
     graph = problem.graph
     ends = borders(graph, choices)
     leaving = problem.host_outputs.intersection(problem.phases.streamed).difference(*(reads for reads, _ in ends))
@@ -62,7 +63,22 @@ def _read_again(problem: Problem, choice: SegmentChoice, makes: Sequence[str]) -
 def _segment(
     problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
 ) -> TiledSegment | WholeSegment:
-    """A segment; ``leaving`` are the outputs that may go to the host strip by strip, as nothing reads them again."""
+    """A segment; ``leaving`` are the outputs that may go to the host strip by strip, as nothing reads them again.
+
+    Segments that differ in the states that they keep share their programs.
+    """
+    shared = replace(choice, state_every=1, state_slots=0, restart=False)
+    segment = problem.remembered(
+        ("segment", shared, outputs, outside, leaving), lambda: _new_segment(problem, shared, outputs, outside, leaving)
+    )
+    if isinstance(segment, WholeSegment):
+        return segment
+    return replace(segment, checkpoints=Checkpoints(choice.state_every, choice.state_slots), restart=choice.restart)
+
+
+def _new_segment(
+    problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
+) -> TiledSegment | WholeSegment:
     phases = problem.phases
     sources = tuple(name for name in outside if name in phases.streamed)
     sides = tuple(name for name in outside if name not in phases.streamed)
@@ -97,8 +113,8 @@ def _segment(
         scope=scope,
         schedule=_schedule(problem, choice),
         panels=panels,
-        checkpoints=Checkpoints(choice.state_every, choice.state_slots),
-        restart=choice.restart,
+        checkpoints=Checkpoints(),
+        restart=False,
         num_batch=problem.num_batch,
         sides=sides,
         from_source=from_source,

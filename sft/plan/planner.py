@@ -89,7 +89,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     mixed = _mixed(problem, surveys, room_bytes, options, Rates(device_type))
     if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= _WORTH_RECOMPUTING * surveys[0].plain_flops):
         found = _cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
-        fitting += [found] if found is not None else []
+        fitting += [*([found] if found is not None else []), *_published(mixed.staged, room_bytes)]
     if fitting:
         return min(fitting, key=lambda costed: costed[0])[1]
     small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
@@ -122,6 +122,15 @@ def _cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than:
             best = (proposal.cost, planned)
         error += planned.projection.peak_bytes - room_bytes
     return best
+
+
+def _published(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Planned]]:
+    """What the published schedules make of the stages, where they fit, so that no plan is worse than theirs."""
+    for name in RECOMPUTING:
+        found, fits = solve(staged, name, room_bytes)
+        if fits:
+            planned = Planned(staged.choices, staged.ordered(found.order), found.projection)
+            yield found.seconds * staged.rates.flops_per_second, planned
 
 
 def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Planned:

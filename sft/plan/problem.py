@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy as sp
 import torch
@@ -19,6 +19,8 @@ from sft.errors import InputError, UnsupportedError
 from sft.lower.context import grad_dtype_of
 
 __all__ = ["Problem", "at_size"]
+
+MadeT = TypeVar("MadeT")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,6 +36,7 @@ class Problem:
         outputs_on_host: whether the model's outputs go to the host.
         splits_batch: whether the batch may be taken in parts.
         on_host: whether the device's memory is the host's.
+        memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples.
     """
 
     phases: Phases
@@ -44,6 +47,14 @@ class Problem:
     outputs_on_host: bool = False
     splits_batch: bool = True
     on_host: bool = True
+    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def remembered(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:
+        """What ``make`` returned when it was first asked for under this key."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        found: MadeT = self.memo[key]
+        return found
 
     @property
     def graph(self) -> Graph:

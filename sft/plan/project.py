@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from sft.lower.context import Scope
 from sft.lower.program import Program
@@ -74,9 +73,12 @@ def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
     del outputs, given
 
 
-@lru_cache(maxsize=4)
 def plain_programs(problem: Problem) -> tuple[Program, ...]:
     """The model as plain PyTorch runs it: the forward program and, in training, the backward program."""
+    return problem.remembered("plain programs", lambda: _plain_programs(problem))
+
+
+def _plain_programs(problem: Problem) -> tuple[Program, ...]:
     names = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
     if not names:
         return ()

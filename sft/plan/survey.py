@@ -29,7 +29,6 @@ from sft.analysis.interval import Interval
 from sft.analysis.segment import cut_positions
 from sft.analysis.tile import tile_at
 from sft.lower.program import Instruction
-from sft.lower.step import lower_strip
 from sft.options import Options
 from sft.plan.build import borders, build_region
 from sft.plan.problem import Problem
@@ -47,6 +46,8 @@ Floats = npt.NDArray[np.float64]
 #: Numbers of states to hold where even a state at every square root of the strips is too much.
 _SLOTS = (16, 12, 8, 6, 4, 3, 2)
 _ALL_KEPT = Checkpoints()
+#: At how many cuts, about, it is counted what tiles compute twice.
+_NUM_HALO_SAMPLES = 12
 #: A strip restored more often than this, on average, is no plan that anybody wants.
 _MOST_RESTORED = 6.0
 
@@ -299,7 +300,7 @@ class Survey:
         problem = self.problem
         names, cuts = self._phases[number].streamed, self._cuts[number]
         strip_rows = tuple(self._rows_of(names, rows) for rows in self.strip_rows)
-        sampled = [self._sample(names, cuts, strip_rows[index]) for index in self._sampled]
+        sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in self._sampled]
         at = np.array([strip_rows[index] for index in self._sampled], dtype=np.float64)
         wanted = np.array(strip_rows, dtype=np.float64)
 
@@ -335,6 +336,10 @@ class Survey:
             restored_share=np.array([[policy.num_restored(int(n)) / n for policy in self.policies] for n in num_steps]),
         )
 
+    def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
+        key = ("sample", replace(self._tiled(names, 1), restart=False), strip_rows)
+        return self.problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
+
     def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.problem
         choice = replace(self._tiled(names, self.height), strip_rows=strip_rows)
@@ -353,10 +358,9 @@ class Survey:
         steady = slice(quarter, schedule.num_steps + 1 - quarter)
         carried = np.array([(schedule.frontier[name] - schedule.kept[name])[steady].max() for name in own], dtype=np.int64)
         gained = np.array([np.diff(schedule.frontier[name])[steady].max() for name in own], dtype=np.int64)
-        step = schedule.step(index)
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
         # What runs forward holds less than what runs forward and backward: one of the two tells enough.
-        program = lower_strip(segment.scope_of(walk), step, "joint" if differentiated else "forward")
+        program = segment.program("joint" if differentiated else "forward", index, walk)
         peak = _peaks(program.instructions, place, cuts, suffix=False)
         gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
         places = np.array([place[name] for name in own], dtype=np.int64)
@@ -378,19 +382,30 @@ class Survey:
         }
 
     def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
-        """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice."""
-        found = np.array([[float(sum(flops[name] for name in names[:cut]))] * len(strip_rows) for cut in cuts])
+        """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice.
+
+        How much that is of what would be computed once is found at some of the cuts, and interpolated between them.
+        """
+        once = np.array([float(sum(flops[name] for name in names[:cut])) for cut in cuts])
         if self._num_panels == 1 and self.halo == "carry":
-            return found
-        for c, cut in enumerate(cuts):
-            wide = self._shares(names[:cut], self._tiled(names, 1).panel_cols, 1) if self._num_panels > 1 else {}
+            return np.repeat(once[:, None], len(strip_rows), axis=1)
+        at = sorted({*range(0, len(cuts), max(1, len(cuts) // _NUM_HALO_SAMPLES)), len(cuts) - 1})
+        ratios = np.ones((len(at), len(strip_rows)))
+        for row, c in enumerate(at):
+            head = names[: cuts[c]]
+            wide = self._shares(head, self._tiled(names, 1).panel_cols, 1) if self._num_panels > 1 else {}
             for h, rows in enumerate(strip_rows):
-                tall = self._shares(names[:cut], rows, 0) if self.halo == "recompute" else {}
-                found[c, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in names[:cut])
-        return found
+                tall = self._shares(head, rows, 0) if self.halo == "recompute" else {}
+                if once[c]:
+                    ratios[row, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in head) / once[c]
+        spread = [np.interp(np.arange(len(cuts)), at, ratios[:, h]) for h in range(len(strip_rows))]
+        return once[:, None] * np.stack(spread, axis=1)
 
     def _shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
         """How often an operator's rows (columns) are computed, on average, when each tile computes its own halo."""
+        return self.problem.remembered(("shares", names, tile_px, axis), lambda: self._new_shares(names, tile_px, axis))
+
+    def _new_shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
         if not names:
             return {}
         problem, phases = self.problem, self.problem.phases

@@ -88,6 +88,7 @@ class _InOrder(nn.Module):
     def __init__(self, dropout: nn.Module, sites: _Sites, *, draws: bool, axes: int | None) -> None:
         super().__init__()
         self.dropout, self.sites, self.draws, self.axes = dropout, sites, draws, axes
+        self.p = dropout.p  # attention hands the rate to the fused operator itself
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and self.draws:

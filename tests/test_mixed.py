@@ -1,0 +1,83 @@
+"""Plans that run a head in strips and stages behind it more than once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+import sft
+
+from .helpers.captured import one_capture_a_model
+from .helpers.exactness import assert_exact
+from .helpers.models import Residual, TinyUNet, image, seeded
+
+captures = one_capture_a_model("name")
+
+_SHAPE = (2, 3, 64, 48)
+
+
+def _deep(norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    """A few wide layers at full size, then many at half of it: strips in front are worth it, and so is recomputing behind."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 16, 3, padding=1),
+        norm(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+    for _ in range(8):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), norm(16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+
+
+_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "identity": lambda: _deep(lambda channels: nn.Identity()),
+    "batchnorm": lambda: _deep(nn.BatchNorm2d),
+    "groupnorm": lambda: _deep(lambda channels: nn.GroupNorm(4, channels)),
+    "residual": Residual,
+    "unet": TinyUNet,
+}
+
+
+def _least(model: nn.Module, strategy: str) -> int:
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, _SHAPE, budget=1, options=sft.Options(strategy=strategy))
+    return refused.value.needed_bytes
+
+
+@pytest.mark.parametrize("name", _MODELS)
+def test_auto_is_exact_at_every_budget_and_no_worse_than_its_parts(name: str) -> None:
+    model = seeded(_MODELS[name])
+    least = _least(model, "auto")
+    plain = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="none")).total_bytes
+    assert least <= _least(model, "optimal")
+    for share in (0.0, 0.3, 0.7):
+        budget = int(least + share * (plain - least))
+        report = assert_exact(model, image(*_SHAPE), budget=budget, input_grad=False)
+        for part in ("optimal", "sqrt"):
+            try:
+                other = sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy=part))
+            except sft.BudgetError:
+                continue
+            assert report.plan.flops <= 1.05 * other.flops
+
+
+def test_a_head_in_strips_and_stages_that_run_again() -> None:
+    model = seeded(_MODELS["identity"])
+    least, optimal = _least(model, "auto"), _least(model, "optimal")
+    plans = [sft.plan(model, _SHAPE, budget=least + (optimal - least) * i // 8) for i in range(8)]
+    mixed = [plan for plan in plans if plan.order and plan.segments[0].mode == "tiled"]
+    assert mixed
+    plan = mixed[0]
+    assert {segment.mode for segment in plan.segments} == {"tiled", "whole"}
+    assert plan.segments[0].num_forwards == 1
+    assert max(segment.num_forwards for segment in plan.segments) > 1
+    again = sft.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert sft.compile(model, _SHAPE, budget=plan.budget_bytes, plan=again).plan == plan
+    assert "order" in plan.explain()
+    report = assert_exact(model, image(*_SHAPE), budget=plan.budget_bytes, input_grad=False)
+    assert report.plan.order

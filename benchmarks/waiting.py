@@ -118,9 +118,9 @@ def main() -> int:
         "steps": [asdict(step) for step in steps],
     }
     notes = (
-        "Training on whole slides (tiled TIFF, JPEG, content from a real slide), one slide a step, norm statistics frozen, float32. Waited: "
-        "for a slide to be opened, which happens while the one before is trained on, and for strips to be decoded. The first epoch makes "
-        "the plans, a size at a time. The first slide of an epoch is not opened ahead."
+        "Training on whole slides (tiled TIFF, JPEG, content from a real slide), one slide a step, norm statistics frozen, float32. "
+        "Waited: for a slide to be opened, which happens while the one before is trained on, and for strips to be decoded. The first "
+        "epoch makes the plans, a size at a time. The first slide of an epoch is not opened ahead."
     )
     console.print(write_results(stem, raw, [table], notes, None))
     console.print(table.terminal())

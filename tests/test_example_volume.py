@@ -39,8 +39,7 @@ def test_a_step_in_strips_has_the_gradients_of_plain_pytorch() -> None:
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
     model.zero_grad(set_to_none=True)
     inputs = [volume, brain.left]
-    plain_bytes = sft.plan(training, inputs, budget=2**40, options=sft.Options(strategy="none")).total_bytes
-    net = sft.compile(training, inputs, budget=int(0.8 * plain_bytes))
+    net = sft.compile(training, inputs, options=sft.Options(tile=(12, None)))
     assert any(segment.num_steps > 1 for segment in net.plan.segments)
     net(volume, brain.left).backward()
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
@@ -56,7 +55,7 @@ def test_dice_counts_labelled_voxels_only() -> None:
 
 
 def test_the_script_trains_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ["--every", "12", "--steps", "2", "--width", "2", "--share", "1", "--out", str(tmp_path)]
+    options = ["--every", "12", "--steps", "2", "--width", "2", "--share", "3", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [str(_MAIN), *options])
     monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds to it
     with pytest.raises(SystemExit) as end:

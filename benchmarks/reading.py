@@ -14,7 +14,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import tifffile
+from harness.images import TILE_PX, write_slide
 from harness.memory import peak_rss_bytes, rss_bytes
 from harness.report import Table, add_common_arguments, environment, mib, positive_int, result_stem, write_results
 from harness.workers import WorkerError, call_in_process
@@ -31,15 +30,8 @@ from rich.console import Console
 
 from sft.sources import AtLevel, Cached, Image, Raster, Resampled, Slide, TiffImage, open_image
 
-REAL_SLIDE = Path(__file__).resolve().parents[1] / "examples" / "data" / "CMU-1-Small-Region.svs"
-TILE_PX = 256
 #: Rows of one measurement: whole tiles.
 PIECE_ROWS = 8 * TILE_PX
-LEVEL_STEP = 4
-NUM_LEVELS = 3
-MPP = 0.25
-
-Pixels = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,38 +73,6 @@ class MemoryNumbers:
     """Held before the slide was opened."""
     peak_bytes: int
     """High-water mark above that."""
-
-
-def write_slide(path: Path, height: int, width: int) -> None:
-    """A pyramid of JPEG tiles; memory stays at a few tiles."""
-    mosaic = TiffImage(REAL_SLIDE).read(0, 0, 2048, 2048)
-    with tifffile.TiffWriter(path, bigtiff=True) as writer:
-        for level in range(NUM_LEVELS):
-            step = LEVEL_STEP**level
-            size = height // step, width // step
-            writer.write(
-                _tiles(mosaic[::step, ::step], *size),
-                shape=(*size, 3),
-                dtype=np.uint8,
-                tile=(TILE_PX, TILE_PX),
-                photometric="rgb",
-                compression="jpeg",
-                compressionargs={"level": 85},
-                subfiletype=0 if level == 0 else 1,
-                resolution=(10_000 / MPP / step, 10_000 / MPP / step),
-                resolutionunit="CENTIMETER",
-                metadata=None,
-            )
-
-
-def _tiles(mosaic: Pixels, height: int, width: int) -> Iterator[Pixels]:
-    """Tiles from all over the mosaic, each turned one way or another, so that the file is no repetition."""
-    generator = np.random.default_rng(0)
-    room = max(1, len(mosaic) - TILE_PX + 1)
-    filled = np.pad(mosaic, [(0, max(0, TILE_PX - extent)) for extent in mosaic.shape[:2]] + [(0, 0)], mode="symmetric")
-    for _ in range(-(-height // TILE_PX) * -(-width // TILE_PX)):
-        y, x, turns = (int(generator.integers(limit)) for limit in (room, room, 4))
-        yield np.ascontiguousarray(np.rot90(filled[y : y + TILE_PX, x : x + TILE_PX], turns))
 
 
 def _read_rows(image: Image, top: int, rows: int) -> int:

@@ -148,8 +148,10 @@ def test_damage_is_raised_skipped_or_filled_and_listed(slide: tuple[SlideRecord,
     assert (tile.level, tile.x, tile.y, tile.width_px, tile.height_px) == (0, 128, 128, 16, 32) and str(record.path) in tile.reason
     first, second = feed.image(record), feed.image(record)  # a slide may be open twice: pixels and labels
     write_slide(tmp_path / "good.tif", pixels)
-    _whole(second), _whole(first), feed.image(_record(tmp_path / "good.tif"))
-    assert list(feed.bad_tiles) == [record.name] and len(feed._watched) == 1
+    write_slide(tmp_path / "next.tif", pixels)
+    feed.image(_record(tmp_path / "good.tif"))  # ahead of its use: the one at hand is still watched
+    _whole(second), _whole(first), feed.image(_record(tmp_path / "next.tif"))
+    assert list(feed.bad_tiles) == [record.name] and [name for name, _ in feed._watched] == ["good", "next"]
 
 
 def test_arrays_are_slides_too(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:

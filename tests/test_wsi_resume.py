@@ -86,7 +86,7 @@ def _assert_same_run(one: Path, other: Path) -> None:
     steps = []
     for run in (one, other):
         with (run / "steps.csv").open(newline="") as file:
-            steps.append([{name: cell for name, cell in row.items() if name != "seconds"} for row in csv.DictReader(file)])
+            steps.append([{name: cell for name, cell in row.items() if "seconds" not in name} for row in csv.DictReader(file)])
     assert steps[0] == steps[1] and len(steps[0]) == 9
     for name in ("metrics.csv", "val/predictions.csv", "test/predictions.csv", "val/metrics.json", "test/patients.csv", "plan.json"):
         assert (one / name).read_bytes() == (other / name).read_bytes(), name

@@ -16,6 +16,7 @@ from sft.sources import Normalized, Raster, Slide, open_image
 from sft.sources.image import Image, Pixels, check_region
 from sft.wsi.augment import draw_augmentation
 from sft.wsi.config import AugmentConfig
+from sft.wsi.reinhard import ColourTransferred, reinhard
 from sft.wsi.slides import open_slide, slide_info, thumbnail
 from sft.wsi.stain import hed_shift, macenko
 from sft.wsi.views import IDENTITY, Affine, Recoloured, Turned
@@ -98,6 +99,28 @@ def test_macenko_undoes_another_stain() -> None:
     assert np.abs(plain - restored).mean() < before / 2
     with pytest.raises(SourceError, match="0 px of its thumbnail are stained"):
         macenko(np.full((50, 50, 3), 255, np.uint8), "glass")
+
+
+def test_reinhard_matches_means_and_spreads_and_undoes_another_stain() -> None:
+    pixels = _crop(160, 160)
+    changed = _whole(Recoloured(_Array(pixels), density=hed_shift((0.3, -0.2, 0.0), (0.0, 0.0, 0.0))))
+    plain, restored = (_whole(ColourTransferred(_Array(image), reinhard(image, "s"))).astype(float) for image in (pixels, changed))
+    assert np.abs(plain - restored).mean() < np.abs(pixels.astype(float) - changed).mean() / 2
+    # What is fitted to the result changes nothing any more, but for what was clipped and rounded.
+    again = np.array(reinhard(plain.astype(np.uint8), "s").matrix)
+    assert np.abs(again - np.eye(3)).max() < 0.35
+    with pytest.raises(SourceError, match="0 px of its thumbnail are stained"):
+        reinhard(np.full((50, 50, 3), 255, np.uint8), "glass")
+
+
+def test_a_transfer_of_colours_is_the_map_that_it_says_and_bits_do_not_depend_on_the_rectangle() -> None:
+    pixels = _crop(60, 70)
+    nothing = ColourTransferred(_Array(pixels), IDENTITY)
+    assert np.abs(_whole(nothing).astype(int) - pixels).max() <= 1
+    image = ColourTransferred(_Array(pixels), reinhard(_crop(160, 160), "s"))
+    whole = _whole(image)
+    for x, y, w, h in ((0, 0, 1, 1), (69, 59, 1, 1), (3, 5, 17, 31), (0, 20, 70, 3)):
+        assert np.array_equal(image.read(x, y, w, h), whole[y : y + h, x : x + w])
 
 
 def test_views_of_a_slide_are_rasters_with_its_facts(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """What is done instead of training on whole slides, with the same network, optimizer and number of pixels.
 
 *Downsampled*: slides made small. *Patches*: random squares at full resolution that take the label of their slide, as weakly labelled patch
-classifiers do; a slide is predicted by all of its squares, averaged, or by the most suspicious one.
+classifiers do; a slide is predicted by all of its squares, averaged, or by the most suspicious one. Both hold all slides in memory.
 """
 
 from __future__ import annotations
@@ -18,10 +18,17 @@ from torch.nn import functional as F
 
 from examples.needle.network import needle_net
 from sft.sources import Slide
-from sft.wsi import Prediction, SlideRecord, SlideTable, build_model
+from sft.wsi import Prediction, SlideRecord, SlideTable, TrainConfig, build_model
+from sft.wsi.backbones import num_features
 from sft.wsi.norms import calibrate, set_training
+from sft.wsi.optimization import learning_rate, make_optimizer
 
-__all__ = ["Settings", "train_downsampled", "train_on_patches"]
+__all__ = ["WARMUP_STEPS", "WEIGHT_DECAY", "Settings", "load_slides", "train_downsampled", "train_on_patches"]
+
+#: Of the optimizer, in all three ways.
+WEIGHT_DECAY = 0.01
+#: Optimizer steps in which the learning rate rises, in all three ways.
+WARMUP_STEPS = 20
 
 _MEAN, _STD = 0.7, 0.2
 
@@ -34,7 +41,7 @@ class Settings:
         size_px: side of a slide.
         num_steps: optimizer steps.
         slides_per_step: so many slides, or as many pixels, make a step.
-        learning_rate: of AdamW, after a half cosine.
+        learning_rate: of AdamW, after the warm-up and before a half cosine.
         head: of the network.
         seed: of all that is drawn.
     """
@@ -47,9 +54,13 @@ class Settings:
     seed: int
 
 
-def train_downsampled(table: SlideTable, settings: Settings, level: int) -> list[Prediction]:
-    """Train on slides at a level of the pyramid; predictions of the test slides."""
-    images = {record.name: _pixels(record.path, level) for record in table.records}
+def load_slides(table: SlideTable, level: int) -> dict[str, Tensor]:
+    """All slides at a level of the pyramid, uint8 ``[3, height, width]``."""
+    return {record.name: _pixels(record.path, level) for record in table.records}
+
+
+def train_downsampled(table: SlideTable, images: dict[str, Tensor], settings: Settings) -> list[Prediction]:
+    """Train on slides made small; predictions of the slides that are not for training."""
     training = [record for record in table.records if record.split == "train"]
     count = settings.slides_per_step * (settings.size_px // next(iter(images.values())).shape[-1]) ** 2
 
@@ -58,12 +69,11 @@ def train_downsampled(table: SlideTable, settings: Settings, level: int) -> list
         return torch.stack([_turned(images[record.name], draw) for record in chosen]), _labels(chosen)
 
     model = _train(batch, [images[record.name] for record in training[:8]], settings)
-    return [_prediction(record, model(_normalised(images[record.name][None]))) for record in table.records if record.split == "test"]
+    return [_prediction(record, model(_normalised(images[record.name][None]))) for record in table.records if record.split != "train"]
 
 
-def train_on_patches(table: SlideTable, settings: Settings, patch_px: int) -> dict[str, list[Prediction]]:
-    """Train on random patches; predictions of the test slides by the mean and by the largest of their patches."""
-    images = {record.name: _pixels(record.path, 0) for record in table.records}
+def train_on_patches(table: SlideTable, images: dict[str, Tensor], settings: Settings, patch_px: int) -> dict[str, list[Prediction]]:
+    """Train on random patches; predictions of the slides that are not for training by the mean and by the largest of their patches."""
     training = [record for record in table.records if record.split == "train"]
     count = settings.slides_per_step * (settings.size_px // patch_px) ** 2
 
@@ -78,7 +88,7 @@ def train_on_patches(table: SlideTable, settings: Settings, patch_px: int) -> di
     model = _train(batch, [images[record.name] for record in training[:8]], settings)
     found: dict[str, list[Prediction]] = {"mean": [], "max": []}
     for record in table.records:
-        if record.split == "test":
+        if record.split != "train":
             patches = images[record.name].unfold(1, patch_px, patch_px).unfold(2, patch_px, patch_px).permute(1, 2, 0, 3, 4).flatten(0, 1)
             scores = model(_normalised(patches))
             found["mean"].append(_prediction(record, scores.softmax(1).mean(0, keepdim=True).log()))
@@ -92,18 +102,19 @@ def _train(
 ) -> Callable[[Tensor], Tensor]:
     torch.manual_seed(settings.seed)
     backbone = needle_net()
-    model: nn.Module = build_model(backbone, 32, 2, head=settings.head, attention_dim=32)
+    model: nn.Module = build_model(backbone, num_features(backbone, "needle_net"), 2, head=settings.head, attention_dim=32)
     calibrate(backbone, [_normalised(crop[None]) for crop in crops])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, settings.num_steps)
+    config = TrainConfig(lr=settings.learning_rate, weight_decay=WEIGHT_DECAY, warmup_steps=WARMUP_STEPS)
+    optimizer = make_optimizer(model, config)
     draw = np.random.default_rng(settings.seed)
     set_training(model, training=True, freeze_norms=True)
-    for _ in range(settings.num_steps):
+    for step in range(settings.num_steps):
         pixels, labels = batch(draw)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(config, step, settings.num_steps)
         optimizer.zero_grad()
         F.cross_entropy(model(_normalised(pixels)), labels).backward()
         optimizer.step()
-        schedule.step()
     model.eval()
 
     def predict(pixels: Tensor) -> Tensor:
@@ -134,4 +145,4 @@ def _labels(records: list[SlideRecord]) -> Tensor:
 
 def _prediction(record: SlideRecord, scores: Tensor) -> Prediction:
     output = tuple(scores[0].double().softmax(0).tolist())
-    return Prediction(name=record.name, patient=record.patient, split="test", target=record.target, output=output)
+    return Prediction(name=record.name, patient=record.patient, split=record.split or "", target=record.target, output=output)

@@ -6,11 +6,14 @@ python examples/needle/main.py --out out/needle
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,15 +22,42 @@ import yaml
 # The examples are no installed package: let this one find the others from wherever it is started.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from examples.needle.baselines import Settings, train_downsampled, train_on_patches
+import sft
+from examples.needle.baselines import WARMUP_STEPS, WEIGHT_DECAY, Settings, load_slides, train_downsampled, train_on_patches
+from examples.needle.network import needle_net
 from examples.needle.slides import make_slides
 from sft.errors import SftError
-from sft.wsi import Estimate, Prediction, TaskConfig, evaluate_predictions, read_table
+from sft.wsi import (
+    CheckpointFolder,
+    Estimate,
+    Evidence,
+    Prediction,
+    SlideTable,
+    TaskConfig,
+    build_model,
+    evaluate_predictions,
+    load_experiment,
+    read_table,
+)
+from sft.wsi.backbones import num_features
 from sft.wsi.cli import main as run_wsi
+from sft.wsi.cli import read_config
 from sft.wsi.files import write_text
-from sft.wsi.tasks import make_task
+from sft.wsi.tasks import Task, make_task
 
 LEVEL = 3  # of the pyramid: means of 8 x 8 px
+SHUFFLED = 1  # the number of the class
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A way to train, and what came out."""
+
+    name: str
+    auc: Estimate
+    seconds: float
+    """Of training and prediction, for one learning rate."""
+    learning_rate: float
 
 
 def main() -> int:
@@ -44,14 +74,18 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/needle"), help="folder for slides and results")
-    parser.add_argument("--slides", type=int, default=288, help="how many slides to make")
+    parser.add_argument("--slides", type=int, default=400, help="how many slides to make")
     parser.add_argument("--size", type=int, default=1024, help="their side in px")
     parser.add_argument("--needle", type=int, default=32, help="side in px of what decides")
-    parser.add_argument("--epochs", type=int, default=16, help="passes over the training slides")
+    parser.add_argument("--epochs", type=int, default=3, help="passes over the training slides")
     parser.add_argument("--patch", type=int, default=128, help="side in px of the patches of the patch baseline")
     parser.add_argument("--head", choices=("gap", "max", "attention"), default="max", help="of the network, in all three")
-    parser.add_argument("--accumulate", type=int, default=4, help="slides, or as many pixels, of one optimizer step")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--accumulate", type=int, default=2, help="slides, or as many pixels, of one optimizer step")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate of the whole-slide training")
+    parser.add_argument(
+        "--baseline-lr", type=float, nargs="+", default=[1e-3, 3e-3, 1e-2], help="of the others: the best in validation counts"
+    )
+    parser.add_argument("--more", type=int, default=4, help="also train the patch baseline on so many times as many pixels; 0: do not")
     parser.add_argument("--budget", default="24MiB", help="bytes for the whole-slide training")
     parser.add_argument("--seed", type=int, default=0, help="of everything")
     return parser.parse_args()
@@ -59,6 +93,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def run(arguments: argparse.Namespace) -> int:
     """Do it; returns the exit status."""
+    started = time.perf_counter()
     table_path = make_slides(
         arguments.out / "slides", num_slides=arguments.slides, size_px=arguments.size, needle_px=arguments.needle, seed=arguments.seed
     )
@@ -73,11 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
         head=arguments.head,
         seed=arguments.seed,
     )
-    print(
-        f"{len(table.records)} slides of {arguments.size} x {arguments.size} px, {settings.num_steps} steps of as many pixels, three ways"
-    )
+    print(f"{len(table.records)} slides of {arguments.size} x {arguments.size} px made in {time.perf_counter() - started:.0f} s")
+    print(f"{settings.num_steps} steps of {arguments.accumulate} slides, or as many pixels, three ways", flush=True)
 
-    rows: list[tuple[str, Estimate, float]] = []
     started = time.perf_counter()
     code = run_wsi(["train", "--config", str(write_config(arguments, table_path)), "--bootstrap", "0"])
     # The last weights, as of the other two ways, and not those that did best in validation.
@@ -87,21 +120,83 @@ def run(arguments: argparse.Namespace) -> int:
         return code
     metrics = json.loads((last / "metrics.json").read_text(encoding="utf-8"))
     whole = {name: float("nan") if value is None else value for name, value in metrics["slides"]["auc"].items()}
-    rows.append(("whole slides, sft", Estimate(**whole), time.perf_counter() - started))
-
-    def add(name: str, predictions: list[Prediction], seconds: float) -> None:
-        rows.append((name, evaluate_predictions(task, predictions, seed=arguments.seed)["auc"], seconds))
-
-    started = time.perf_counter()
-    small = train_downsampled(table, settings, LEVEL)
-    add(f"downsampled {2**LEVEL} x {2**LEVEL}", small, time.perf_counter() - started)
-    started = time.perf_counter()
-    by_patches = train_on_patches(table, settings, arguments.patch)
     seconds = time.perf_counter() - started
-    for name, predictions in by_patches.items():
-        add(f"random patches of {arguments.patch} px, {name} of a slide's", predictions, seconds)
-    write_results(arguments, rows, num_test=sum(record.split == "test" for record in table.records))
+    rows = [Row(name="whole slides, sft", auc=Estimate(**whole), seconds=seconds, learning_rate=arguments.lr)]
+    hits = find_needles(arguments, table_path)
+    print(
+        f"{rows[0].name}: AUC {rows[0].auc.value:.3f}; the map's maximum is in the needle of {sum(hits)} of {len(hits)} slides", flush=True
+    )
+
+    small = load_slides(table, LEVEL)
+    rows += train_best(
+        arguments, table, task, settings, lambda chosen: {f"downsampled {2**LEVEL} x {2**LEVEL}": train_downsampled(table, small, chosen)}
+    )
+    full = load_slides(table, 0)
+    patches = f"random patches of {arguments.patch} px"
+
+    def on_patches(chosen: Settings) -> dict[str, list[Prediction]]:
+        found = train_on_patches(table, full, chosen, arguments.patch)
+        return {f"{patches}, {name} of a slide's": predictions for name, predictions in found.items()}
+
+    rows += train_best(arguments, table, task, settings, on_patches)
+    num_test = sum(record.split == "test" for record in table.records)
+    if arguments.more:
+        write_results(arguments, rows, hits, num_test=num_test)  # what follows takes longest
+        longer = replace(settings, num_steps=arguments.more * settings.num_steps)
+        best = max(rows[2:], key=lambda row: row.auc.value).learning_rate
+        more = train_best(arguments, table, task, longer, on_patches, rates=[best])
+        rows += [replace(row, name=f"{row.name}, {arguments.more} times the pixels") for row in more]
+    write_results(arguments, rows, hits, num_test=num_test)
     return 0
+
+
+def train_best(
+    arguments: argparse.Namespace,
+    table: SlideTable,
+    task: Task,
+    settings: Settings,
+    train: Callable[[Settings], dict[str, list[Prediction]]],
+    *,
+    rates: list[float] | None = None,
+) -> list[Row]:
+    """Train at each learning rate; for each way to predict the row of the rate that does best in validation."""
+    best: dict[str, tuple[float, Row]] = {}
+    for rate in rates or arguments.baseline_lr:
+        started = time.perf_counter()
+        found = train(replace(settings, learning_rate=rate))
+        seconds = time.perf_counter() - started
+        for name, predictions in found.items():
+            splits = {split: [item for item in predictions if item.split == split] for split in ("val", "test")}
+            validation = evaluate_predictions(task, splits["val"], num_draws=0)["auc"].value
+            test = evaluate_predictions(task, splits["test"], seed=arguments.seed)["auc"]
+            print(f"{name}, learning rate {rate:g}: AUC {validation:.3f} in validation, {test.value:.3f} in test", flush=True)
+            if name not in best or validation > best[name][0]:
+                best[name] = validation, Row(name=name, auc=test, seconds=seconds, learning_rate=rate)
+    return [row for _, row in best.values()]
+
+
+def find_needles(arguments: argparse.Namespace, table_path: Path) -> list[bool]:
+    """For each positive test slide, whether the class-activation map of the whole-slide model is highest in the needle."""
+    config = read_config(arguments.out / "run" / "config.yaml")
+    experiment = load_experiment(config)
+    checkpoint = CheckpointFolder(arguments.out / "run" / "checkpoints").load("last")
+    assert checkpoint is not None  # it was evaluated
+    experiment.model.load_state_dict(checkpoint.weights)
+    net = sft.compile(Evidence(experiment.model).eval(), (1, 3, None, None), budget=config.model.budget)
+    with table_path.open(encoding="utf-8", newline="") as file:
+        corners = {row["slide"]: (int(row["needle_top_px"]), int(row["needle_left_px"])) for row in csv.DictReader(file)}
+    hits: list[bool] = []
+    for record in experiment.records("test"):
+        if record.target is None or record.target[0] != SHUFFLED:
+            continue
+        with torch.no_grad():
+            evidence = net(experiment.feed.source(record))[1][0, SHUFFLED]
+        stride_px = arguments.size // evidence.shape[0]
+        row, col = divmod(int(evidence.argmax()), evidence.shape[1])
+        # A position is in the needle if the middle of its square is.
+        middle = (row + 0.5) * stride_px, (col + 0.5) * stride_px
+        hits.append(all(0 <= place - corner < arguments.needle for place, corner in zip(middle, corners[record.path.name], strict=True)))
+    return hits
 
 
 def write_config(arguments: argparse.Namespace, table_path: Path) -> Path:
@@ -120,9 +215,11 @@ def write_config(arguments: argparse.Namespace, table_path: Path) -> Path:
             "epochs": arguments.epochs,
             "accumulate": arguments.accumulate,
             "lr": arguments.lr,
-            "weight_decay": 0.01,
+            "weight_decay": WEIGHT_DECAY,
+            "warmup_steps": WARMUP_STEPS,
             "seed": arguments.seed,
             "monitor": "auc",
+            "checkpoint_every": 20,
         },
         "run": str(arguments.out / "run"),
     }
@@ -131,23 +228,46 @@ def write_config(arguments: argparse.Namespace, table_path: Path) -> Path:
     return path
 
 
-def write_results(arguments: argparse.Namespace, rows: list[tuple[str, Estimate, float]], *, num_test: int) -> None:
+def plain_bytes(arguments: argparse.Namespace) -> int:
+    """What plain PyTorch would hold for a step on a slide, projected."""
+    model = build_model(needle_net(), num_features(needle_net(), "needle_net"), 2, head=arguments.head)
+    options = sft.Options(strategy="none")
+    return sft.plan(model, (1, 3, arguments.size, arguments.size), budget=2**60, options=options).total_bytes
+
+
+def write_results(arguments: argparse.Namespace, rows: list[Row], hits: list[bool], *, num_test: int) -> None:
     """Print the table, and write it with the command and the machine."""
     share = arguments.needle**2 / arguments.size**2
-    options = " ".join(f"--{name} {value}" for name, value in vars(arguments).items() if name != "out")
+    options = " ".join(
+        f"--{name.replace('_', '-')} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+        for name, value in vars(arguments).items()
+        if name != "out"
+    )
     lines = [
         "# A thousandth of the slide decides",
         "",
         f"AUC on {num_test} test slides of {arguments.size} x {arguments.size} px; {100 * share:.3f} % of a slide's area decides.",
-        "Intervals: 95 %, bootstrap over slides. All ways: the same network, optimizer, number of steps, and pixels a step.",
+        "Intervals: 95 %, bootstrap over slides. All ways: the same network, optimizer, number of steps, and pixels a step, but for",
+        "rows that say otherwise. Whole slides have one learning rate; the others were trained at each of "
+        f"{', '.join(f'{rate:g}' for rate in arguments.baseline_lr)},",
+        f"and the one with the best AUC in validation counts. Whole slides were trained within {arguments.budget};",
+        f"plain PyTorch would hold {plain_bytes(arguments) / 2**20:.0f} MiB.",
         "",
-        "| trained on | AUC [95 %] | seconds, with prediction |",
-        "| --- | --- | --- |",
-        *(f"| {name} | {auc.value:.3f} [{auc.low:.3f}, {auc.high:.3f}] | {seconds:.0f} |" for name, auc, seconds in rows),
+        "| trained on | AUC [95 %] | learning rate | seconds, with prediction |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {row.name} | {row.auc.value:.3f} [{row.auc.low:.3f}, {row.auc.high:.3f}] | {row.learning_rate:g} | {row.seconds:.0f} |"
+            for row in rows
+        ),
+        "",
+        f"The whole-slide model's class-activation map is highest in the square that decides on {sum(hits)} of {len(hits)} positive test",
+        f"slides ({100 * sum(hits) / max(1, len(hits)):.0f} %; a place drawn at random would be there on {100 * share:.1f} % of them).",
         "",
         f"`python examples/needle/main.py {options}`; {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}.",
     ]
+    raw = {"arguments": {name: str(value) for name, value in vars(arguments).items()}, "rows": [asdict(row) for row in rows], "hits": hits}
+    write_text(arguments.out / "results.json", json.dumps(raw, indent=1) + "\n")
     write_text(arguments.out / "results.md", "\n".join(lines) + "\n")
     print("\n".join(lines))
 

@@ -1,10 +1,9 @@
 """Slides of real tissue of which a thousandth decides, written as pyramidal TIFF files with a table.
 
 Each slide is a mosaic of squares of a real H&E slide, turned and mirrored, of its calmer tissue. Somewhere on it lies one small square of
-its roughest tissue. On positive slides
-the pixels inside each of its 8 x 8 blocks are shuffled, on negative ones it is as it was. A block keeps its pixels and so its mean: at the
-level of the pyramid where a pixel is the mean of 8 x 8, the two kinds of slides are the same, bit for bit. What decides is
-there at full resolution only, at one place that nobody marked.
+its roughest tissue. On positive slides the pixels inside each of its 8 x 8 blocks are shuffled, on negative ones it is as it was. A block
+keeps its pixels and so its mean: at the level of the pyramid where a pixel is the mean of 8 x 8, a slide is the same, bit for bit,
+whichever of the two it is. What decides is there at full resolution only, at one place that nobody marked.
 """
 
 from __future__ import annotations
@@ -111,6 +110,7 @@ def _write(path: Path, pixels: Pixels) -> None:
                 level,
                 tile=(128, 128),
                 compression="adobe_deflate",
+                compressionargs={"level": 1},
                 photometric="rgb",
                 metadata=None,
                 subfiletype=0 if factor == 1 else 1,

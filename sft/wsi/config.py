@@ -144,7 +144,8 @@ class AugmentConfig:
         contrast: largest relative change, as a share.
         saturation: largest relative change, as a share.
         hed: largest relative and absolute change of haematoxylin, eosin and DAB.
-        stain: "macenko" brings each slide's stains to a reference, of all splits; "none" leaves them.
+        stain: "macenko" brings each slide's two stains to a reference, of all splits; "reinhard" the means and spreads of its colours;
+            "none" leaves them.
     """
 
     flips: bool = True
@@ -153,7 +154,7 @@ class AugmentConfig:
     contrast: float = 0.0
     saturation: float = 0.0
     hed: float = 0.0
-    stain: Literal["none", "macenko"] = "none"
+    stain: Literal["none", "macenko", "reinhard"] = "none"
 
     def __post_init__(self) -> None:
         _refuse(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 
@@ -13,6 +15,7 @@ from sft.tissue import Masked
 from sft.tissue.mask import Box
 from sft.wsi.augment import UNCHANGED, Augmentation
 from sft.wsi.config import Config
+from sft.wsi.reinhard import ColourTransferred, reinhard
 from sft.wsi.slides import OpenedSlide, open_slide, thumbnail
 from sft.wsi.stain import macenko
 from sft.wsi.table import SlideRecord
@@ -39,7 +42,9 @@ class SlideFeed:
         self.sizes: dict[str, tuple[int, int]] = {}
         self._stains: dict[str, Affine] = {}
         self._masks: dict[str, PackedMask] = {}
-        # Tiles that were filled, and the images that may still fill some: those of the slide at hand, so that few files are open.
+        # Tiles that were filled, and the images that may still fill some: those of the slide at hand and of the one opened ahead of
+        # its use, so that few files are open. The lock is for the thread that opens ahead.
+        self._lock = threading.Lock()
         self._bad_tiles: dict[str, set[BadTile]] = {}
         self._watched: list[tuple[str, Raster]] = []
 
@@ -59,7 +64,8 @@ class SlideFeed:
         Raises:
             InputError, SourceError: as :meth:`image`.
         """
-        image = augmentation.apply(self.image(record), stain=self._stain(record))
+        normalised, stain = self._normalised(record)
+        image = augmentation.apply(normalised, stain=stain)
         budget = self._config.data.host_budget
         if budget is not None:
             image = Cached(image, host_budget_bytes=budget)
@@ -71,7 +77,7 @@ class SlideFeed:
         Raises:
             InputError, SourceError: as :meth:`image`.
         """
-        image, stain = self.image(record), self._stain(record)
+        image, stain = self._normalised(record)
         return image if stain == IDENTITY else Recoloured(image, density=stain)
 
     def labels(self, record: SlideRecord, augmentation: Augmentation = UNCHANGED) -> LabelSource:
@@ -96,8 +102,10 @@ class SlideFeed:
     @property
     def bad_tiles(self) -> dict[str, tuple[BadTile, ...]]:
         """The tiles that were filled so far (``train.on_error: fill``), by slide, in the order of level, row and column."""
-        self._note_bad_tiles()
-        return {name: tuple(sorted(tiles, key=lambda t: (t.level, t.y, t.x))) for name, tiles in sorted(self._bad_tiles.items()) if tiles}
+        with self._lock:
+            self._note_bad_tiles()
+            found = sorted(self._bad_tiles.items())
+            return {name: tuple(sorted(tiles, key=lambda t: (t.level, t.y, t.x))) for name, tiles in found if tiles}
 
     def check(self, record: SlideRecord) -> str | None:
         """What is wrong with a slide, as far as its header, its mask and its stains tell; None if nothing is."""
@@ -115,6 +123,11 @@ class SlideFeed:
         self.sizes[record.name] = (image.width_px, image.height_px)
         return None
 
+    def _normalised(self, record: SlideRecord) -> tuple[Image, Affine]:
+        """The slide, and the map of its optical densities that is still to be applied."""
+        image, stain = self.image(record), self._stain(record)
+        return (ColourTransferred(image, stain), IDENTITY) if self._config.augment.stain == "reinhard" else (image, stain)
+
     def _stain(self, record: SlideRecord) -> Affine:
         if self._config.augment.stain == "none":
             return IDENTITY
@@ -125,16 +138,20 @@ class SlideFeed:
             area = self._area(record, slide)
             if area is not None and self._paints(record):
                 small = painted(small, area, factor, slide.whole.background)
-            self._stains[record.name] = macenko(small, record.name)
+            fitted_to = reinhard if self._config.augment.stain == "reinhard" else macenko
+            self._stains[record.name] = fitted_to(small, record.name)
         return self._stains[record.name]
 
     def _open(self, record: SlideRecord) -> OpenedSlide:
         policy = self._config.train.on_error
         slide = open_slide(record.path, mpp=self._config.data.mpp, slide_mpp=record.mpp, on_error=policy)
         if policy == "fill":
-            self._note_bad_tiles()
-            self._watched = [(name, image) for name, image in self._watched if name == record.name]
-            self._watched.append((record.name, slide.whole))
+            with self._lock:
+                self._note_bad_tiles()
+                others = [name for name, _ in self._watched if name != record.name]
+                kept = {record.name, *others[-1:]}
+                self._watched = [(name, image) for name, image in self._watched if name in kept]
+                self._watched.append((record.name, slide.whole))
         return slide
 
     def _view(self, record: SlideRecord) -> tuple[Raster, Box | None]:

@@ -21,7 +21,7 @@ from sft.wsi.files import clear_partial, replacing, write_csv, write_text
 
 __all__ = ["RunFolder", "add_damage"]
 
-_STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "slides")
+_STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "waited_seconds", "slides")
 _DAMAGE_COLUMNS = ("slide", "level", "left_px", "top_px", "width_px", "height_px", "reason")
 
 

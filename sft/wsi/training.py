@@ -20,6 +20,7 @@ from torch import Tensor
 from sft.errors import BudgetError, SourceError
 from sft.nn import WithLoss
 from sft.plan.types import Plan
+from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning
 from sft.wsi.augment import draw_augmentation
 from sft.wsi.checkpoint import get_random_state, seed_everything, set_random_state
 from sft.wsi.errors import RunInterrupted, TrainingError
@@ -68,6 +69,8 @@ class Trainer:
         self._scaler = torch.amp.GradScaler(torch.device(config.train.device).type, enabled=config.train.precision == "fp16")
         #: predicts with the model as it is, through plans that training has made already
         self.predictor = Predictor(experiment, self._net)
+        self._ahead = SlideAhead()
+        self._strips_waited_seconds = 0.0
         self._records = experiment.records("train")
         self.progress = Progress(failed=tuple(failed.items()))
         self._saved: Progress | None = None
@@ -140,11 +143,12 @@ class Trainer:
         order = generator(settings.seed, "order", epoch).permutation(len(self._records)).tolist()
         self._reporter.start_epoch(epoch, len(order), self.progress.position)
         while self.progress.position < len(order):
-            started = time.perf_counter()
+            started, waited_before = time.perf_counter(), self._waited_seconds
             start = self.progress.position
             group = [self._records[number] for number in order[start : start + settings.accumulate]]
+            later = [self._records[number] for number in order[start + settings.accumulate :]]
             buffers = self._buffers()
-            loss, weight = self._accumulate_readable(group, buffers, interruption)
+            loss, weight = self._accumulate_readable(group, later, buffers, interruption)
             reached = replace(self.progress, position=min(start + settings.accumulate, len(order)))
             if loss is not None:
                 rate = learning_rate(settings, reached.step, self._num_steps)
@@ -154,15 +158,21 @@ class Trainer:
                 )
                 row = {"step": reached.step, "epoch": epoch, "loss": loss, "lr": rate, "grad_norm": norm}
                 slides = " ".join(record.name for record in group if record.name not in dict(self.progress.failed))
-                self._folder.add_step({**row, "seconds": round(time.perf_counter() - started, 3), "slides": slides})
+                seconds, waited = time.perf_counter() - started, self._waited_seconds - waited_before
+                self._folder.add_step({**row, "seconds": round(seconds, 3), "waited_seconds": round(waited, 3), "slides": slides})
                 self._reporter.step(row)
             self.progress = reached
             if reached.step % settings.checkpoint_every == 0 or reached.position == len(order):
                 self._save()
             self._stop_if(interruption)
 
+    @property
+    def _waited_seconds(self) -> float:
+        """For pixels, so far: for slides to be opened, and for strips."""
+        return self._ahead.waited_seconds + self._strips_waited_seconds
+
     def _accumulate_readable(
-        self, group: Sequence[SlideRecord], buffers: dict[str, Tensor], interruption: Interruption
+        self, group: Sequence[SlideRecord], later: Sequence[SlideRecord], buffers: dict[str, Tensor], interruption: Interruption
     ) -> tuple[float | None, float]:
         """Gradients of those slides of a group that can be read; a slide that turns out to be broken does not change them."""
         while True:
@@ -172,7 +182,8 @@ class Trainer:
             if not readable:
                 return None, 0.0
             try:
-                return self._accumulate(readable, buffers, interruption)
+                following = next((record for record in later if record.name not in known_bad), None)
+                return self._accumulate(readable, following, buffers, interruption)
             except _SlideFailed as failure:
                 self._set_buffers(buffers)
                 if self._config.train.on_error != "skip":
@@ -182,30 +193,32 @@ class Trainer:
                 self._reporter.note(f"left out: {failure.record.name}: {problem}")
 
     def _accumulate(
-        self, group: Sequence[SlideRecord], buffers: dict[str, Tensor], interruption: Interruption
+        self, group: Sequence[SlideRecord], following: SlideRecord | None, buffers: dict[str, Tensor], interruption: Interruption
     ) -> tuple[float | None, float]:
-        """The loss of a group, and its weight in the epoch's mean; gradients are in ``.grad``."""
+        """The loss of a group, and its weight in the epoch's mean; gradients are in ``.grad``. ``following`` is the slide behind it."""
         self._set_training()
+        behind: list[SlideRecord | None] = [*group[1:], following]
         if self._task.kind == "cox":
             risks = []
             with torch.no_grad():
-                for record in group:
-                    risks.append(float(self._forward(record)))
+                for record, again in zip(group, [*group[1:], group[0]], strict=True):
+                    risks.append(float(self._forward(record, again)))
                     self._drop_if(interruption, buffers)
             self._set_buffers(buffers)  # the second pass updates running statistics, as if it were the only one
             loss, gradients = cox_gradients(risks, [record.target for record in group if record.target is not None])
             self._check_finite(loss, group)
             if not any(gradients):
                 return None, 0.0
-            for record, gradient in zip(group, gradients, strict=True):
-                self._scaler.scale(self._forward(record).sum() * gradient).backward()
+            for record, upcoming, gradient in zip(group, behind, gradients, strict=True):
+                self._scaler.scale(self._forward(record, upcoming).sum() * gradient).backward()
+                self._note_waiting()
                 self._reporter.advance()
                 self._drop_if(interruption, buffers)
             return loss, float(len(group))
         weights = [self._task.slide_weight(record) for record in group]
         total, sum_of_losses = sum(weights), 0.0
-        for record, weight in zip(group, weights, strict=True):
-            output = self._forward(record)
+        for record, upcoming, weight in zip(group, behind, weights, strict=True):
+            output = self._forward(record, upcoming)
             slide_loss = output if self._task.kind == "segmentation" else self._task.slide_loss(output, record.target or ())
             share = slide_loss.float() * (weight / total)
             self._check_finite(share.item(), [record])
@@ -213,25 +226,40 @@ class Trainer:
                 self._scaler.scale(share).backward()
             except SourceError as error:
                 raise _SlideFailed(record, error) from error
+            self._note_waiting()
             sum_of_losses += share.item()
             self._reporter.advance()
             self._drop_if(interruption, buffers)
         return sum_of_losses, total
 
-    def _forward(self, record: SlideRecord) -> Tensor:
-        settings = self._config.train
-        augmentation = draw_augmentation(self._config.augment, settings.seed, self.progress.epoch, record.name)
-        torch.manual_seed(counter_seed(settings.seed, "slide", self.progress.epoch, record.name))
+    def _forward(self, record: SlideRecord, upcoming: SlideRecord | None) -> Tensor:
+        """The output of a slide, while the one that comes after it is opened."""
+        settings, epoch = self._config.train, self.progress.epoch
+        torch.manual_seed(counter_seed(settings.seed, "slide", epoch, record.name))
         try:
+            inputs = self._ahead.take((epoch, record.name), lambda: self._begun(record, epoch))
+            if upcoming is not None:
+                self._ahead.start((epoch, upcoming.name), lambda: self._begun(upcoming, epoch))
             with autocast(self._config):
-                output: Tensor = self._net(*self._inputs(record, augmentation))
+                output: Tensor = self._net(*inputs)
         except SourceError as error:
             raise _SlideFailed(record, error) from error
         except BudgetError as error:
             raise BudgetError(f"slide {record.name}: {error}", needed_bytes=error.needed_bytes) from error
         return output
 
-    def _inputs(self, record: SlideRecord, augmentation: Any) -> tuple[Any, ...]:
+    def _begun(self, record: SlideRecord, epoch: int) -> Inputs:
+        inputs = self._inputs(record, draw_augmentation(self._config.augment, self._config.train.seed, epoch, record.name))
+        for source in inputs:
+            decode_beginning(source)
+        return inputs
+
+    def _note_waiting(self) -> None:
+        reading = self._net.last_reading
+        if reading is not None:
+            self._strips_waited_seconds += reading.forward.waited_seconds + reading.backward.waited_seconds
+
+    def _inputs(self, record: SlideRecord, augmentation: Any) -> Inputs:
         feed = self.experiment.feed
         source = feed.source(record, augmentation)
         return (source, feed.labels(record, augmentation)) if self._task.kind == "segmentation" else (source,)

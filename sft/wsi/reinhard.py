@@ -1,0 +1,110 @@
+"""Colours brought to a reference by their means and spreads (Reinhard, Ashikhmin, Gooch and Shirley, "Color transfer between images",
+2001).
+
+Means and standard deviations are matched in the space l-alpha-beta, whose axes vary nearly independently: pixels become the responses of
+three cones, those their logarithms, and these are rotated (equations 4 and 6). Matching is then a scale and a shift of each axis, so all
+of it is one affine map of the logarithms. It knows nothing of stains and needs no two of them in a slide, which `macenko` does.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.errors import SourceError
+from sft.sources.image import Image, Pixels
+from sft.sources.views import RasterView
+from sft.wsi.views import Affine
+
+__all__ = ["ColourTransferred", "reinhard"]
+
+_Floats = npt.NDArray[np.float32]
+
+#: Red, green and blue to the responses of three cones (equation 4); each row sums to nearly 1.
+_CONES = np.array([[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]])
+#: Logarithms of these to l-alpha-beta (equation 6).
+_ROTATION = np.diag(1 / np.sqrt([3.0, 6.0, 2.0])) @ np.array([[1.0, 1.0, 1.0], [1.0, 1.0, -2.0], [1.0, -1.0, 0.0]])
+#: What slides are brought to: the tissue of the example slide (H&E, Aperio).
+_REFERENCE_MEAN = np.array([-0.643, -0.064, 0.025])
+_REFERENCE_DEVIATION = np.array([0.330, 0.057, 0.015])
+_MIN_DENSITY = 0.15  # lighter pixels are background
+_MIN_TISSUE_PX = 256
+_MIN_DEVIATION = 1e-3
+
+#: A response is looked up among so many; the darkest pixel's is the 256th part of the largest.
+_RESPONSES = 1 << 16
+#: Steps of the table of logarithms to responses, per unit of the logarithm.
+_LOG_STEPS = 8192
+_MIN_LOG = -4.0
+_PIECE_PX = 1 << 18
+
+
+def reinhard(thumbnail: Pixels, name: str) -> Affine:
+    """What brings a slide's colours to the reference, as a map of the logarithms of the cones' responses.
+
+    Args:
+        thumbnail: the slide at low resolution.
+        name: of the slide, for messages.
+
+    Raises:
+        SourceError: there is too little tissue to tell.
+    """
+    shares = (thumbnail.reshape(-1, 3).astype(np.float64) + 1) / 256
+    tissue = shares[(-np.log(shares) > _MIN_DENSITY).all(1)]
+    if len(tissue) < _MIN_TISSUE_PX:
+        raise SourceError(
+            f"cannot estimate the colours of {name}: {len(tissue)} px of its thumbnail are stained, {_MIN_TISSUE_PX} are needed. Leave the "
+            "slide out, or train with augment.stain none."
+        )
+    rotated = np.log10(tissue @ _CONES.T) @ _ROTATION.T
+    mean, deviation = rotated.mean(0), np.maximum(rotated.std(0), _MIN_DEVIATION)
+    scale = np.diag(_REFERENCE_DEVIATION / deviation)
+    back = np.linalg.inv(_ROTATION)
+    return Affine.of(back @ scale @ _ROTATION, back @ (_REFERENCE_MEAN - scale @ mean))
+
+
+class ColourTransferred(RasterView):
+    """An image with an affine map of the logarithms of its cones' responses.
+
+    As everywhere in whole-slide training a pixel's bits must not depend on which others are computed beside it: logarithms and
+    exponentials come from tables.
+
+    Args:
+        image: the image.
+        transfer: as :func:`reinhard` gives it.
+    """
+
+    def __init__(self, image: Image, transfer: Affine) -> None:
+        super().__init__(image)
+        self.transfer = transfer
+
+    def __repr__(self) -> str:
+        return f"ColourTransferred({self.image!r})"
+
+    def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        pixels = self.image.read(x, y, w, h, level)
+        out = np.empty_like(pixels)
+        rows = max(1, _PIECE_PX // w)
+        for top in range(0, h, rows):
+            out[top : top + rows] = self._recolour(pixels[top : top + rows])
+        return out
+
+    def _recolour(self, pixels: Pixels) -> Pixels:
+        responses = _TO_CONES.apply([_SHARES[pixels[..., channel]] for channel in range(3)])
+        logs = [_LOGS[_place(response * np.float32(_RESPONSES), _RESPONSES)] for response in responses]
+        moved = self.transfer.apply(logs)
+        changed = [_POWERS[_place((log - np.float32(_MIN_LOG)) * np.float32(_LOG_STEPS), len(_POWERS) - 1)] for log in moved]
+        planes = _FROM_CONES.apply(changed)
+        return np.stack([np.clip(np.rint(plane * np.float32(256)) - 1, 0, 255) for plane in planes], axis=-1).astype(np.uint8)
+
+
+def _place(numbers: _Floats, last: int) -> npt.NDArray[np.int32]:
+    """The nearest entries of a table."""
+    return np.rint(np.clip(numbers, 0, last)).astype(np.int32)
+
+
+_TO_CONES, _FROM_CONES = Affine.of(_CONES), Affine.of(np.linalg.inv(_CONES))
+_SHARES: _Floats = ((np.arange(256) + 1) / 256).astype(np.float32)
+_LOGS: _Floats = np.log10(np.maximum(np.arange(_RESPONSES + 1), 1) / _RESPONSES).astype(np.float32)
+#: Up to ten times the largest response: what is brighter is white anyway.
+_POWERS: _Floats = (10 ** (_MIN_LOG + np.arange(int((1 - _MIN_LOG) * _LOG_STEPS) + 1) / _LOG_STEPS)).astype(np.float32)

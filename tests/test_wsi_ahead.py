@@ -1,0 +1,107 @@
+"""Slides are opened while others are trained on: once each, in their thread, with what goes wrong told to whoever wanted them."""
+
+from __future__ import annotations
+
+import csv
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sft.analysis.interval import Interval
+from sft.errors import SourceError
+from sft.sources import ArrayImage, Normalized
+from sft.wsi.ahead import THREAD_NAME, SlideAhead, decode_beginning
+from sft.wsi.cli import main
+from sft.wsi.feed import SlideFeed
+from tests.helpers.wsi import real_pixels, write_config, write_task
+
+
+def test_what_was_begun_is_taken_and_opened_once() -> None:
+    ahead, threads = SlideAhead(), []
+
+    def opened() -> tuple[Any, ...]:
+        threads.append(threading.current_thread().name)
+        return (len(threads),)
+
+    ahead.start("a", opened)
+    assert ahead.take("a", opened) == (1,)
+    assert ahead.take("a", opened) == (2,), "it was taken: there is nothing ahead any more"
+    assert threads == [THREAD_NAME, threading.main_thread().name]
+
+
+def test_another_slide_than_the_one_begun_is_opened_alone_after_it() -> None:
+    ahead = SlideAhead()
+    running, release = threading.Event(), threading.Event()
+
+    def slow() -> tuple[Any, ...]:
+        running.set()
+        release.wait(10)
+        running.clear()
+        return ("slow",)
+
+    ahead.start("a", slow)
+    assert running.wait(10)
+    threading.Timer(0.05, release.set).start()
+    assert ahead.take("b", lambda: (running.is_set(),)) == (False,), "two at once would share what opens slides"
+    assert ahead.waited_seconds > 0
+
+
+def test_an_error_belongs_to_the_slide_that_has_it() -> None:
+    ahead = SlideAhead()
+
+    def broken() -> tuple[Any, ...]:
+        raise SourceError("slide a is broken")
+
+    ahead.start("a", broken)
+    assert ahead.take("b", lambda: ("b",)) == ("b",)
+    ahead.start("a", broken)
+    with pytest.raises(SourceError, match="slide a is broken"):
+        ahead.take("a", lambda: ("a",))
+    ahead.start("a", broken)
+    ahead.drop()
+
+
+class _Counted(ArrayImage):
+    tile_height_px = 64
+
+    def __init__(self) -> None:
+        super().__init__(real_pixels()[:200, :96].copy())
+        self.read_rows: list[tuple[int, int]] = []
+
+    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Any:
+        self.read_rows.append((y, h))
+        return super().read(x, y, w, h, level)
+
+
+def test_the_beginning_is_decoded_once() -> None:
+    image = _Counted()
+    source = Normalized(image, mean=(0.5,) * 3, std=(0.5,) * 3)
+    decode_beginning(source)
+    assert image.read_rows == [(0, 64)]
+    source.rows(Interval(0, 40), torch.empty(1, 3, 40, 96))
+    assert image.read_rows == [(0, 64)], "the block is there already"
+
+
+def test_training_opens_every_slide_but_the_first_of_an_epoch_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = write_task(tmp_path, num_slides=8)
+    config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"epochs": 1, "accumulate": 2})
+    opened: list[tuple[str, str]] = []
+    plain = SlideFeed.source
+
+    def noted(self: SlideFeed, record: Any, *rest: Any) -> Any:
+        if record.split == "train" and rest:
+            opened.append((threading.current_thread().name, record.name))
+        return plain(self, record, *rest)
+
+    monkeypatch.setattr(SlideFeed, "source", noted)
+    assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
+    with (tmp_path / "run" / "steps.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    order = [name for row in rows for name in row["slides"].split()]
+    in_order = [(thread, name) for thread, name in opened if name in order][-len(order) :]
+    assert [name for _, name in in_order] == order and len(order) == 4
+    assert [thread for thread, _ in in_order] == [threading.main_thread().name] + [THREAD_NAME] * 3
+    assert all(0 <= float(row["waited_seconds"]) <= float(row["seconds"]) + 1e-3 for row in rows)

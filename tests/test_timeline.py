@@ -117,7 +117,7 @@ def test_costs_are_sums_over_moves() -> None:
     assert (first.forward_seconds, first.recompute_seconds, first.backward_seconds, first.flops) == (1, 1, 2, 120)
     assert (second.forward_seconds, second.recompute_seconds, second.backward_seconds, second.flops) == (2, 0, 3, 180)
     assert (first.share, second.share) == (4 / 9, 5 / 9) and first.flops_per_second == 30
-    assert timeline.spans == ((0, 1), (1, 3), (3, 3), (3, 6), (6, 7), (7, 9))
+    assert [*timeline.spans] == [(0, 1), (1, 3), (3, 3), (3, 6), (6, 7), (7, 9)]
     assert timeline.kinds == ("forward", "forward", "loss", "backward", "recompute", "backward")
     assert Timeline(entries=()).costs() == () and Timeline(entries=()).peak_bytes == 0
 

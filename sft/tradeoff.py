@@ -21,7 +21,7 @@ from sft.engine import Engine
 from sft.errors import BudgetError, InputError, SftError, UnsupportedError
 from sft.options import STRATEGIES, Options
 from sft.plan.chain.pareto import Point
-from sft.plan.chain.plot import new_figure, pareto_figure, save_figure
+from sft.plan.chain.plot import check_drawable, pareto_figure, save_figure
 from sft.plan.types import Plan
 from sft.units import parse_bytes
 
@@ -105,10 +105,12 @@ def pareto(
     if not asked:
         raise InputError(f"strategies is empty: name one of {', '.join(STRATEGIES)}")
     given = None if budgets is None else sorted({parse_bytes(budget) for budget in budgets}, reverse=True)
+    if given is not None and not given:
+        raise InputError("budgets is empty: name some, or leave it out")
     if given is None and num_budgets < 2:
         raise InputError(f"num_budgets {num_budgets}: choose two or more, or give budgets")
     if path is not None:
-        new_figure()  # planning takes long: that there is no matplotlib is said before
+        check_drawable(path)  # planning takes long: what hinders drawing is said before
     sweep = _Sweep(model, input_shape, compile_arguments)
     chosen = sweep.chosen(asked, num_budgets) if given is None else [given] * len(asked)
     rows = tuple(row for wish, wanted in zip(asked, chosen, strict=True) for row in sweep.rows(wish, wanted))
@@ -116,7 +118,7 @@ def pareto(
         raise sweep.refusals[-1]
     if path is not None:
         # An estimate is worth something beside another one.
-        plain_seconds = None if wishes.profile == "measure" else sweep.plain.estimated_seconds
+        plain_seconds = None if _is_measured(rows) else sweep.plain.estimated_seconds
         save_figure(tradeoff_figure(rows, plain_seconds=plain_seconds), path)
     return rows
 
@@ -132,8 +134,11 @@ def tradeoff_figure(rows: Sequence[TradeoffRow], *, plain_seconds: float | None 
         Point(strategy=row.strategy, budget_bytes=row.budget_bytes, seconds=row.seconds, peak_bytes=row.total_bytes, host_bytes=0)
         for row in rows
     ]
-    is_measured = all(row.projected_seconds is not None for row in rows)
-    return pareto_figure(points, plain_seconds=plain_seconds, title="measured" if is_measured else "estimated from FLOPs")
+    return pareto_figure(points, plain_seconds=plain_seconds, title="measured" if _is_measured(rows) else "estimated from FLOPs")
+
+
+def _is_measured(rows: Sequence[TradeoffRow]) -> bool:
+    return all(row.projected_seconds is not None for row in rows)
 
 
 class _Sweep:

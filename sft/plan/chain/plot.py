@@ -15,7 +15,7 @@ from sft.plan.chain.simulate import Simulation, Stream
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["new_figure", "pareto_figure", "save_figure", "timeline_figure"]
+__all__ = ["check_drawable", "new_figure", "pareto_figure", "save_figure", "timeline_figure"]
 
 _LANES: tuple[tuple[Stream, str], ...] = (("compute", "compute"), ("down", "to host"), ("up", "from host"))
 _COLOURS = {"F": "tab:blue", "B": "tab:orange", "L": "tab:gray", ">": "tab:green", "<": "tab:purple"}
@@ -83,11 +83,22 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         InputError: the ending is none that matplotlib knows.
         SourceError: the file cannot be written; what was there before is untouched.
     """
-    try:
-        with replacing(path) as part:
-            figure.savefig(part, dpi=150)
-    except ValueError as error:
-        raise InputError(f"cannot draw {Path(path).name}: {error}") from error
+    check_drawable(path)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=150)
+
+
+def check_drawable(path: str | os.PathLike[str]) -> None:
+    """Say beforehand what would hinder drawing into a file.
+
+    Raises:
+        InputError: matplotlib is not installed, or knows no format of that ending.
+    """
+    endings = sorted(new_figure().canvas.get_supported_filetypes())
+    if Path(path).suffix[1:].lower() not in endings:
+        raise InputError(
+            f"cannot draw {Path(path).name}: a picture's name ends with one of {', '.join(f'.{ending}' for ending in endings)}"
+        )
 
 
 def new_figure() -> Figure:

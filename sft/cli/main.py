@@ -69,7 +69,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         costs=args.costs,
     )
     if args.pareto is not None:
-        names = STRATEGIES if args.compare else (args.strategy, "none")
+        # A forced tile forbids plain execution.
+        names = STRATEGIES if args.compare else (args.strategy,) if args.tile else (args.strategy, "none")
         return show_pareto(question, console, as_json=args.json, strategies=names)
     show = compare_strategies if args.compare else show_plan
     return show(question, console, as_json=args.json)

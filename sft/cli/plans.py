@@ -22,8 +22,7 @@ from sft.units import format_bytes
 
 __all__ = ["Question", "compare_strategies", "show_check", "show_pareto", "show_plan"]
 
-#: Heading of times: those with a tilde come from FLOPs at a rate of the kind of device.
-_SECONDS = "seconds (~ estimated)"
+_CAPTION = "~ estimated from FLOPs, at a rate of the kind of device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +78,12 @@ def show_pareto(question: Question, console: Console, *, as_json: bool, strategi
         console.print(json.dumps([asdict(row) for row in rows], indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0
     table = Table("strategy", box=None, pad_edge=False)
-    for header in ("budget", "total", "FLOPs / plain", _SECONDS):
+    for header in ("budget", "total", "FLOPs / plain", "seconds"):
         table.add_column(header, justify="right")
     for row in rows:
         seconds = _seconds(row.estimated_seconds, row.projected_seconds)
+        if row.projected_seconds is None:
+            table.caption = _CAPTION
         table.add_row(row.strategy, format_bytes(row.budget_bytes), format_bytes(row.total_bytes), f"{row.redundancy:.4f}", seconds)
     console.print(table)
     return 0
@@ -105,13 +106,15 @@ def compare_strategies(question: Question, console: Console, *, as_json: bool) -
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table("strategy", "fits", box=None, pad_edge=False)
-    for header in ("total", "projected peak", "FLOPs / plain", _SECONDS, "tiled segments", "strip rows", "panels"):
+    for header in ("total", "projected peak", "FLOPs / plain", "seconds", "tiled segments", "strip rows", "panels"):
         table.add_column(header, justify="right")
     for row in rows:
         total = "-" if row["total_bytes"] is None else format_bytes(row["total_bytes"])
         if row["error"]:
             table.add_row(row["strategy"], "no", total, *["-"] * 6)
             continue
+        if row["projected_seconds"] is None:
+            table.caption = _CAPTION
         table.add_row(
             row["strategy"],
             "yes",

@@ -68,7 +68,7 @@ def test_rows_are_what_plans_say(captured: list[object], tmp_path: Path) -> None
 def test_given_budgets_are_taken_and_strategies_that_cannot_are_left_out() -> None:
     with remembered_captures():
         plain_bytes = sft.plan(_model(), _SHAPE, options=sft.Options(strategy="none")).total_bytes
-        budgets = [plain_bytes - 1, f"{plain_bytes}B", plain_bytes]
+        budgets: list[int | str] = [plain_bytes - 1, f"{plain_bytes}B", plain_bytes]
         rows = sft.pareto(_model(), _SHAPE, budgets=budgets, strategies=("none", "auto"))
         found = [(row.strategy, row.budget_bytes) for row in rows]
         assert found == [("none", plain_bytes), ("auto", plain_bytes), ("auto", plain_bytes - 1)]

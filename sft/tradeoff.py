@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["TradeoffRow", "pareto", "tradeoff_figure"]
 
 _NO_LIMIT_BYTES = 2**62
+#: Times further apart than this are drawn on a logarithmic scale.
+_WIDE = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +136,10 @@ def tradeoff_figure(rows: Sequence[TradeoffRow], *, plain_seconds: float | None 
         Point(strategy=row.strategy, budget_bytes=row.budget_bytes, seconds=row.seconds, peak_bytes=row.total_bytes, host_bytes=0)
         for row in rows
     ]
-    return pareto_figure(points, plain_seconds=plain_seconds, title="measured" if _is_measured(rows) else "estimated from FLOPs")
+    figure = pareto_figure(points, plain_seconds=plain_seconds, title="measured" if _is_measured(rows) else "estimated from FLOPs")
+    if max(row.seconds for row in rows) > _WIDE * min(row.seconds for row in rows):
+        figure.axes[0].set_yscale("log")  # strips of a row or two would leave nothing else to see
+    return figure
 
 
 def _is_measured(rows: Sequence[TradeoffRow]) -> bool:

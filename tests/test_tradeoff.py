@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -129,4 +130,8 @@ def test_curves_are_drawn_over_bytes() -> None:
     first, second = axes.get_lines()
     assert np.asarray(first.get_xydata()).tolist() == [[1, 4], [2, 3]]
     assert np.asarray(second.get_xydata()).tolist() == [[3, 2]]
+    assert axes.get_yscale() == "linear"
+    (axes,) = tradeoff_figure([*rows, replace(rows[0], total_bytes=2**28, estimated_seconds=100.0)]).axes
+    assert axes.get_yscale() == "log"
+    (axes,) = tradeoff_figure(rows, plain_seconds=0.5).axes
     assert "plain" in axes.get_ylabel() and "estimated" in axes.get_title()

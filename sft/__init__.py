@@ -25,7 +25,11 @@ from sft.memory import Peak as Peak
 from sft.memory import measure_peak as measure_peak
 from sft.optim.streamed import StreamedOptimizer as StreamedOptimizer
 from sft.options import Options as Options
+from sft.plan.timeline import Timeline as Timeline
+from sft.plan.timeline import TimelineEntry as TimelineEntry
 from sft.plan.types import Plan as Plan
 from sft.plan.types import SegmentPlan as SegmentPlan
+from sft.tradeoff import TradeoffRow as TradeoffRow
+from sft.tradeoff import pareto as pareto
 from sft.units import format_bytes as format_bytes
 from sft.units import parse_bytes as parse_bytes

@@ -30,6 +30,7 @@ from sft.outputs import Destination, HostOutputs
 from sft.plan.describe import describe
 from sft.plan.planner import Planned, carry_out, plan_segments
 from sft.plan.problem import Problem, at_size
+from sft.plan.rates import Rates
 from sft.plan.types import Plan
 from sft.resident import resident_bytes
 from sft.walk.order import parse_order
@@ -120,6 +121,20 @@ class Engine:
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
         """The plan that a call with these inputs would use."""
         return self._prepare(self._kind_of(*self._resolve(inputs, input_grad))).plan
+
+    def planned_again(self, budget_bytes: int, options: Options) -> Plan:
+        """The plan for what was planned last, had the question been this one; the capture is shared, and nothing here changes."""
+        kind = next(reversed(self._ready))
+        other = Engine(
+            self.model,
+            budget_bytes=budget_bytes,
+            options=options,
+            optimizer=self.optimizer,
+            plan=None,
+            destination=self.destination,
+        )
+        other._captured = list(self._captured)
+        return other._prepare(kind).plan
 
     def phases(self) -> Phases:
         """The sorted graph of the last capture."""
@@ -276,10 +291,11 @@ class Engine:
         self._check_sources(problem)
         self.destination.check([problem.dtypes[name] for name in graph.outputs])
         planned = self._given(problem, kind) or plan_segments(problem, self.budget_bytes, self.options, kind.traced.device.type)
-        plan = describe(problem, planned, budget_bytes=self.budget_bytes)
+        plan = describe(problem, planned, budget_bytes=self.budget_bytes, rates=Rates(kind.traced.device.type))
         if self.options.profile == "measure" and kind.traced.device.type != "meta":
             with autocast_off(kind.traced.device):
-                plan = replace(plan, projected_seconds=time_step(problem, planned.region, kind.traced.device))
+                seconds = time_step(problem, planned.region, kind.traced.device, progress=self.options.progress)
+            plan = replace(plan, projected_seconds=sum(seconds, 0.0), timeline=plan.timeline.measured(seconds))
         return _Ready(plan, planned.region, captured)
 
     def _check_sources(self, problem: Problem) -> None:

@@ -29,7 +29,9 @@ class Options:
         state_slots: hold so many states of a walk at most, and restore the others (Revolve).
         batch_tile: batch elements that walk together.
         profile: ``"measure"`` to time the step that is planned, on the device, by running each distinct program of it for a moment
-            (``Plan.projected_seconds``); ``"auto"`` leaves that out.
+            (``Plan.projected_seconds``); ``"auto"`` leaves that out. Times are kept in files, so that programs that were timed before
+            are not run again (``sft.execute.costs``).
+        progress: whether planning shows a bar on the terminal where it takes long: while programs are timed.
     """
 
     strategy: str = "auto"
@@ -40,6 +42,7 @@ class Options:
     state_slots: int | None = None
     batch_tile: int | None = None
     profile: str = "auto"
+    progress: bool = False
 
     def __post_init__(self) -> None:
         problems = []

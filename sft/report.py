@@ -20,8 +20,8 @@ def _states(segment: SegmentPlan) -> str:
     return f"{segment.state_slots} at most, the others restored" if segment.state_slots else f"kept every {segment.state_every} strip(s)"
 
 
-def explain(plan: Plan) -> str:
-    """The plan as text: the split of the budget, then one block a segment."""
+def explain(plan: Plan, *, costs: bool = False) -> str:
+    """The plan as text: the split of the budget, then one block a segment; with ``costs`` what each takes of the time, too."""
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
     kind = "training step" if plan.training else "inference"
     num_read = sum(placement == "source" for placement in plan.input_placements)
@@ -38,13 +38,36 @@ def explain(plan: Plan) -> str:
     ]
     if plan.projected_seconds is not None:
         lines.append(f"  projected time    {plan.projected_seconds:>10.4g} s  each program timed on the device, as often as it runs")
+    else:
+        lines.append(
+            f"  estimated time    {plan.estimated_seconds:>10.4g} s  from FLOPs, at a rate of the kind of device: to compare plans by"
+        )
     if plan.order:
         lines += textwrap.wrap(" ".join(plan.order), width=120, initial_indent="  order             ", subsequent_indent=" " * 20)
+    if costs:
+        lines += ["", *_costs(plan)]
     for number, segment in enumerate(plan.segments):
         lines += ["", *_segment(number, segment)]
     if plan.notes:
         lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines)
+
+
+def _costs(plan: Plan) -> list[str]:
+    """What each segment takes of a step's time; a rate of FLOPs only where it is not the one that was assumed."""
+    timeline = plan.timeline
+    rate = "  GFLOP/s" if timeline.is_measured else ""
+    lines = [
+        f"Seconds of a step, {'measured' if timeline.is_measured else 'estimated'}:",
+        f"  segment    forward  recomputed   backward      share{rate}",
+    ]
+    for cost in timeline.costs():
+        times = f"{cost.forward_seconds:>10.4g}  {cost.recompute_seconds:>10.4g} {cost.backward_seconds:>10.4g}"
+        rate = f"{cost.flops_per_second / 1e9:>9.4g}" if timeline.is_measured else ""
+        lines.append(f"  {cost.segment:>7} {times}    {100 * cost.share:>5.1f} %{rate}")
+    if any(segment.mode == "tiled" for segment in plan.segments) and plan.training:
+        lines.append("  (strips of a tiled segment are recomputed within its backward pass)")
+    return lines
 
 
 def _segment(number: int, segment: SegmentPlan) -> list[str]:

@@ -24,6 +24,9 @@ collect_ignore = ["zoo"]
 
 pytest.register_assert_rewrite("tests.helpers.exactness")
 
+# Times that one test measures must not be there for the next, nor in the user's own files.
+os.environ["SFT_CACHE_DIR"] = ""
+
 # Tensors here are tiny: handing them to a second thread costs more than it saves, much more on a busy machine.
 torch.set_num_threads(1)
 

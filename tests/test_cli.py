@@ -81,6 +81,7 @@ def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]
     rows = {row["strategy"]: row for row in json.loads(capsys.readouterr().out)}
     assert tuple(rows) == STRATEGIES
     assert rows["none"]["error"] and rows["none"]["total_bytes"] > 750 * 1024
+    assert rows["auto"]["estimated_seconds"] > 0 and rows["auto"]["projected_seconds"] is None
     assert not rows["auto"]["error"] and rows["auto"]["total_bytes"] <= 750 * 1024 and rows["auto"]["redundancy"] > 1
     assert main(["plan", *_NET, "--budget", "750KiB", "--compare"]) == 0
     lines = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
@@ -93,6 +94,26 @@ def test_a_plan_may_be_timed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *_NET, "--json", "--time"]) == 0
     seconds = sft.Plan.from_json(capsys.readouterr().out).projected_seconds
     assert seconds is not None and seconds > 0
+
+
+def test_a_plan_is_drawn_and_its_costs_are_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["plan", *_NET, "--tile", "32", "--costs", "--plot", str(tmp_path / "plan.png")]) == 0
+    assert "Seconds of a step, estimated" in capsys.readouterr().out
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_time_is_drawn_against_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["plan", *_NET, "--strategy", "optimal", "--pareto", str(tmp_path / "front.png"), "--budgets", "64MiB", "1500KiB"]
+    assert main([*arguments, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["strategy"] for row in rows} == {"optimal", "none"} and all(row["total_bytes"] <= row["budget_bytes"] for row in rows)
+    assert main(arguments) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert [line[0] for line in lines if line and line[0] in ("optimal", "none")] == [row["strategy"] for row in rows]
+    assert lines[1][-1].startswith("~") and any("estimated" in line for line in lines)
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,6 +138,9 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "1KiB"], ["1.00 KiB", "Raise the budget"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--tile", "0"], ["--tile", "512x1024"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--model-args", "inplace"], ["inplace", "name=value"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--plot", "plan.strange"], ["plan.strange"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--plot", "no/such/folder/plan.png"], ["no/such/folder/plan.png"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--pareto", "front.png", "--budgets", "1KiB"], ["1.00 KiB", "Raise the budget"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--out", "no/such/folder/plan.json"], ["no/such/folder/plan.json"]),
     ],
 )

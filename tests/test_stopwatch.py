@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import sft
+from sft.execute.signature import signature
 from sft.execute.stopwatch import Stopwatch, time_step
 from sft.lower.program import Program
 from sft.plan.problem import Problem
@@ -29,13 +30,15 @@ def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Problem, 
     """The problem and the region that a timed plan is made of."""
     seen: list[tuple[Problem, Region]] = []
 
-    def note(problem: Problem, region: Region, device: torch.device) -> float:
+    def note(problem: Problem, region: Region, device: torch.device, *, progress: bool) -> tuple[float, ...]:
+        assert not progress
         seen.append((problem, region))
-        return 1.0
+        return (1.0,) * len(region.moves)
 
     monkeypatch.setattr("sft.engine.time_step", note)
     plan = sft.plan(_model(), _SHAPE, budget="64MiB", options=sft.Options(profile="measure", **options))
-    assert plan.projected_seconds == 1.0
+    assert plan.projected_seconds == len(seen[-1][1].moves) == len(plan.timeline.entries)
+    assert plan.timeline.is_measured and all(entry.measured_seconds == 1 for entry in plan.timeline.entries)
     return seen[-1]
 
 
@@ -56,12 +59,13 @@ def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], mon
     counting.programs = []
     run_step(problem, region, counting)
     time_once = Stopwatch._time
-    monkeypatch.setattr(Stopwatch, "_time", lambda *arguments: (1.0, time_once(*arguments)[1]))
+    monkeypatch.setattr(Stopwatch, "_time", lambda *arguments: time_once(*arguments) > 0)
     monkeypatch.setattr(Stopwatch, "_once", lambda *_: 0.0)
     stopwatch = Stopwatch()
     run_step(problem, region, stopwatch)
     assert stopwatch.seconds == len(counting.programs)
-    assert stopwatch.num_timed == len({id(program) for program in counting.programs})
+    assert stopwatch.num_timed == len({signature(program) for program in counting.programs})
+    assert len(stopwatch.laps) == len(region.moves) + 1 and stopwatch.laps[-1] == stopwatch.seconds
     assert stopwatch.meter.peak_bytes == counting.meter.peak_bytes
 
 
@@ -69,12 +73,12 @@ def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
     problem, region = _planned(monkeypatch, tile=(8, None))
     ticks = iter(range(10**9))
     monkeypatch.setattr("sft.execute.stopwatch.time.perf_counter", lambda: float(next(ticks)))
-    found = time_step(problem, region, torch.device("cpu"))
+    found = sum(time_step(problem, region, torch.device("cpu")))
     counting = _Counting()
     counting.programs = []
     run_step(problem, region, counting)
-    # Each run of a program takes one tick of this clock, and so does the walk; a new buffer's fill is taken off its zeros.
-    num_zeros = found - len(counting.programs) - 1
+    # Each run of a program takes one tick of this clock, and so does the walk of each move; a new buffer's fill is taken off its zeros.
+    num_zeros = found - len(counting.programs) - len(region.moves)
     assert 0 <= num_zeros < 200 and num_zeros == int(num_zeros)
 
 

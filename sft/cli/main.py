@@ -16,7 +16,7 @@ from rich.console import Console
 
 from sft.cli.doctor import show_doctor
 from sft.cli.models import load_model, parse_shape, parse_tile
-from sft.cli.plans import Question, compare_strategies, show_check, show_plan
+from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
 from sft.errors import InputError, SftError
 from sft.options import STRATEGIES, Options
 
@@ -55,8 +55,23 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         halo=args.halo,
         tile=parse_tile(args.tile) if args.tile else None,
         profile="measure" if args.time else "auto",
+        progress=args.time,
     )
-    question = Question(model=model, shapes=shapes, budget=args.budget, options=options, out=args.out)
+    question = Question(
+        model=model,
+        shapes=shapes,
+        budget=args.budget,
+        options=options,
+        out=args.out,
+        plot=args.plot,
+        pareto=args.pareto,
+        budgets=tuple(args.budgets),
+        costs=args.costs,
+    )
+    if args.pareto is not None:
+        # A forced tile forbids plain execution.
+        names = STRATEGIES if args.compare else (args.strategy,) if args.tile else (args.strategy, "none")
+        return show_pareto(question, console, as_json=args.json, strategies=names)
     show = compare_strategies if args.compare else show_plan
     return show(question, console, as_json=args.json)
 
@@ -94,6 +109,15 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
     plan.add_argument("--time", action="store_true", help="time the plan's programs on this machine: how long a step would take")
     plan.add_argument("--compare", action="store_true", help="one table of all strategies")
+    plan.add_argument("--costs", action="store_true", help="what each segment takes of the time")
+    plan.add_argument("--plot", type=Path, metavar="FILE", help="draw memory over time and what runs: .png, .svg, .pdf, ...")
+    plan.add_argument(
+        "--pareto",
+        type=Path,
+        metavar="FILE",
+        help="plan for several budgets and draw time against memory, of all strategies with --compare",
+    )
+    plan.add_argument("--budgets", nargs="+", default=(), metavar="BYTES", help="for --pareto (default: from plain PyTorch's need down)")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
     return parser
 

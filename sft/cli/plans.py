@@ -17,9 +17,12 @@ from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.files import replacing
 from sft.options import STRATEGIES, Options
 from sft.plan.types import Plan
+from sft.tradeoff import pareto
 from sft.units import format_bytes
 
-__all__ = ["Question", "compare_strategies", "show_check", "show_plan"]
+__all__ = ["Question", "compare_strategies", "show_check", "show_pareto", "show_plan"]
+
+_CAPTION = "~ estimated from FLOPs, at a rate of the kind of device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +35,10 @@ class Question:
         budget: what the device may hold.
         options: wishes about the plan.
         out: a file for the plan as JSON.
+        plot: a file for its picture.
+        pareto: a file for the picture of time against memory.
+        budgets: for that picture; empty for some between plain PyTorch's need and the least.
+        costs: whether to print what each segment takes of the time.
     """
 
     model: nn.Module
@@ -39,16 +46,52 @@ class Question:
     budget: int | str
     options: Options
     out: Path | None = None
+    plot: Path | None = None
+    pareto: Path | None = None
+    budgets: tuple[str, ...] = ()
+    costs: bool = False
 
 
 def show_plan(question: Question, console: Console, *, as_json: bool) -> int:
-    """Print the plan; write it where that is asked for."""
+    """Print the plan; write and draw it where that is asked for."""
     found = _plan(question)
     if question.out is not None:
         with replacing(question.out) as part:
             part.write_text(found.to_json(), encoding="utf-8")
-    console.print(found.to_json() if as_json else found.explain(), markup=False, highlight=False, soft_wrap=True)
+    if question.plot is not None:
+        found.plot(question.plot)
+    console.print(found.to_json() if as_json else found.explain(costs=question.costs), markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def show_pareto(question: Question, console: Console, *, as_json: bool, strategies: Sequence[str]) -> int:
+    """Draw time against memory; print a line for each plan."""
+    rows = pareto(
+        question.model,
+        list(question.shapes),
+        budgets=question.budgets or None,
+        strategies=strategies,
+        options=question.options,
+        path=question.pareto,
+    )
+    if as_json:
+        console.print(json.dumps([asdict(row) for row in rows], indent=2), markup=False, highlight=False, soft_wrap=True)
+        return 0
+    table = Table("strategy", box=None, pad_edge=False)
+    for header in ("budget", "total", "FLOPs / plain", "seconds"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        seconds = _seconds(row.estimated_seconds, row.projected_seconds)
+        if row.projected_seconds is None:
+            table.caption = _CAPTION
+        table.add_row(row.strategy, format_bytes(row.budget_bytes), format_bytes(row.total_bytes), f"{row.redundancy:.4f}", seconds)
+    console.print(table)
+    return 0
+
+
+def _seconds(estimated: float, measured: float | None) -> str:
+    """The time of a step; what nobody measured has a tilde."""
+    return f"~{estimated:.3g}" if measured is None else f"{measured:.3g}"
 
 
 def compare_strategies(question: Question, console: Console, *, as_json: bool) -> int:
@@ -70,13 +113,15 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
         if row["error"]:
             table.add_row(row["strategy"], "no", total, *["-"] * 6)
             continue
+        if row["projected_seconds"] is None:
+            table.caption = _CAPTION
         table.add_row(
             row["strategy"],
             "yes",
             total,
             format_bytes(row["projected_peak_bytes"]),
             f"{row['redundancy']:.4f}",
-            "-" if row["projected_seconds"] is None else f"{row['projected_seconds']:.3g}",
+            _seconds(row["estimated_seconds"], row["projected_seconds"]),
             str(row["num_tiled_segments"]),
             ", ".join(map(str, row["strip_rows"])) or "-",
             ", ".join(map(str, row["num_panels"])) or "-",
@@ -101,6 +146,7 @@ def _row(question: Question, strategy: str) -> dict[str, Any]:
         "flops": found.flops,
         "plain_flops": found.plain_flops,
         "redundancy": found.redundancy,
+        "estimated_seconds": found.estimated_seconds,
         "projected_seconds": found.projected_seconds,
         "num_tiled_segments": len(tiled),
         "strip_rows": [segment.strip_rows for segment in tiled],

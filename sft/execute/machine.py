@@ -17,6 +17,7 @@ from sft.execute.reading import PassReading, SourceStrips, load_whole
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
 from sft.sources.source import select_samples
 from sft.walk.machine import Handle, Saved
+from sft.walk.order import Move
 
 __all__ = ["TorchMachine"]
 
@@ -38,6 +39,9 @@ class TorchMachine:
     trace: Callable[[Instruction], None] | None = None
     account: PassReading = field(default_factory=PassReading)
     heap: Heap = field(default_factory=Heap)
+
+    def begin(self, move: Move) -> None:
+        pass
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> torch.Tensor:
         layout = torch.contiguous_format if contiguous else CHANNELS_LAST.get(len(shape), torch.contiguous_format)

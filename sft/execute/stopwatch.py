@@ -1,8 +1,9 @@
 """How long a step takes: every distinct program is run for a moment on the device, and the schedule says how often each runs.
 
 The walk is the one that executes and projects (``sft.walk``), on a machine whose buffers are byte counts. Only where that machine would run
-a program it runs it once for real, on numbers of its own, and remembers the seconds. Strips of one signature share their program, so a step
-of thousands of strips is timed by running some dozen programs.
+a program that nobody has timed it runs it for real, on numbers of its own, and remembers the seconds (``sft.execute.costs``). Strips of one
+signature share their program, and equal blocks of a network share the times, so a step of thousands of strips is timed by running some
+dozen programs, and only the first time.
 
 New buffers (cuts, their gradients) are timed likewise. What is left out is small: what autograd and the caller do with the results, and
 reading inputs that are not resident, which happens while programs run.
@@ -11,19 +12,27 @@ reading inputs that are not resident, which happens while programs run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from sft.analysis.interval import Interval
+from sft.execute.costs import Costs, open_costs
 from sft.execute.machine import TorchMachine
+from sft.execute.signature import signature
 from sft.lower.program import Port, Program, Slot, load_rows
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
 from sft.walk.machine import Handle, Phantom, PhantomMachine, Saved
+from sft.walk.order import Move
 from sft.walk.region import Region
 
 __all__ = ["Stopwatch", "time_step"]
@@ -33,11 +42,15 @@ _NUM_RUNS = 3
 _LONG_SECONDS = 0.25
 
 
+def _no_one() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class _TimedSaved(Saved):
-    """What a first half leaves: its byte count, and the tensors that the second half is timed on."""
+    """What a first half leaves: its byte count, and the program that makes what the second half is timed on."""
 
-    tensors: dict[int, Any] = field(default_factory=dict)
+    first: Program | None = None
 
 
 @dataclass(slots=True)
@@ -46,71 +59,98 @@ class Stopwatch(PhantomMachine):
 
     Attributes:
         device: where programs are timed.
+        costs: the times that are known.
+        advance: is called at each program that this step has not run yet.
         seconds: of all programs so far.
-        num_timed: distinct programs among them.
+        num_timed: programs that were run to be timed.
+        laps: the seconds at the begin of each move, and at the end.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    costs: Costs = field(default_factory=Costs)
+    advance: Callable[[], None] = _no_one
     seconds: float = 0.0
     num_timed: int = 0
-    _known: dict[int, tuple[Program, float]] = field(default_factory=dict)
-    _calls: dict[tuple[Any, ...], float] = field(default_factory=dict)
+    laps: list[float] = field(default_factory=list)
+    _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
+
+    def begin(self, move: Move) -> None:
+        self.laps.append(self.seconds)
+
+    def end(self) -> None:
+        self.laps.append(self.seconds)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> Phantom:
         # Whoever writes a new buffer first waits for its pages; to the programs we bind buffers that are old.
-        self.seconds += self._once(("zeros", shape, dtype), lambda: self._real.allocate(shape, dtype, zero=True, contiguous=contiguous))
+        make, what = partial(self._real.allocate, shape, dtype, zero=True, contiguous=contiguous), f"{shape} {dtype} {contiguous}"
+        self.seconds += self._once(f"zeros {what}", lambda: make)
         if not zero:
-            self.seconds -= self._once(("fill", shape, dtype), self._real.allocate(shape, dtype, zero=True, contiguous=contiguous).zero_)
+            self.seconds -= self._once(f"fill {what}", lambda: make().zero_)
         return PhantomMachine.allocate(self, shape, dtype, zero=zero, contiguous=contiguous)
 
-    def _once(self, key: tuple[Any, ...], call: Callable[[], object]) -> float:
-        """Seconds of a call, timed when its key is new."""
-        if key not in self._calls:
+    def _once(self, key: str, prepare: Callable[[], Callable[[], object]]) -> float:
+        """Seconds of the call that ``prepare`` returns, timed when its key is new."""
+        known = self.costs.get(key)
+        if known is None:
+            call = prepare()
             call()
             self._wait()
             started = time.perf_counter()
             call()
             self._wait()
-            self._calls[key] = time.perf_counter() - started
-        return self._calls[key]
+            known = time.perf_counter() - started
+            self.costs.add(key, known)
+        return known
 
     @property
     def _real(self) -> TorchMachine:
         return TorchMachine(self.device)
 
     def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
-        tensors = dict(saved.tensors) if isinstance(saved, _TimedSaved) else {}
-        if isinstance(saved, _TimedSaved):
-            saved.tensors.clear()
+        first = saved.first if isinstance(saved, _TimedSaved) else None
         results, left = PhantomMachine.run(self, program, bindings, saved)
-        timed = _TimedSaved(left.values, left.loaded)
-        if id(program) not in self._known or program.saved:
-            seconds, timed.tensors = self._time(program, tensors)
-            if id(program) not in self._known:
-                self.num_timed += 1
-            self._known[id(program)] = (program, seconds)  # held, so that no other program gets its identity
-        self.seconds += self._known[id(program)][1]
-        return results, timed
+        self.seconds += self._seconds(program, first)
+        return results, _TimedSaved(left.values, left.loaded, first=program if program.saved else None)
 
-    def _time(self, program: Program, saved: dict[int, Any]) -> tuple[float, dict[int, Any]]:
-        """Seconds of a program, and what it leaves for its second half."""
+    def _seconds(self, program: Program, first: Program | None) -> float:
+        """Seconds of a program; a second half is timed on what its first half leaves."""
+        if id(program) not in self._keys:
+            names = [signature(one) for one in (program, first) if one is not None]
+            lasting = None not in names
+            key = " ".join(map(str, names)) if lasting else f"program {id(program)}"
+            self._keys[id(program)] = (program, key, lasting)  # held, so that no other program gets its identity
+            self.advance()
+        _, key, lasting = self._keys[id(program)]
+        known = self.costs.get(key)
+        if known is None:
+            known = self._time(program, first)
+            self.num_timed += 1
+            self.costs.add(key, known, lasting=lasting)
+        return known
+
+    def _time(self, program: Program, first: Program | None) -> float:
+        """Seconds of a program."""
         machine = self._real
-        bindings = {port: self._made(program, port, slot) for port, slot in program.ports.items()}
 
-        def once() -> tuple[float, dict[int, Any]]:
-            held = Saved(dict(saved)) if saved else None
-            self._wait()
-            started = time.perf_counter()
-            _, left = machine.run(program, bindings, held)
-            self._wait()
-            return time.perf_counter() - started, left.values
+        def bound(one: Program) -> dict[Port, Any]:
+            return {port: self._made(one, port, slot) for port, slot in one.ports.items()}
 
         with torch.no_grad():
+            saved = {} if first is None else machine.run(first, bound(first))[1].values
+            bindings = bound(program)
+
+            def once() -> float:
+                held = Saved(dict(saved)) if saved else None
+                self._wait()
+                started = time.perf_counter()
+                machine.run(program, bindings, held)
+                self._wait()
+                return time.perf_counter() - started
+
             once()
-            first, left = once()
-            del left  # what a program saves is large
-            seconds = [first, *(once()[0] for _ in range(_NUM_RUNS - 1) if first < _LONG_SECONDS)]
-            return median(seconds), once()[1] if program.saved else {}
+            taken = [once()]
+            taken += [once() for _ in range(_NUM_RUNS - 1) if taken[0] < _LONG_SECONDS]
+            return median(taken)
 
     def _made(self, program: Program, port: Port, slot: Slot) -> Any:
         """Something to bind: numbers between 0 and 1, of whole numbers zeros."""
@@ -136,14 +176,56 @@ def _carried_dim(program: Program, slot: Slot) -> int | None:
     return None
 
 
-def time_step(problem: Problem, region: Region, device: torch.device) -> float:
-    """Seconds that a step takes on this device, as far as its programs tell.
+def time_step(problem: Problem, region: Region, device: torch.device, *, progress: bool = False) -> tuple[float, ...]:
+    """Seconds of each move of a step on this device, as far as its programs tell.
 
-    Takes about as long as each distinct program three times, and the memory of the plan.
+    Takes about as long as each distinct program three times, where nobody has timed it before, and the memory of the plan.
+
+    Args:
+        problem: the model at one size.
+        region: the plan's.
+        device: where programs are timed.
+        progress: whether to show a bar on the terminal meanwhile.
     """
-    stopwatch = Stopwatch(on_host=problem.on_host, device=device)
-    run_step(problem, region, stopwatch)
     # The walk itself takes time, too: looking up programs and binding what they run on. Byte counts make it do nothing else.
-    started = time.perf_counter()
-    run_step(problem, region, PhantomMachine(on_host=problem.on_host))
-    return stopwatch.seconds + time.perf_counter() - started
+    walk = _Walk(on_host=problem.on_host)
+    run_step(problem, region, walk)
+    with _bar(len(walk.programs), progress) as advance:
+        stopwatch = Stopwatch(on_host=problem.on_host, device=device, costs=open_costs(device), advance=advance)
+        run_step(problem, region, stopwatch)
+    # The time of a new buffer is a difference of two measured ones, which may fall below nothing.
+    return tuple(max(0.0, sum(both)) for both in zip(_differences(stopwatch.laps), _differences(walk.moments), strict=True))
+
+
+def _differences(moments: Sequence[float]) -> tuple[float, ...]:
+    return tuple(stop - start for start, stop in pairwise(moments))
+
+
+@dataclass(slots=True)
+class _Walk(PhantomMachine):
+    """A machine of byte counts that looks at the clock between moves, and remembers the programs that it ran."""
+
+    moments: list[float] = field(default_factory=list)
+    programs: dict[int, Program] = field(default_factory=dict)
+
+    def begin(self, move: Move) -> None:
+        self.moments.append(time.perf_counter())
+
+    def end(self) -> None:
+        self.moments.append(time.perf_counter())
+
+    def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+        self.programs[id(program)] = program
+        return PhantomMachine.run(self, program, bindings, saved)
+
+
+@contextmanager
+def _bar(num_programs: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+    """A bar on the terminal, if there is one."""
+    console = Console(stderr=True)
+    if not is_shown or not console.is_terminal:
+        yield _no_one
+        return
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("timing programs", total=num_programs)
+        yield lambda: bar.advance(task)

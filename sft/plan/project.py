@@ -7,11 +7,12 @@ strip by strip instead and is what the profile is tested against.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from sft.lower.context import Scope
 from sft.lower.program import Program
 from sft.plan.build import build_region
+from sft.plan.laps import Lap, LapMachine
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
 from sft.walk.machine import Machine, Phantom, PhantomMachine
@@ -31,10 +32,12 @@ class Projection:
     Attributes:
         peak_bytes: most bytes alive: inputs, outputs and their gradients, cuts, states, strips, new parameter gradients.
         flops: counted floating-point operations.
+        laps: the same, taken apart: one for each move of the step.
     """
 
     peak_bytes: int
     flops: int
+    laps: tuple[Lap, ...] = field(repr=False)
 
 
 def project(problem: Problem, region: Region, *, exactly: bool = False) -> Projection:
@@ -45,9 +48,9 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
     if not exactly:
         segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
         region = replace(region, segments=segments)
-    machine = PhantomMachine(on_host=problem.on_host)
+    machine = LapMachine(on_host=problem.on_host)
     run_step(problem, region, machine)
-    return Projection(peak_bytes=machine.meter.peak_bytes, flops=machine.meter.flops)
+    return Projection(peak_bytes=machine.peak_bytes, flops=machine.meter.flops, laps=tuple(machine.laps))
 
 
 def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
@@ -70,6 +73,7 @@ def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
         }
         sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
         region.backward(machine, tape, grads, sinks=sinks)
+    machine.end()
     del outputs, given
 
 
@@ -120,7 +124,7 @@ class _Projected:
         return self.segment.reads_back(reads)
 
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
-        assert isinstance(machine, PhantomMachine)
+        assert isinstance(machine, LapMachine)
         stores = []
         shared = self.segment.open_reductions(machine, None)
         for chunk in self.segment.chunks:
@@ -129,6 +133,7 @@ class _Projected:
                 profile = self.profiles[keep][walk]
                 machine.meter.spike(profile.forward_peak_bytes)
                 machine.meter.flops += profile.forward_flops
+                machine.note(profile.forward_runs)
                 stores.append(Phantom(machine.meter, profile.store_bytes))
             self.segment.close_reductions(machine, values, partial, chunk)
             del partial
@@ -136,9 +141,10 @@ class _Projected:
         return stores
 
     def backward(self, machine: Machine, values: Values, stores: list[Phantom], grads: Gradients, *, consume: bool = True) -> None:
-        assert isinstance(machine, PhantomMachine)
+        assert isinstance(machine, LapMachine)
         for walk in reversed(self.segment.walks):
             del stores[-1]
             profile = self.profiles[True][walk]
             machine.meter.spike(profile.backward_peak_bytes)
             machine.meter.flops += profile.backward_flops
+            machine.note(profile.backward_runs)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from sft.errors import InputError
+from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 5
+_FORMAT = 6
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -123,7 +125,9 @@ class Plan:
             gradients (where they are on the device), cuts, states, strips, new parameter gradients.
         flops: what a step computes (convolutions and matrix products, as ``torch.utils.flop_counter`` counts them).
         plain_flops: what plain PyTorch computes for the same step.
-        projected_seconds: of a step, from timing its programs on the device; ``None`` where that was not asked for.
+        projected_seconds: of a step, from timing its programs on the device; ``None`` where that was not asked for. Every plan has
+            `estimated_seconds`, which nobody measured.
+        timeline: what is held and done, move by move.
         segments: in order.
         order: the moves of a step, where they are not the plain ones (each segment once forward, then each back): ``"F3"`` runs segment 3
             forward, ``"F3+"`` keeps what its backward pass needs, ``"L"`` is the caller's turn, ``"B3"`` runs it back.
@@ -141,6 +145,7 @@ class Plan:
     flops: int
     plain_flops: int
     projected_seconds: float | None = None
+    timeline: Timeline
     segments: tuple[SegmentPlan, ...]
     order: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -155,11 +160,38 @@ class Plan:
         """FLOPs over those of plain PyTorch; recomputing one forward pass makes about 4/3."""
         return self.flops / self.plain_flops if self.plain_flops else 1.0
 
-    def explain(self) -> str:
-        """The plan for people: one block a segment, and where the bytes go."""
+    @property
+    def estimated_seconds(self) -> float:
+        """Of a step, at rates that are known of a kind of device to the nearest power of ten: for comparing plans with each other.
+
+        A model on the meta device is taken for one on a GPU.
+        """
+        return self.timeline.estimated_seconds
+
+    def explain(self, *, costs: bool = False) -> str:
+        """The plan for people: one block a segment, and where the bytes go.
+
+        Args:
+            costs: whether to say what each segment takes of the step's time. Default: `False`
+        """
         from sft.report import explain
 
-        return explain(self)
+        return explain(self, costs=costs)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draw what the step holds over time, and what it does meanwhile. Needs the extra ``plot``.
+
+        Args:
+            path: a file with an ending that matplotlib knows: ``.png``, ``.svg``, ``.pdf``, ...
+
+        Raises:
+            InputError: matplotlib is missing or knows no such ending, or the plan has no operators.
+            SourceError: the file cannot be written; what was there before is untouched.
+        """
+        from sft.plan.chain.plot import save_figure
+        from sft.plan.plot import plan_figure
+
+        save_figure(plan_figure(self), path)
 
     def __str__(self) -> str:
         return self.explain()
@@ -180,7 +212,8 @@ class Plan:
             if data.pop("format", None) != _FORMAT:
                 raise InputError(f"this is not a plan of format {_FORMAT}; make a new one with sft.plan(...)")
             segments = tuple(_from_dict(SegmentPlan, item) for item in data.pop("segments"))
-            plan: Plan = _from_dict(cls, {**data, "segments": segments})
+            entries = tuple(_from_dict(TimelineEntry, item) for item in data.pop("timeline")["entries"])
+            plan: Plan = _from_dict(cls, {**data, "segments": segments, "timeline": Timeline(entries=entries)})
             return plan
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
             raise InputError(f"cannot read the plan: {error}; make a new one with sft.plan(...)") from error

@@ -15,6 +15,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
 from sft.lower.program import Port, Program, Slot
 from sft.sources.readahead import reader_bytes
+from sft.walk.order import Move
 
 __all__ = ["Handle", "Machine", "Meter", "Phantom", "PhantomMachine", "Saved", "Strips"]
 
@@ -47,6 +48,9 @@ class Strips(Protocol):
 
 class Machine(Protocol):
     """Buffers, views and programs."""
+
+    def begin(self, move: Move) -> None:
+        """Hear that a move of the order begins; the one before it is through."""
 
     def allocate(self, shape: tuple[int, ...], dtype: Any, *, zero: bool, contiguous: bool = False) -> Handle:
         """A new buffer; images are channels last unless ``contiguous``."""
@@ -162,6 +166,12 @@ class PhantomMachine:
 
     meter: Meter = field(default_factory=Meter)
     on_host: bool = True
+
+    def begin(self, move: Move) -> None:
+        pass
+
+    def end(self) -> None:
+        """Hear that the step is through."""
 
     def allocate(self, shape: tuple[int, ...], dtype: Any, *, zero: bool, contiguous: bool = False) -> Phantom:
         return Phantom(self.meter, Slot(0, shape, dtype, 0).num_bytes)

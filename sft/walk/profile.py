@@ -21,13 +21,16 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
+from sft.lower.program import Program
 from sft.walk.checkpoints import Action
 from sft.walk.reading import reading_bytes, strip_bytes
 from sft.walk.segments import TiledSegment, Walk
 
-__all__ = ["WalkProfile", "WalkProfiles", "profile_walk"]
+__all__ = ["Runs", "WalkProfile", "WalkProfiles", "profile_walk"]
 
 Ints = npt.NDArray[np.int64]
+#: Programs and how often each of them runs.
+Runs = tuple[tuple[Program, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,8 @@ class WalkProfile:
             during the walk that restores them, too.
         forward_flops: of the forward walk.
         backward_flops: of the backward walk, restored strips included.
+        forward_runs: the programs of the forward walk.
+        backward_runs: those of the backward walk, restored strips included.
     """
 
     forward_peak_bytes: int
@@ -48,6 +53,8 @@ class WalkProfile:
     backward_peak_bytes: int
     forward_flops: int
     backward_flops: int
+    forward_runs: Runs = ()
+    backward_runs: Runs = ()
 
 
 def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate: bool, on_host: bool = True) -> WalkProfile:
@@ -74,6 +81,8 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     lasting = blocks * _lasts(frontier, kept, states, num_steps)
     stays = lasting if segment.keeps_states(walk) else np.zeros_like(lasting)
     before = _alive_before(frontier, kept, blocks, stays)
+    num_of_kind = np.bincount(kinds, minlength=len(first)).tolist()
+    forward_runs = tuple(zip(forward, num_of_kind, strict=True))
     forward_flops = int(np.array([program.flops for program in forward])[kinds].sum())
     read = reading_bytes(segment, "forward", walk) if on_host else strip_bytes(segment, "forward", "source", all_steps, walk)
     forward_peak = int((before + forward_peaks + read).max())
@@ -85,6 +94,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
             backward_peak_bytes=0,
             forward_flops=forward_flops,
             backward_flops=0,
+            forward_runs=forward_runs,
         )
     joint = [segment.program("joint", int(step), walk) for step in first]
     wanted = np.array([name in segment.scope.requires_grad for name in names], dtype=bool)
@@ -103,12 +113,14 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     alive += gradients[done] + buffers
     peak = int((alive[is_joint] + (joint_peaks + strips)[strip[is_joint]]).max())
     flops = int(np.array([program.flops for program in joint])[kinds].sum())
+    backward_runs = list(zip(joint, num_of_kind, strict=True))
 
     def restore(strips: Ints, alive: Ints) -> int:
         """The peak of strips that run forward for their rows alone."""
         nonlocal flops
         programs = {int(k): segment.program("restore", int(first[k]), walk) for k in np.unique(kinds[strips])}
         flops += sum(programs[int(k)].flops for k in kinds[strips])
+        backward_runs.extend((program, int((kinds[strips] == kind).sum())) for kind, program in programs.items())
         copies = 0 if on_host or not strips.size else strip_bytes(segment, "restore", "source", strips, walk)
         return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]]) + copies).max(initial=0))
 
@@ -123,6 +135,8 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
         backward_peak_bytes=peak,
         forward_flops=forward_flops,
         backward_flops=flops,
+        forward_runs=forward_runs,
+        backward_runs=tuple(backward_runs),
     )
 
 

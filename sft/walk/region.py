@@ -102,6 +102,7 @@ class Region:
         outputs.update({name: hosts[name] for name in self.host_outputs})
         moves = self.moves if keep else plain_order(len(self.segments))
         for move, dying in zip(moves[: moves.index(LOSS)], self._dying if keep else self._dying_forward, strict=False):
+            machine.begin(move)
             segment, makes = self.segments[move.segment], self.makes[move.segment]
             tape.values.by_name |= {name: hosts[name] for name in segment.to_host}
             self._run_forward(machine, tape.values, tape.kept if keep else None, move)
@@ -110,6 +111,8 @@ class Region:
                 if name in self.host_outputs - segment.to_host:
                     machine.put(hosts[name], tape.values.by_name[name])
             self._drop(tape.values, dying)
+        if keep:
+            machine.begin(LOSS)
         return outputs, tape
 
     @property
@@ -205,6 +208,7 @@ class Region:
         turn = self.moves.index(LOSS)
         self._drop(values, self._dying[turn])
         for move, dying in zip(self.moves[turn + 1 :], self._dying[turn + 1 :], strict=True):
+            machine.begin(move)
             if move.kind == "forward":
                 self._run_forward(machine, values, kept, move)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from sft.plan.chain.simulate import Simulation, Stream
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["pareto_figure", "save_figure", "timeline_figure"]
+__all__ = ["check_drawable", "new_figure", "pareto_figure", "save_figure", "timeline_figure"]
 
 _LANES: tuple[tuple[Stream, str], ...] = (("compute", "compute"), ("down", "to host"), ("up", "from host"))
 _COLOURS = {"F": "tab:blue", "B": "tab:orange", "L": "tab:gray", ">": "tab:green", "<": "tab:purple"}
@@ -23,7 +24,7 @@ _GIB = 2**30
 
 def timeline_figure(simulation: Simulation, *, budget_bytes: int | None = None, title: str = "") -> Figure:
     """Above, what the device holds over time; below, what the compute stream and the two directions of the link do."""
-    figure = _new_figure()
+    figure = new_figure()
     memory, streams = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     seconds, held = zip(*((time, num_bytes / _GIB) for time, num_bytes in simulation.memory), strict=True)
     memory.step(seconds, held, where="post", color="tab:blue")
@@ -52,7 +53,7 @@ def pareto_figure(points: Sequence[Point], *, plain_seconds: float | None = None
     """Each strategy's best times over the memory that they take; times as multiples of ``plain_seconds`` if that is given."""
     if not points:
         raise InputError("there are no points to draw; no strategy fits any budget of the sweep")
-    figure = _new_figure()
+    figure = new_figure()
     axes = figure.subplots()
     unit = plain_seconds or 1.0
     for name in dict.fromkeys(point.strategy for point in points):
@@ -75,22 +76,37 @@ def pareto_figure(points: Sequence[Point], *, plain_seconds: float | None = None
     return figure
 
 
-def save_figure(figure: Figure, path: str | Path) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Write a figure to a file of any format that matplotlib knows by its ending.
 
     Raises:
         InputError: the ending is none that matplotlib knows.
         SourceError: the file cannot be written; what was there before is untouched.
     """
-    try:
-        with replacing(path) as part:
-            figure.savefig(part, dpi=150)
-    except ValueError as error:
-        raise InputError(f"cannot draw {Path(path).name}: {error}") from error
+    check_drawable(path)
+    with replacing(path) as part:
+        figure.savefig(part, dpi=150)
 
 
-def _new_figure() -> Figure:
-    """A figure of its own, not one of pyplot's global ones."""
+def check_drawable(path: str | os.PathLike[str]) -> None:
+    """Say beforehand what would hinder drawing into a file.
+
+    Raises:
+        InputError: matplotlib is not installed, or knows no format of that ending.
+    """
+    endings = sorted(new_figure().canvas.get_supported_filetypes())
+    if Path(path).suffix[1:].lower() not in endings:
+        raise InputError(
+            f"cannot draw {Path(path).name}: a picture's name ends with one of {', '.join(f'.{ending}' for ending in endings)}"
+        )
+
+
+def new_figure() -> Figure:
+    """A figure of its own, not one of pyplot's global ones.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

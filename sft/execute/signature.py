@@ -1,0 +1,60 @@
+"""What tells the running time of a program: a digest of its instructions, the same in every process.
+
+Two programs of one digest call the same functions on tensors of the same shapes and types. Names of values and parameters are left out, so
+equal blocks of a network share theirs. A program that calls something that can only be told by where it lies in memory has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sft.lower.program import DEVICE, Program, Slot
+
+__all__ = ["signature"]
+
+
+class _NameError(Exception):
+    """Something has no name that another process would give it."""
+
+
+def signature(program: Program) -> str | None:
+    """The digest; ``None`` where there is none."""
+    digest = hashlib.sha256()
+    try:
+        for port, slot in program.ports.items():
+            digest.update(f"{port.role} {_text(slot)}\n".encode())
+        for instruction in program.instructions:
+            keywords = sorted(instruction.keywords.items())
+            parts = (_name(instruction.function), _text(instruction.arguments), _text(tuple(keywords)), _text(instruction.outputs))
+            digest.update((" ".join((*parts, _text(instruction.frees))) + "\n").encode())
+    except _NameError:
+        return None
+    return digest.hexdigest()[:32]
+
+
+def _name(function: Callable[..., Any]) -> str:
+    if isinstance(function, torch._ops.OpOverload):
+        return str(function)
+    owner = getattr(function, "__self__", None)
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if name is None or "<" in name:  # made inside a function, or a lambda
+        raise _NameError
+    bound = "" if owner is None or isinstance(owner, type(torch)) else _text(owner)
+    return f"{module or ''}.{name}{bound}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Slot):
+        return f"%{value.number}/{value.root}:{value.shape}:{value.dtype}"
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(map(_text, value))})"
+    if value is DEVICE:
+        return "device"
+    found = repr(value)
+    if " at 0x" in found:
+        raise _NameError
+    return found

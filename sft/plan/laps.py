@@ -1,0 +1,86 @@
+"""What a step does between one move of its order and the next, noted by the machine that projects it.
+
+A lap is a move with all that belongs to it: making room for what the segment hands on, running it, and dropping what nobody reads again.
+The laps of a projection are the projection, taken apart: the highest of their peaks is the step's peak, and their FLOPs sum to the step's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft.lower.program import Port, Program
+from sft.walk.machine import Handle, PhantomMachine, Saved
+from sft.walk.order import Move
+from sft.walk.profile import Runs
+
+__all__ = ["Lap", "LapMachine"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lap:
+    """One move of a step.
+
+    Attributes:
+        move: what is done.
+        begin_bytes: held when it begins.
+        peak_bytes: most that is held while it lasts.
+        end_bytes: held when it is through.
+        flops: what it computes.
+        runs: the programs that it runs, and how often.
+    """
+
+    move: Move
+    begin_bytes: int
+    peak_bytes: int
+    end_bytes: int
+    flops: int
+    runs: Runs = field(compare=False, repr=False)
+
+
+@dataclass(slots=True)
+class LapMachine(PhantomMachine):
+    """A machine of byte counts that takes down laps.
+
+    Attributes:
+        laps: those that are through.
+        peak_bytes: most bytes so far, as of the end of the last lap.
+    """
+
+    laps: list[Lap] = field(default_factory=list)
+    peak_bytes: int = 0
+    _move: Move | None = None
+    _begin_bytes: int = 0
+    _begin_flops: int = 0
+    _runs: dict[int, tuple[Program, int]] = field(default_factory=dict)
+
+    def begin(self, move: Move) -> None:
+        self.end()
+        self._move, self._begin_bytes, self._begin_flops = move, self.meter.now_bytes, self.meter.flops
+
+    def end(self) -> None:
+        """Close the lap that is open; what was held before the first one counts as its own."""
+        meter = self.meter
+        self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
+        if self._move is not None:
+            lap = Lap(
+                move=self._move,
+                begin_bytes=self._begin_bytes,
+                peak_bytes=meter.peak_bytes,
+                end_bytes=meter.now_bytes,
+                flops=meter.flops - self._begin_flops,
+                runs=tuple(self._runs.values()),
+            )
+            self.laps.append(lap)
+            self._move = None
+            meter.peak_bytes = meter.now_bytes
+        self._runs = {}
+
+    def note(self, runs: Runs) -> None:
+        """Take down programs that ran, as often as they did."""
+        for program, count in runs:
+            self._runs[id(program)] = (program, count + self._runs.get(id(program), (program, 0))[1])
+
+    def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+        self.note(((program, 1),))
+        return PhantomMachine.run(self, program, bindings, saved)

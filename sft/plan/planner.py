@@ -20,7 +20,7 @@ from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_chain import RECOMPUTING, solve
+from sft.plan.strategy_chain import RECOMPUTING, Scheduled, least, solve
 from sft.plan.strategy_sft import grids, partition_choices
 from sft.plan.survey import Candidate, Survey, panel_cols
 from sft.plan.types import SegmentChoice
@@ -40,6 +40,8 @@ _WORTH_ANOTHER_PANEL = 0.95
 _LEAST_PANEL_COLS = 64
 #: A plan that costs at most so much more than plain PyTorch is not worth looking for stages to run again.
 _WORTH_RECOMPUTING = 1.02
+#: The chain's schedule of least memory is not quite the model's: another may need less than this share of it, but not by much.
+_LEAST_OF_OPTIMAL = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
         return min(fitting, key=lambda costed: costed[0])[1]
     small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
     planned = [carry_out(problem, survey.choices(candidate)) for candidate, survey in small[:_NUM_SMALLEST]]
-    least = mixed.smallest() if mixed is not None else None
-    planned += [carry_out(problem, least.choices, least.order)] if least is not None else []
-    planned += [found for _, found in _published(mixed.staged, None)] if mixed is not None else []
+    planned += _smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned)) if mixed is not None else ()
     best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best
@@ -125,13 +125,29 @@ def _cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than:
     return best
 
 
-def _published(staged: StagedModel, room_bytes: int | None) -> Iterator[tuple[float, Planned]]:
-    """What the published schedules make of the stages, where they fit, so that no plan is worse than theirs; ``None``: the smallest."""
+def _published(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Planned]]:
+    """What the published schedules make of the stages, where they fit, so that no plan is worse than theirs."""
+    optimal = least(staged, "optimal").projection.peak_bytes
+    if optimal > _LEAST_OF_OPTIMAL * room_bytes:
+        return  # no other needs so much less
     for name in RECOMPUTING:
-        found, fits = solve(staged, name, room_bytes or 0)
-        if fits or room_bytes is None:
-            planned = Planned(staged.choices, staged.ordered(found.order), found.projection)
-            yield found.seconds * staged.rates.flops_per_second, planned
+        found, fits = solve(staged, name, room_bytes)
+        if fits:
+            yield found.seconds * staged.rates.flops_per_second, _planned(staged, found)
+
+
+def _smallest_of_stages(mixed: Mixed, best_bytes: int) -> Iterator[Planned]:
+    """The smallest plans that recompute stages, where they come near the smallest of strips."""
+    proposal = mixed.smallest()
+    if proposal is None or proposal.peak_bytes > _LEAST_OF_OPTIMAL * best_bytes:
+        return
+    yield carry_out(mixed.staged.problem, proposal.choices, proposal.order)
+    for name in RECOMPUTING:
+        yield _planned(mixed.staged, least(mixed.staged, name))
+
+
+def _planned(staged: StagedModel, found: Scheduled) -> Planned:
+    return Planned(staged.choices, staged.ordered(found.order), found.projection)
 
 
 def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Planned:
@@ -167,7 +183,7 @@ def _recomputing(problem: Problem, budget_bytes: int, name: str, rates: Rates) -
         fits = planned.projection.peak_bytes <= room_bytes
     else:
         found, fits = solve(staged, name, room_bytes)
-        planned = Planned(staged.choices, staged.ordered(found.order), found.projection)
+        planned = _planned(staged, found)
     if not fits:
         raise _too_small(problem, planned, budget_bytes)
     return planned

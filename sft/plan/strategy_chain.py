@@ -19,7 +19,7 @@ from sft.plan.project import Projection, project
 from sft.plan.stages import StagedModel
 from sft.walk.order import Order
 
-__all__ = ["RECOMPUTING", "Scheduled", "solve"]
+__all__ = ["RECOMPUTING", "Scheduled", "least", "solve"]
 
 #: The strategies by name.
 RECOMPUTING = ("sqrt", "revolve", "bisect", "optimal", "acg")
@@ -49,10 +49,10 @@ def solve(staged: StagedModel, name: str, room_bytes: int) -> tuple[Scheduled, b
     plain = _scheduled(staged, Schedule(strategy=name, operations=reversal(staged.chain, keep_all)))
     if plain.projection.peak_bytes <= room_bytes:
         return plain, True
-    least = min(_least(staged, name), plain, key=lambda found: found.projection.peak_bytes)
-    if least.projection.peak_bytes > room_bytes:
-        return least, False
-    best = least
+    smallest = min(least(staged, name), plain, key=lambda found: found.projection.peak_bytes)
+    if smallest.projection.peak_bytes > room_bytes:
+        return smallest, False
+    best = smallest
     for found in _rounds(staged, name, room_bytes):
         if found.projection.peak_bytes <= room_bytes and found.seconds < best.seconds:
             best = found
@@ -81,7 +81,7 @@ def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Schedul
             budget_bytes = (low + high) // 2
 
 
-def _least(staged: StagedModel, name: str) -> Scheduled:
+def least(staged: StagedModel, name: str) -> Scheduled:
     """The schedule of least memory that the solver knows."""
     try:
         schedule = strategy(name)(staged.chain, budget_bytes=1)

@@ -39,7 +39,7 @@ types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
 unit: $(READY) ## The tests and doctests alone, on all cores
-	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n auto --dist worksteal
+	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n auto --dist worksteal --durations=25
 
 package: $(READY) ## Build the sdist and from it the wheel, and import the wheel elsewhere
 	$(BIN)/python tests/packaging/check_wheel.py

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sft.compile import compile
-from sft.engine import Engine
+from sft.asking import Asking
 from sft.errors import BudgetError, InputError, SftError, UnsupportedError
 from sft.options import STRATEGIES, Options
 from sft.plan.chain.pareto import Point
 from sft.plan.chain.plot import check_drawable, pareto_figure, save_figure
-from sft.plan.types import Plan
 from sft.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["TradeoffRow", "pareto", "tradeoff_figure"]
 
-_NO_LIMIT_BYTES = 2**62
 #: Times further apart than this are drawn on a logarithmic scale.
 _WIDE = 10
 
@@ -153,20 +150,15 @@ class _Sweep:
         refused = sorted({"plan", "budget"}.intersection(compile_arguments))
         if refused:
             raise InputError(f"{', '.join(refused)}: a sweep makes plans for budgets of its own; give budgets=[...], or leave it out")
-        # What plain PyTorch needs is where budgets begin; nothing is refused for want of memory.
-        net = compile(model, input_shape, budget=_NO_LIMIT_BYTES, options=Options(strategy="none"), **compile_arguments)
-        self.engine: Engine = net._sft_engine
-        plain = self.engine.last_plan
-        if plain is None:
-            raise InputError(f"a sweep needs every extent, got input_shape {input_shape!r}")
-        self.plain: Plan = plain
+        self._asking = Asking(model, input_shape, **compile_arguments)
+        self.plain = self._asking.plain
         self.refusals: list[SftError] = []
 
     def rows(self, options: Options, budgets: Sequence[int]) -> Iterator[TradeoffRow]:
         """A row for each budget that the strategy can work with."""
         for budget_bytes in budgets:
             try:
-                plan = self.engine.planned_again(budget_bytes, options)
+                plan = self._asking.plan(budget_bytes, options)
             except (BudgetError, UnsupportedError) as refusal:
                 self.refusals.append(refusal)
                 continue
@@ -191,7 +183,7 @@ class _Sweep:
     def _least_bytes(self, options: Options) -> int:
         """The smallest budget that a strategy names."""
         try:
-            return self.engine.planned_again(1, replace(options, profile="auto")).total_bytes
+            return self._asking.plan(1, replace(options, profile="auto")).total_bytes
         except BudgetError as refusal:
             return refusal.needed_bytes
         except UnsupportedError:  # it has no plan for this model at all

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from sft.asking import Asking
 from sft.compile import check, plan
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.files import replacing
 from sft.options import STRATEGIES, Options
 from sft.plan.types import Plan
 from sft.tradeoff import pareto
-from sft.units import format_bytes
+from sft.units import format_bytes, parse_bytes
 
 __all__ = ["Question", "compare_strategies", "show_check", "show_pareto", "show_plan"]
 
@@ -96,7 +97,9 @@ def _seconds(estimated: float, measured: float | None) -> str:
 
 def compare_strategies(question: Question, console: Console, *, as_json: bool) -> int:
     """One line a strategy: whether it fits, what it needs (of one that does not, the least that would do), what it computes."""
-    rows = [_row(question, strategy) for strategy in STRATEGIES]
+    asking = Asking(question.model, list(question.shapes))
+    budget_bytes = parse_bytes(question.budget)
+    rows = [_row(asking, budget_bytes, replace(question.options, strategy=strategy)) for strategy in STRATEGIES]
     if as_json:
         console.print(json.dumps(rows, indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0
@@ -129,10 +132,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _row(question: Question, strategy: str) -> dict[str, Any]:
-    row: dict[str, Any] = {"strategy": strategy, "error": "", "total_bytes": None}
+def _row(asking: Asking, budget_bytes: int, options: Options) -> dict[str, Any]:
+    row: dict[str, Any] = {"strategy": options.strategy, "error": "", "total_bytes": None}
     try:
-        found = _plan(replace(question, options=replace(question.options, strategy=strategy)))
+        found = asking.plan(budget_bytes, options)
     except BudgetError as error:
         return {**row, "error": str(error), "total_bytes": error.needed_bytes}
     except (UnsupportedError, InputError) as error:

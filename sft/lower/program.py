@@ -23,7 +23,7 @@ from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
 from sft.errors import InternalError
 
-__all__ = ["DEVICE", "Emitter", "Instruction", "Port", "Program", "Slot", "load_rows"]
+__all__ = ["DEVICE", "Emitter", "Instruction", "Port", "Program", "Slot", "load_rows", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ class Emitter:
         """Two programs, before and from instruction ``turn``; what the second needs of the first is saved."""
         external = {slot.root for slot in self.ports.values()}
         results = {slot.root for slot in self.results.values()}
-        slots = [_slots(instruction) for instruction in self.instructions]
+        slots = [slots_of(instruction) for instruction in self.instructions]
         keep = _live(self.instructions, slots, external | results)
         live = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
         slots = [used for used, kept in zip(slots, keep, strict=True) if kept]
@@ -362,7 +362,7 @@ def _live(instructions: list[Instruction], slots: list[list[Slot]], wanted: set[
     return keep
 
 
-def _slots(instruction: Instruction) -> list[Slot]:
+def slots_of(instruction: Instruction) -> list[Slot]:
     """All slots that an instruction reads or writes in place."""
     found = []
     for value in (*instruction.arguments, *instruction.keywords.values(), *instruction.writes):

@@ -5,7 +5,7 @@ everything behind it kept whole), a strip height ``h`` and a policy for states. 
 three facts make that needless:
 
 * Every instruction of a program belongs to one operator. So one whole program of the model tells the peak of every suffix of it, and
-  one strip program of a run tells the peak of every prefix: count only the storages of the operators inside (``_peaks``).
+  one strip program of a run tells the peak of every prefix: count only the storages of the operators inside (``sft.plan.peaks``).
 * Between multiples of the run's stride a steady strip's live bytes at each instruction are affine in ``h``. Their maximum is convex,
   so interpolating between sampled heights errs on the safe side.
 * The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and gains ``n`` a strip; one state in ``k`` kept holds
@@ -28,9 +28,9 @@ import numpy.typing as npt
 from sft.analysis.interval import Interval
 from sft.analysis.segment import cut_positions
 from sft.analysis.tile import tile_at
-from sft.lower.program import Instruction
 from sft.options import Options
 from sft.plan.build import borders, build_region
+from sft.plan.peaks import prefix_peaks, suffix_peaks
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
@@ -257,7 +257,7 @@ class Survey:
             overhead[place[instruction.owner]] += self._rates.overhead(instruction)
         behind = np.cumsum(overhead[::-1])[::-1]
         return _Whole(
-            peak=_peaks(listed, place, cut_at, suffix=True),
+            peak=suffix_peaks(listed, place, cut_at),
             overhead=behind[np.array(cut_at)],
             forward_flops=flops[0],
             flops=flops[1],
@@ -361,7 +361,7 @@ class Survey:
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
         # What runs forward holds less than what runs forward and backward: one of the two tells enough.
         program = segment.program("joint" if differentiated else "forward", index, walk)
-        peak = _peaks(program.instructions, place, cuts, suffix=False)
+        peak = prefix_peaks(program, place, cuts)
         gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
         places = np.array([place[name] for name in own], dtype=np.int64)
         incoming = np.array([gradients[places < cut].sum() for cut in cuts]) + self._read_strips(segment, walk, names, cuts)
@@ -465,32 +465,3 @@ def panel_cols(problem: Problem, options: Options, width: int, num_panels: int) 
     stride = max((problem.stride(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
     even = -(-width // num_panels)
     return min(width, -(-even // stride) * stride)
-
-
-def _peaks(instructions: Sequence[Instruction], place: Mapping[str, int], cuts: Sequence[int], *, suffix: bool) -> Floats:
-    """Most bytes alive at once in the storages of the operators before (``suffix``: from) each cut, while those operators run."""
-    owners = np.array([place[i.owner] for i in instructions], dtype=np.int64)
-    num_bytes, owner_of = {}, {}
-    times, deltas, whose = [], [], []
-    for time, instruction in enumerate(instructions):
-        owner = place[instruction.owner]
-        for out in instruction.outputs:
-            if out is not None and out.root == out.number:
-                num_bytes[out.number], owner_of[out.number] = out.num_bytes, owner
-                times.append(2 * time)
-                deltas.append(out.num_bytes)
-                whose.append(owner)
-        for number in instruction.frees:
-            if number in num_bytes:
-                times.append(2 * time + 1)
-                deltas.append(-num_bytes[number])
-                whose.append(owner_of[number])
-    events = np.zeros((len(place) + 1, 2 * len(instructions)))
-    np.add.at(events, (whose, times), deltas)
-    upto = np.concatenate([np.zeros((1, events.shape[1])), np.cumsum(events, axis=0)])  # [operators before, time]
-    peaks = []
-    for cut in cuts:
-        live = np.cumsum(upto[-1] - upto[cut] if suffix else upto[cut])[::2]
-        runs = owners >= cut if suffix else owners < cut
-        peaks.append(live[runs].max(initial=0.0))
-    return np.array(peaks)

@@ -1,0 +1,114 @@
+"""What part of a model needs, read off one program of all of it.
+
+Every instruction of a program belongs to an operator, so the program of a run also tells what the operators before any place (or behind
+it) would need alone. Of the operators before a place less runs than their instructions in the long program: what only operators behind it
+read is not made, and dies earlier if others read it too. ``prefix_peaks`` finds for every instruction the first place at which it runs, in
+one pass from the end, which is the rule by which programs drop dead instructions (``sft.lower.program``) for all places at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.lower.program import Instruction, Program, slots_of
+
+__all__ = ["prefix_peaks", "suffix_peaks"]
+
+Floats = npt.NDArray[np.float64]
+
+
+def suffix_peaks(instructions: Sequence[Instruction], place: Mapping[str, int], cuts: Iterable[int]) -> Floats:
+    """Most bytes alive at once in the storages of the operators from each cut on, while those operators run.
+
+    Args:
+        instructions: of one program, or of its halves in a row.
+        place: where each operator stands.
+        cuts: places.
+    """
+    owners = np.array([place[i.owner] for i in instructions], dtype=np.int64)
+    num_bytes: dict[int, int] = {}
+    owner_of: dict[int, int] = {}
+    events = _Events(len(place) + 1, len(instructions))
+    for time, instruction in enumerate(instructions):
+        owner = place[instruction.owner]
+        for out in instruction.outputs:
+            if out is not None and out.root == out.number:
+                num_bytes[out.number], owner_of[out.number] = out.num_bytes, owner
+                events.made(owner, time, out.num_bytes)
+        for number in instruction.frees:
+            if number in num_bytes:
+                events.freed(owner_of[number], time, num_bytes[number])
+    before = events.before()
+    return np.array([_most(before[-1] - before[cut], owners >= cut) for cut in cuts])
+
+
+def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]) -> Floats:
+    """The same of the operators before each cut, if they were a program of their own.
+
+    The value of the last operator before a cut crosses it: it is nobody's carried row there.
+    """
+    instructions = program.instructions
+    # A result's rows are there from the place behind its reader on, a gradient of a parameter at once.
+    needed = {slot.root: 0 for slot in program.ports.values()}
+    for port, slot in program.results.items():
+        carried = port.role in ("append", "grad_carry")
+        needed[slot.root] = min(needed.get(slot.root, len(place) + 2), place[port.name] + 2 if carried and port.name in place else 0)
+    kept = {slot.root for slot in program.results.values()}
+    used = [slots_of(instruction) for instruction in instructions]
+    first = np.zeros(len(instructions), dtype=np.int64)
+    never = len(place) + 1
+    for time in range(len(instructions) - 1, -1, -1):
+        instruction = instructions[time]
+        made = [slot.root for slot in (*instruction.outputs, *instruction.writes) if slot is not None]
+        first[time] = max(place[instruction.owner] + 1, min((needed.get(root, never) for root in made), default=never))
+        for slot in used[time]:
+            needed[slot.root] = min(needed.get(slot.root, never), int(first[time]))
+    uses: dict[int, list[tuple[int, int]]] = {}
+    sized: dict[int, int] = {}
+    events = _Events(never + 1, len(instructions))
+    for time, instruction in enumerate(instructions):
+        for out in instruction.outputs:
+            if out is not None and out.root == out.number:
+                sized[out.number] = out.num_bytes
+                events.made(int(first[time]), time, out.num_bytes)
+            if out is not None:
+                uses.setdefault(out.root, []).append((int(first[time]), time))
+        for slot in used[time]:
+            uses.setdefault(slot.root, []).append((int(first[time]), time))
+    for root, num_bytes in sized.items():
+        last = -1
+        if root in kept:
+            continue
+        for start, time in sorted(uses[root]):
+            if time > last:
+                if last >= 0:
+                    events.freed(start, last, -num_bytes)
+                events.freed(start, time, num_bytes)
+                last = time
+    before = events.before()
+    return np.array([_most(before[cut + 1], first <= cut) for cut in cuts])
+
+
+class _Events:
+    """Bytes made and freed at times, by the first place at which they count."""
+
+    def __init__(self, num_places: int, num_times: int) -> None:
+        self._bytes = np.zeros((num_places, 2 * num_times))
+
+    def made(self, start: int, time: int, num_bytes: int) -> None:
+        self._bytes[start, 2 * time] += num_bytes
+
+    def freed(self, start: int, time: int, num_bytes: int) -> None:
+        self._bytes[start, 2 * time + 1] -= num_bytes
+
+    def before(self) -> Floats:
+        """What is made less what is freed at each time, of what counts before each place."""
+        return np.concatenate([np.zeros((1, self._bytes.shape[1])), np.cumsum(self._bytes, axis=0)])
+
+
+def _most(changes: Floats, runs: npt.NDArray[np.bool_]) -> float:
+    """Most bytes alive at an instruction that runs."""
+    return float(np.cumsum(changes)[::2][runs].max(initial=0.0))

@@ -9,12 +9,15 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
 
 import sft
+from examples.models import resnet18, unet
 
 from .helpers.dag_nets import Activation, AvgPool, Conv, Dag, DagNet, Head, Join, MaxPool, Norm, Upsample
 from .helpers.dags import dags, tilings
 from .helpers.exactness import gradient_errors, relative_error, rounding_of_eager
+from .helpers.flops import FlopMeter
 from .helpers.poison import poisoned
 
 
@@ -39,12 +42,15 @@ def test_poison_fills_every_kind_of_allocation() -> None:
 
 
 def test_poison_ends() -> None:
-    names = ("empty", "empty_like", "empty_strided")
-    before = [getattr(torch, name) for name in names]
+    def settings() -> tuple[bool, bool, bool]:
+        flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        return *flags, torch.utils.deterministic.fill_uninitialized_memory
+
+    before = settings()
     with pytest.raises(ZeroDivisionError), poisoned():
+        assert settings() != before
         raise ZeroDivisionError
-    assert [getattr(torch, name) for name in names] == before
-    assert "new_empty" not in vars(torch.Tensor)
+    assert settings() == before
 
 
 def test_poison_writes_nothing_into_a_traced_program() -> None:
@@ -54,6 +60,17 @@ def test_poison_writes_nothing_into_a_traced_program() -> None:
     with poisoned():
         traced = make_fx(program, tracing_mode="fake")(torch.zeros(2))
     assert "fill" not in traced.code
+
+
+@pytest.mark.parametrize("name", ["resnet18", "unet"])
+def test_flops_are_torchs(name: str) -> None:
+    model = {"resnet18": resnet18, "unet": unet}[name](4)
+    counts = []
+    for counter in (FlopMeter(), FlopCounterMode(display=False)):
+        with counter:
+            model(torch.ones(1, 3, 64, 48)).sum().backward()
+        counts.append(counter.flops if isinstance(counter, FlopMeter) else counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_relative_error() -> None:

@@ -29,11 +29,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 from sft.units import format_bytes, parse_bytes
 
+from .flops import FlopMeter
 from .masks import reseed, seed_of, with_positional_dropout
 from .poison import poisoned
 
@@ -186,7 +186,7 @@ def assert_within_budget(
     """
     plan = plan_of(net, x.detach().clone().requires_grad_(input_grad), *others)
     net.zero_grad(set_to_none=True)
-    with FlopCounterMode(display=False) as counter, sft.measure_peak("cpu") as peak:
+    with FlopMeter() as counter, sft.measure_peak("cpu") as peak:
         _measured_step(net, x, others, input_grad=input_grad)
     net.zero_grad(set_to_none=True)
 
@@ -196,7 +196,7 @@ def assert_within_budget(
     slack = max(measured // 100, 64 * 1024)
     assert projected <= measured + slack, f"projected {format_bytes(projected)}, measured only {format_bytes(measured)}"
     assert plan.total_bytes <= parse_bytes(budget), f"plan needs {format_bytes(plan.total_bytes)}, budget is {budget}"
-    flops = counter.get_total_flops()
+    flops = counter.flops
     assert flops == plan.flops, f"counted {flops} FLOPs, planned {plan.flops}"
     return measured, flops, plan
 

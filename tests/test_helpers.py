@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -44,7 +46,7 @@ def test_poison_fills_every_kind_of_allocation() -> None:
 def test_poison_ends() -> None:
     def settings() -> tuple[bool, bool, bool]:
         flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-        return *flags, torch.utils.deterministic.fill_uninitialized_memory
+        return *flags, torch._C._get_deterministic_fill_uninitialized_memory()
 
     before = settings()
     with pytest.raises(ZeroDivisionError), poisoned():
@@ -62,9 +64,9 @@ def test_poison_writes_nothing_into_a_traced_program() -> None:
     assert "fill" not in traced.code
 
 
-@pytest.mark.parametrize("name", ["resnet18", "unet"])
-def test_flops_are_torchs(name: str) -> None:
-    model = {"resnet18": resnet18, "unet": unet}[name](4)
+@pytest.mark.parametrize("build", [resnet18, unet])
+def test_flops_are_torchs(build: Callable[[int], nn.Module]) -> None:
+    model = build(4)
     counts = []
     for counter in (FlopMeter(), FlopCounterMode(display=False)):
         with counter:

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch.utils import deterministic
 
 __all__ = ["poisoned"]
 
@@ -30,15 +29,15 @@ def poisoned() -> Iterator[None]:
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        deterministic.fill_uninitialized_memory,
+        torch._C._get_deterministic_fill_uninitialized_memory(),
     )
     with warnings.catch_warnings():
         # Deterministic is what we do not ask for: an operator that has no such form runs as it would.
         warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation.*")
         torch.use_deterministic_algorithms(True, warn_only=True)
-        deterministic.fill_uninitialized_memory = True
+        torch._C._set_deterministic_fill_uninitialized_memory(True)
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-            deterministic.fill_uninitialized_memory = before[2]
+            torch._C._set_deterministic_fill_uninitialized_memory(before[2])

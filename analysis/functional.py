@@ -91,7 +91,11 @@ _COMPOSITES = frozenset(
         *("conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input"),
         *("group_norm.default", "layer_norm.default", "rms_norm.default"),
         *("linear.default", "matmul.default", "softmax.int", "log_softmax.int", "selu.default", "square.default"),
-        "cross_entropy_loss.default",
+        *("pad.default", "var.dim", "var_mean.dim", "std.dim", "cross_entropy_loss.default"),
+        *("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec"),
+        *("_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d.vec"),
+        *("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec", "upsample_bicubic2d.vec"),
+        *("_upsample_bilinear2d_aa.vec", "_upsample_bicubic2d_aa.vec"),
     )
 )
 
@@ -160,6 +164,10 @@ class _Rewriting:
             self._dropout(node)
         elif name == "aten.dropout_.default":
             self._dropout_in_place(node)
+        elif name == "aten.feature_dropout.default":
+            self._feature_dropout(node)
+        elif name == "aten.instance_norm.default":
+            self._instance_norm(node)
         elif name == "aten.bernoulli_.float":
             self._write(node, aten.bernoulli.p, (node.args[0], node.args[1] if len(node.args) > 1 else 0.5))
         elif name in _CASTS:
@@ -207,6 +215,29 @@ class _Rewriting:
             mask.meta = dict(node.meta)
         self._now[mask] = mask
         self._write(node, aten.mul.Tensor, (operand, mask))
+
+    def _feature_dropout(self, node: fx.Node) -> None:
+        operand, p, train = _all_arguments(node)
+        if train and p == 1:
+            raise _NotSimple
+        if not train or not p:
+            self._now[node] = self._now[operand]
+            self._memory[node] = self._memory[operand]
+            self._memory[node].add(node)
+            return
+        value = node.meta["val"]
+        sizes = [*value.shape[:2], *(1 for _ in value.shape[2:])]
+        mask: Any = self._now[operand]
+        for target, *arguments in ((aten.new_empty.default, sizes), (aten.bernoulli.p, 1 - p), (aten.div.Scalar, 1 - p)):
+            mask = self._create(target, (mask, *arguments))
+            mask.meta = {**node.meta, "val": value.new_empty(sizes)}
+        self._now[mask] = mask
+        self._make(node, aten.mul.Tensor, (operand, mask), shares=False)
+
+    def _instance_norm(self, node: fx.Node) -> None:
+        if any(isinstance(held, fx.Node) for held in node.args[3:5]):
+            raise _NotSimple  # it writes its running statistics, and its schema does not say so
+        self._make(node, node.target, node.args, node.kwargs, shares=False)
 
     def _cast(self, node: fx.Node) -> None:
         operand, made = node.args[0], node.meta["val"]

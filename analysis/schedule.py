@@ -93,12 +93,19 @@ class NodeRows:
         return Interval(max(self.kept.start, self.new.start), self.kept.stop)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """One strip: what every value gains, holds and keeps, in global rows."""
 
     index: int
     nodes: tuple[NodeRows, ...]
+
+    def __getitem__(self, name: str) -> NodeRows:
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, NodeRows]:
+        return {node.name: node for node in self.nodes}
 
 
 @dataclass(frozen=True, kw_only=True)

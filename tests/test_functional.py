@@ -73,6 +73,34 @@ _SIMPLE: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 }
 
 
+def _resized(x: Tensor) -> tuple[Tensor, ...]:
+    planes, signal, volume = x, x.mean(2), x[:, :, None].relu()
+    ways: dict[str, Tensor] = {"nearest": planes, "nearest-exact": planes, "bilinear": planes, "bicubic": planes, "linear": signal}
+    found = [F.interpolate(image, scale_factor=1.5, mode=mode) for mode, image in ways.items()]
+    found += [F.interpolate(image, scale_factor=2, mode=mode) for image in (signal, volume) for mode in ("nearest", "nearest-exact")]
+    found += [F.interpolate(planes, size=(5, 3), mode=mode, antialias=True) for mode in ("bilinear", "bicubic")]
+    found += [F.interpolate(planes, size=(planes.shape[2] + 1, 8), mode="bilinear", align_corners=True).relu_()]
+    return *found, F.interpolate(volume, scale_factor=2, mode="trilinear")
+
+
+def _padded(x: Tensor) -> Tensor:
+    x = F.pad(F.pad(x, (1, 2, 0, 1)), (1, 0), value=2.0)
+    return F.pad(F.pad(x, (1, 1, 2, 0), mode="reflect"), (0, 1, -1, 2), mode="replicate").relu_()
+
+
+def _spread(x: Tensor) -> tuple[Tensor, ...]:
+    return x.var((2, 3)), *torch.var_mean(x, (2, 3), unbiased=False, keepdim=True), x.std((2, 3), keepdim=True)
+
+
+_SIMPLE |= {
+    "resized": (_Calls(_resized), (1, 4, 6, 7)),
+    "padded": (_Calls(_padded), (1, 4, 6, 7)),
+    "spread": (_Calls(_spread), (2, 4, 6, 7)),
+    "channel dropout": (nn.Sequential(nn.Dropout2d(0.3), nn.ReLU(inplace=True), nn.InstanceNorm2d(4, affine=True)), (2, 4, 6, 7)),
+    "volume dropout": (nn.Sequential(nn.Dropout3d(0.3), nn.Dropout3d(0.0)), (2, 4, 3, 6, 7)),
+}
+
+
 def _view_read_after_base(x: Tensor) -> Tensor:
     base = x * 2
     view = base[:, 1:2]
@@ -150,6 +178,11 @@ def test_sizes_may_be_symbols() -> None:
     found = graph_of(direct)
     assert any(not isinstance(size, int) for node in found.nodes for size in node.shape)
     assert _renamed(found) == _renamed(graph_of(_decomposed(exported)))
+
+
+def test_running_statistics_of_an_instance_norm_go_the_long_way() -> None:
+    model = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
+    assert rewritten(_exported(model, (2, 3, 6, 7))) is None
 
 
 @pytest.mark.parametrize("function", _OVERLAPPING)

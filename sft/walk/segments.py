@@ -76,6 +76,7 @@ class TiledSegment:
     _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
+    _rows: dict[tuple[int, int], Mapping[str, Interval]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def reductions(self) -> tuple[str, ...]:
@@ -140,6 +141,13 @@ class TiledSegment:
         if index not in self._steps:
             self._steps[index] = self.schedule.step(index)
         return self._steps[index]
+
+    def _reads(self, step: Step, walk: Walk) -> Mapping[str, Interval]:
+        """The rows of each operand that a step reads."""
+        key = (step.index, self.panel_kinds[walk.panel])
+        if key not in self._rows:
+            self._rows[key] = self.scope_of(walk).rows_read(step)
+        return self._rows[key]
 
     def row_bytes(self, name: str, walk: Walk) -> int:
         """Bytes of one row of a streamed value in a walk."""
@@ -255,18 +263,18 @@ class TiledSegment:
             elif port.role == "side":
                 bindings[port] = self._side(machine, values, port.name, walk.chunk)
             elif port.role == "carry":
-                bindings[port] = store.pieces(port.name, _rows_of(step, port.name).carried)
+                bindings[port] = store.pieces(port.name, step[port.name].carried)
             elif port.role == "origin":
-                parts = (_rows_of(step, port.name), self._columns_of(port.name, walk))
+                parts = (step[port.name], self._columns_of(port.name, walk))
                 bindings[port] = (walk.chunk.start, *map(_first, parts))
         return bindings
 
     def _columns_of(self, name: str, walk: Walk) -> NodeRows:
-        return _rows_of(self.panels[walk.panel], name)
+        return self.panels[walk.panel][name]
 
     def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """What a strip reads of a source, or of its gradient."""
-        rows, columns = self.scope_of(walk).rows_read(step)[name], self._columns_of(name, walk).new
+        rows, columns = self._reads(step, walk)[name], self._columns_of(name, walk).new
         reader = tensors.readers.get(name) if isinstance(tensors, Values) else None
         if reader is not None:
             return machine.view(reader.take(rows), None, None, columns, axes=self.scope.axes)
@@ -274,7 +282,7 @@ class TiledSegment:
 
     def _zero_rows(self, machine: Machine, name: str, step: Step, walk: Walk) -> Handle:
         """Room for a strip's gradient of an input that is not resident: rows in full width, as a sink takes them."""
-        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.scope_of(walk).rows_read(step)[name]))
+        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self._reads(step, walk)[name]))
         return machine.allocate((len(walk.chunk), *shape[1:]), self.scope.dtype_of(name), zero=True)
 
     def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
@@ -284,7 +292,7 @@ class TiledSegment:
 
     def _part(self, name: str, step: Step, walk: Walk) -> tuple[Interval, Interval]:
         """Rows and columns of a streamed output that a strip is for."""
-        return _rows_of(step, name).wanted, self._columns_of(name, walk).wanted
+        return step[name].wanted, self._columns_of(name, walk).wanted
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
         handle = tensors.by_name[name]
@@ -349,7 +357,7 @@ class TiledSegment:
             results, _ = machine.run(program, bindings)
             bindings.clear()
             for name in list(parts):
-                machine.give(grads.sinks[name], walk.chunk, self.scope_of(walk).rows_read(step)[name], parts.pop(name))
+                machine.give(grads.sinks[name], walk.chunk, self._reads(step, walk)[name], parts.pop(name))
             carried = {port.name: handle for port, handle in results.items()}
             results.clear()
             store.release(schedule.carried_rows(action.strip))
@@ -358,7 +366,3 @@ class TiledSegment:
 def _first(part: NodeRows) -> int:
     """The first row computed; of a reduction, which has none, the first one read."""
     return part.new.start if part.new or not part.reads else part.reads[0].rows.start
-
-
-def _rows_of(step: Step, name: str) -> NodeRows:
-    return next(node for node in step.nodes if node.name == name)

@@ -18,7 +18,7 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.interval import Interval
-from sft.analysis.operators import Operator
+from sft.analysis.operators import Operator, Window, window_of
 from sft.analysis.schedule import NodeRows, Read, Step
 from sft.lower.program import Emitter, Slot
 
@@ -93,6 +93,15 @@ class Scope:
     batch: int
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
+    _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
+
+    def windows(self, name: str) -> tuple[Window, ...]:
+        """The sliding window of a convolution or a pool, for each axis."""
+        if name not in self._windows:
+            found = [window_of(self.graph[name], axis) for axis in range(self.axes.count)]
+            self._windows[name] = tuple(window for window in found if window is not None)
+            assert len(self._windows[name]) == self.axes.count
+        return self._windows[name]
 
     @property
     def axes(self) -> Axes:

@@ -67,7 +67,7 @@ class Checkpoints:
             free -= 1
         return frozenset(found)
 
-    def actions(self, num_strips: int) -> Iterator[Action]:
+    def actions(self, num_strips: int) -> tuple[Action, ...]:
         """The backward walk.
 
         >>> "".join(f"{a.kind[0]}{a.strip} " for a in Checkpoints(3).actions(7)).strip()
@@ -75,6 +75,9 @@ class Checkpoints:
         >>> "".join(f"{a.kind[0]}{a.strip} " for a in Checkpoints(slots=2).actions(6)).strip()
         'f3 f4 j5 f3 j4 j3 f0 f1 j2 j1 j0'
         """
+        return _actions(self, num_strips)
+
+    def _in_order(self, num_strips: int) -> Iterator[Action]:
         return self._revolve(num_strips) if self.slots else self._groups(num_strips)
 
     def _groups(self, num_strips: int) -> Iterator[Action]:
@@ -113,6 +116,12 @@ class Checkpoints:
         if not self.slots:
             return (num_strips - 1) // self.every * (self.every - 1)
         return _num_restored(num_strips, self.slots - 1, True)
+
+
+# A plan is projected several times, and then run.
+@lru_cache(maxsize=16)
+def _actions(checkpoints: Checkpoints, num_strips: int) -> tuple[Action, ...]:
+    return tuple(checkpoints._in_order(num_strips))
 
 
 def _run_on(start: int, stop: int) -> Iterator[Action]:

@@ -104,7 +104,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     strips = strip_bytes(segment, "joint", "grad_source", all_steps, walk)
     if not on_host:
         strips += strip_bytes(segment, "joint", "source", all_steps, walk)
-    actions = list(checkpoints.actions(num_steps))
+    actions = checkpoints.actions(num_steps)
     strip = np.array([action.strip for action in actions])
     is_joint = np.array([action.kind == "joint" for action in actions])
     alive = _alive_at(actions, states, frontier, kept, blocks)

@@ -14,7 +14,7 @@ import torch
 
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Node, refs_in
-from sft.analysis.operators import Window, window_of
+from sft.analysis.operators import Window
 from sft.analysis.schedule import Read
 from sft.lower.context import NodeContext, Scope, sum_dtype
 from sft.lower.program import Slot
@@ -29,9 +29,7 @@ Padding = Sequence[tuple[int, int]]
 
 
 def _windows(ctx: NodeContext) -> tuple[Window, ...]:
-    windows = [window_of(ctx.node, axis) for axis in range(ctx.scope.axes.count)]
-    assert all(window is not None for window in windows)
-    return tuple(window for window in windows if window is not None)
+    return ctx.scope.windows(ctx.node.name)
 
 
 def _paddings(ctx: NodeContext, operand: str) -> list[tuple[int, int]]:

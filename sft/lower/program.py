@@ -12,7 +12,7 @@ that leave the program (rows for the row store, carried gradients) are *results*
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -301,20 +301,14 @@ class Emitter:
             if root not in external and root not in results:
                 dying.setdefault(position, []).append(root)
         placed = [
-            Instruction(
-                i.function,
-                i.arguments,
-                i.keywords,
-                i.outputs,
-                i.writes,
-                i.flops,
-                i.num_bytes,
-                i.scratch_bytes,
-                i.owner,
-                tuple(number for root in dying.get(position, ()) for number in members[root]),
-                sum(sized.get(root, 0) for root in dying.get(position, ())),
+            instruction
+            if position not in dying
+            else replace(
+                instruction,
+                frees=tuple(number for root in dying[position] for number in members[root]),
+                freed_bytes=sum(sized.get(root, 0) for root in dying[position]),
             )
-            for position, i in enumerate(live)
+            for position, instruction in enumerate(live)
         ]
         made = {out.number for i in placed[:turn] for out in i.outputs if out is not None}
         # A view keeps its storage; so does the root that a later free forgets.

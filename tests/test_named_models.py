@@ -67,7 +67,7 @@ _SMALLEST = {"vgg16", "resnet18", "unet"}
 
 @pytest.mark.parametrize(
     ("name", "share"),
-    [(name, 0.0 if name in _SMALLEST else 0.3) for name in _MODELS],
+    [(name, 0.0 if name in _SMALLEST else 0.1 if name == "resnet50" else 0.3) for name in _MODELS],
 )
 def test_any_budget_is_exact_and_kept(name: str, share: float) -> None:
     """From the smallest budget that works to what plain needs: the plan fits, and is exact."""
@@ -82,7 +82,7 @@ def test_any_budget_is_exact_and_kept(name: str, share: float) -> None:
     budget = int(smallest + share * (plain - smallest))
     report = assert_exact(model, image(*shape), budget=budget, input_grad=False)
     assert report.plan.total_bytes <= budget
-    assert report.plan.order or any(segment.mode == "tiled" for segment in report.plan.segments)
+    assert any(segment.mode == "tiled" for segment in report.plan.segments)
 
 
 @pytest.mark.parametrize("name", _MODELS)

@@ -11,11 +11,13 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
+from sft.execute.copies import HostCopies
 from sft.execute.heap import Heap
 from sft.execute.host import copy_in_order
 from sft.execute.reading import PassReading, SourceStrips, load_whole
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
 from sft.sources.source import select_samples
+from sft.walk.copies import Copy
 from sft.walk.machine import Handle, Saved
 from sft.walk.order import Move
 
@@ -33,12 +35,14 @@ class TorchMachine:
         trace: called with each executed instruction, for tests.
         account: gains what is read of inputs that are not resident.
         heap: is trimmed now and then, on the CPU.
+        copies: where what leaves for the host goes, in orders that have such moves.
     """
 
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
     account: PassReading = field(default_factory=PassReading)
     heap: Heap = field(default_factory=Heap)
+    copies: HostCopies | None = None
 
     def begin(self, move: Move) -> None:
         pass
@@ -122,6 +126,29 @@ class TorchMachine:
         if self.device.type == "cpu":
             self.heap.note(program.peak_bytes)
         return results, Saved(left)
+
+    def buffers_of(self, saved: Saved, slots: Sequence[int]) -> list[torch.Tensor]:
+        return [saved.values[slot] for slot in slots]
+
+    @property
+    def _host(self) -> HostCopies:
+        assert self.copies is not None, "the order copies to the host, and the machine has no room there"
+        return self.copies
+
+    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
+        return self._host.offload(target, handles)
+
+    def release(self, copy: Copy) -> None:
+        self._host.release(copy)
+
+    def prefetch(self, copy: Copy) -> None:
+        self._host.prefetch(copy)
+
+    def settle(self, copy: Copy) -> None:
+        self._host.settle(copy)
+
+    def forget(self, copy: Copy) -> None:
+        self._host.forget(copy)
 
     def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
         arguments = [self._resolve(argument, tensors) for argument in instruction.arguments]

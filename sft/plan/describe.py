@@ -9,6 +9,7 @@ import numpy as np
 from sft.analysis.footprint import run_footprint
 from sft.analysis.formulas import run_formulas
 from sft.lower.program import Program
+from sft.plan.laps import Lap
 from sft.plan.planner import Planned
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
@@ -41,6 +42,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         timeline=_timeline(problem, planned, rates),
         segments=tuple(_segment(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
         order=_order(planned.region),
+        host_bytes=planned.projection.host_bytes,
         notes=tuple(dict.fromkeys(problem.phases.whole_reasons.values())),
     )
 
@@ -69,11 +71,19 @@ def _timeline(problem: Problem, planned: Planned, rates: Rates) -> Timeline:
                 peak_bytes=lap.peak_bytes,
                 end_bytes=lap.end_bytes,
                 flops=lap.flops,
-                estimated_seconds=sum((count * seconds(program) for program, count in lap.runs), 0.0),
+                estimated_seconds=sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
+                copied_bytes=lap.copied_bytes,
+                waits_for=lap.waits_for,
             )
             for lap in planned.projection.laps
         )
     )
+
+
+def _copy_seconds(problem: Problem, lap: Lap) -> float:
+    """What a copy takes that a move begins."""
+    seconds = problem.link.up_seconds if lap.move.kind == "prefetch" else problem.link.down_seconds
+    return seconds(lap.copied_bytes)
 
 
 def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) -> SegmentPlan:

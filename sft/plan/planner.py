@@ -20,7 +20,7 @@ from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_chain import RECOMPUTING, Scheduled, least, solve
+from sft.plan.strategy_chain import OFFLOADING, RECOMPUTING, Scheduled, least, solve
 from sft.plan.strategy_sft import grids, partition_choices
 from sft.plan.survey import Candidate, Survey, panel_cols
 from sft.plan.types import SegmentChoice
@@ -28,7 +28,7 @@ from sft.units import format_bytes
 from sft.walk.order import Order
 from sft.walk.region import Region
 
-__all__ = ["Planned", "carry_out", "plan_segments"]
+__all__ = ["Planned", "carry_out", "check_host", "plan_segments"]
 
 _MAX_PROJECTIONS = 8
 _WORTH_ANOTHER_LOOK = 0.98
@@ -61,10 +61,13 @@ def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order |
     """
     region = replace(build_region(problem, choices), order=order)
     unkept = region.unkept() if order is not None and problem.training else ()
+    misplaced = region.misplaced() if order is not None and problem.training else None
     if unkept:
         raise InputError(
             f"the plan's order runs segments {list(unkept)} back without F{unkept[0]}+ before; make a new one with sft.plan(...)"
         )
+    if misplaced is not None:
+        raise InputError(f"the plan's order cannot run: {misplaced}; make a new one with sft.plan(...)")
     return Planned(tuple(choices), region, project(problem, region))
 
 
@@ -77,8 +80,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     room_bytes = budget_bytes - problem.resident_bytes
     if options.strategy == "sft":
         return _fused_tiled(problem, budget_bytes, options)
-    if options.strategy in RECOMPUTING:
-        return _recomputing(problem, budget_bytes, options.strategy, Rates(device_type))
+    if options.strategy in (*RECOMPUTING, *OFFLOADING):
+        return _scheduled(problem, budget_bytes, options.strategy, Rates(device_type))
     surveys: list[Survey] = []
     fitting: list[tuple[float, Planned]] = []
     for survey in _surveys(problem, options, device_type):
@@ -174,7 +177,7 @@ def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Plann
     raise _too_small(problem, smallest, budget_bytes)
 
 
-def _recomputing(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> Planned:
+def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> Planned:
     """The published schedule of that name."""
     room_bytes = budget_bytes - problem.resident_bytes
     staged = StagedModel(problem, rates)
@@ -185,8 +188,25 @@ def _recomputing(problem: Problem, budget_bytes: int, name: str, rates: Rates) -
         found, fits = solve(staged, name, room_bytes)
         planned = _planned(staged, found)
     if not fits:
+        check_host(problem, planned)
         raise _too_small(problem, planned, budget_bytes)
     return planned
+
+
+def check_host(problem: Problem, planned: Planned) -> None:
+    """Refuse a plan that takes more of the host than it may.
+
+    Raises:
+        BudgetError: it does.
+    """
+    needed = planned.projection.host_bytes
+    if not problem.fits_host(needed):
+        raise BudgetError(
+            f"host_budget is {format_bytes(problem.host_budget_bytes or 0)}, but what leaves the device during a step takes "
+            f"{format_bytes(needed)} of the host's memory. Raise host_budget to {needed} bytes, or the device's budget, or choose a "
+            "strategy that recomputes.",
+            needed_bytes=needed,
+        )
 
 
 def _least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:

@@ -1,4 +1,5 @@
-"""Strategies that recompute stages: the published schedules (``sft.plan.chain``) on a model in stages (``sft.plan.stages``).
+"""Strategies that recompute stages, or copy to the host: the published schedules (``sft.plan.chain``) on a model in stages
+(``sft.plan.stages``).
 
 A solver sees the chain and a budget for it. Its schedule is projected exactly; what the chain was wrong by (gradients of parameters that do
 not exist yet, skips counted twice) is what the next round's budget is corrected by. The fastest schedule that fits is the plan. When none
@@ -15,14 +16,16 @@ from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.schedule import Schedule
 from sft.plan.chain.simulate import simulate
 from sft.plan.chain.strategies import strategy
+from sft.plan.copies import without_idle_copies
 from sft.plan.project import Projection, project
 from sft.plan.stages import StagedModel
 from sft.walk.order import Order
 
-__all__ = ["RECOMPUTING", "Scheduled", "least", "solve"]
+__all__ = ["OFFLOADING", "RECOMPUTING", "Scheduled", "least", "solve"]
 
-#: The strategies by name.
+#: The strategies by name: those that run stages again, and those that copy what stages make to the host.
 RECOMPUTING = ("sqrt", "revolve", "bisect", "optimal", "acg")
+OFFLOADING = ("offload-greedy", "offload-dp", "vdnn")
 
 _MAX_ROUNDS = 10
 
@@ -45,18 +48,20 @@ class Scheduled:
 
 
 def solve(staged: StagedModel, name: str, room_bytes: int) -> tuple[Scheduled, bool]:
-    """The fastest schedule found whose step fits in ``room_bytes``, and that it does; else the smallest found, and that it does not."""
+    """The fastest schedule found whose step fits in ``room_bytes`` and on the host, and that it does; else the smallest found, and that it
+    does not."""
     plain = _scheduled(staged, Schedule(strategy=name, operations=reversal(staged.chain, keep_all)))
     if plain.projection.peak_bytes <= room_bytes:
         return plain, True
     smallest = min(least(staged, name), plain, key=lambda found: found.projection.peak_bytes)
     if smallest.projection.peak_bytes > room_bytes:
         return smallest, False
-    best = smallest
+    best = smallest if staged.problem.fits_host(smallest.projection.host_bytes) else None
     for found in _rounds(staged, name, room_bytes):
-        if found.projection.peak_bytes <= room_bytes and found.seconds < best.seconds:
+        fits = found.projection.peak_bytes <= room_bytes and staged.problem.fits_host(found.projection.host_bytes)
+        if fits and (best is None or found.seconds < best.seconds):
             best = found
-    return best, True
+    return (smallest, False) if best is None else (best, True)
 
 
 def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Scheduled]:
@@ -68,7 +73,10 @@ def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Schedul
             return
         tried.add(budget_bytes)
         try:
-            schedule = strategy(name)(staged.chain, budget_bytes=budget_bytes)
+            problem = staged.problem
+            schedule = strategy(name)(
+                staged.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.host_budget_bytes, link=problem.link
+            )
         except BudgetError as refusal:
             low, budget_bytes = budget_bytes, refusal.needed_bytes
             continue
@@ -76,25 +84,26 @@ def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Schedul
         yield found
         excess_bytes = found.projection.peak_bytes - room_bytes
         low, high = (low, budget_bytes) if excess_bytes > 0 else (budget_bytes, high)
-        budget_bytes = simulate(staged.chain, schedule).peak_bytes - excess_bytes
+        budget_bytes = simulate(staged.chain, schedule, link=problem.link).peak_bytes - excess_bytes
         if high and not low < budget_bytes < high:
             budget_bytes = (low + high) // 2
 
 
 def least(staged: StagedModel, name: str) -> Scheduled:
-    """The schedule of least memory that the solver knows."""
+    """The schedule of least memory that the solver knows, on a host of any size."""
+    link = staged.problem.link
     try:
-        schedule = strategy(name)(staged.chain, budget_bytes=1)
+        schedule = strategy(name)(staged.chain, budget_bytes=1, link=link)
     except BudgetError as refusal:
-        schedule = strategy(name)(staged.chain, budget_bytes=refusal.needed_bytes)
+        schedule = strategy(name)(staged.chain, budget_bytes=refusal.needed_bytes, link=link)
     return _scheduled(staged, schedule)
 
 
 def _scheduled(staged: StagedModel, schedule: Schedule) -> Scheduled:
-    order = staged.order(schedule.operations)
+    order = without_idle_copies(staged.region, staged.order(schedule.operations))
     return Scheduled(
         schedule=schedule,
         order=order,
-        seconds=simulate(staged.chain, schedule).seconds,
+        seconds=simulate(staged.chain, schedule, link=staged.problem.link).seconds,
         projection=project(staged.problem, staged.ordered(order)),
     )

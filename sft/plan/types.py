@@ -12,7 +12,7 @@ from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 6
+_FORMAT = 7
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -130,7 +130,10 @@ class Plan:
         timeline: what is held and done, move by move.
         segments: in order.
         order: the moves of a step, where they are not the plain ones (each segment once forward, then each back): ``"F3"`` runs segment 3
-            forward, ``"F3+"`` keeps what its backward pass needs, ``"L"`` is the caller's turn, ``"B3"`` runs it back.
+            forward, ``"F3+"`` keeps what its backward pass needs, ``"L"`` is the caller's turn, ``"B3"`` runs it back. ``">add"`` begins to
+            copy the value ``add`` to the host, ``"~add"`` gives its bytes on the device back, ``"<add"`` begins to copy it back; ``">3+"``
+            and so on do that with what segment 3 kept.
+        host_bytes: what leaves the device during a step takes so much of the host's memory.
         notes: why operators that read an image run on whole tensors, one line each.
     """
 
@@ -148,6 +151,7 @@ class Plan:
     timeline: Timeline
     segments: tuple[SegmentPlan, ...]
     order: tuple[str, ...] = ()
+    host_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     @property

@@ -174,6 +174,15 @@ class TiledSegment:
         """Outputs that need no buffer beforehand: none, as strips are written into them."""
         return frozenset()
 
+    #: no output is part of what its backward pass needs
+    views: ClassVar[frozenset[str]] = frozenset()
+    #: its states are buffers that nobody else knows
+    keeps_buffers: ClassVar[bool] = True
+
+    def buffers(self, machine: Machine, stores: list[RowStore | None]) -> list[Handle]:
+        """The buffers of its states."""
+        return [block.handle for store in stores if store for blocks in store.blocks.values() for block in blocks]
+
     def reads_back(self, reads: Sequence[str]) -> Sequence[str]:
         """Of the values that it reads those that its backward pass needs: all, as it computes everything again."""
         return reads

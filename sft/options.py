@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from sft.errors import InputError
@@ -30,9 +31,13 @@ class Options:
         state_every: keep the walk's state every so many strips.
         state_slots: hold so many states of a walk at most, and restore the others (Revolve).
         batch_tile: batch elements that walk together.
-        host_budget: most bytes of the host's memory for what leaves the device during a step, a number or as ``"64GiB"``.
+        host_budget: most bytes of the host for what leaves the device during a step, a number or as ``"64GiB"``; 0 forbids that. By default
+            there is no limit; but on the CPU, whose memory is the host's, nothing leaves unless this, ``host_folder`` or the strategy
+            says so.
         link_bandwidth: bytes a second between device and host, each way, a number or as ``"24GB"``: what copies are planned by. The
             default is the nearest power of ten, 1e10.
+        host_folder: a folder for what leaves the device during a step, in place of the host's memory: in files without a name, which are
+            gone when the process is.
         profile: ``"measure"`` to time the step that is planned, on the device, by running each distinct program of it for a moment
             (``Plan.projected_seconds``); ``"auto"`` leaves that out. Times are kept in files, so that programs that were timed before
             are not run again (``sft.execute.costs``).
@@ -48,6 +53,7 @@ class Options:
     batch_tile: int | None = None
     host_budget: int | str | None = None
     link_bandwidth: float | str | None = None
+    host_folder: str | None = None
     profile: str = "auto"
     progress: bool = False
 
@@ -85,13 +91,15 @@ class Options:
                 read()
             except InputError as error:
                 problems.append(f"{name}: {error}")
+        if self.host_folder is not None and not os.path.isdir(self.host_folder):
+            problems.append(f"host_folder {self.host_folder!r}: give a folder that exists")
         if problems:
             raise InputError("; ".join(problems))
 
     @property
     def host_budget_bytes(self) -> int | None:
-        """The budget on the host in bytes; ``None`` is no limit."""
-        return None if self.host_budget is None else parse_bytes(self.host_budget)
+        """The budget on the host in bytes; ``None`` is no limit, 0 forbids that anything leaves."""
+        return self.host_budget if self.host_budget in (None, 0) else parse_bytes(self.host_budget)
 
     @property
     def link_bytes_per_second(self) -> float | None:

@@ -26,6 +26,7 @@ from sft.execute.copies import HostCopies
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
+from sft.execute.room import HostRoom
 from sft.execute.slab import Slabs
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
@@ -55,7 +56,8 @@ class Leaves:
         witnesses: tensors behind such sources: changing them between forward and backward raises, as for all others.
         sinks: make what takes the gradients of such inputs, where they are wanted, afresh for each backward pass.
         reading: gains what is read.
-        slabs: room on the host for what leaves the device meanwhile; none where nothing does.
+        slabs: room on the host for copies; none where there are none.
+        room: where cuts are that are never whole on the device.
     """
 
     names: tuple[str, ...]
@@ -67,6 +69,7 @@ class Leaves:
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
     slabs: Slabs | None = None
+    room: HostRoom = field(default_factory=HostRoom)
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
@@ -83,7 +86,7 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     made = [name for name in region.outputs if name not in given]
     if not keep:
         with torch.no_grad(), autocast_off(leaves.device):
-            machine = TorchMachine(leaves.device, account=leaves.reading.forward)
+            machine = TorchMachine(leaves.device, account=leaves.reading.forward, room=leaves.room)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
         return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
@@ -104,7 +107,7 @@ class _RegionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
         copies = None if leaves.slabs is None else HostCopies(leaves.device, leaves.slabs.lease())
-        machine = TorchMachine(leaves.device, account=leaves.reading.forward, copies=copies)
+        machine = TorchMachine(leaves.device, account=leaves.reading.forward, copies=copies, room=leaves.room)
         with autocast_off(leaves.device), _settled(copies):
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
         made = [name for name in region.outputs if name not in given]
@@ -183,7 +186,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     grads.clear()
     by_output.clear()
     sinks = {name: make() for name, make in leaves.sinks.items()}
-    machine = TorchMachine(leaves.device, account=leaves.reading.backward, copies=copies)
+    machine = TorchMachine(leaves.device, account=leaves.reading.backward, copies=copies, room=leaves.room)
     with autocast_off(leaves.device), _settled(copies):
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
     for sink in sinks.values():

@@ -13,11 +13,11 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sft.errors import BudgetError, InternalError
+from sft.execute.room import Bytes, HostRoom
 from sft.units import format_bytes
 
 __all__ = ["Lease", "Slabs"]
@@ -29,17 +29,17 @@ class Slabs:
     Args:
         num_bytes: of each.
         device: where the copies come from.
+        room: where their bytes come from.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes, self._device = num_bytes, device
+    def __init__(self, num_bytes: int, device: torch.device, room: HostRoom) -> None:
+        self.num_bytes, self._device, self._room = num_bytes, device, room
         self._free: list[Tensor] = []
 
     def lease(self) -> Lease:
         """A slab that is given back when nobody holds the lease any more.
 
-        Raises:
-            BudgetError: the host has not so much memory.
+        Raises: as :meth:`HostRoom.take`.
         """
         slab = self._free.pop() if self._free else self._made()
         lease = Lease(slab)
@@ -49,15 +49,8 @@ class Slabs:
     def _made(self) -> Tensor:
         if self._device.type == "meta":
             return torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
-        try:
-            data = np.empty(self.num_bytes, np.uint8)
-        except MemoryError as error:
-            raise BudgetError(
-                f"the plan's copies take {format_bytes(self.num_bytes)} of the host's memory, which the system does not give. Set "
-                "host_budget to what there is, or raise the device's budget.",
-                needed_bytes=self.num_bytes,
-            ) from error
-        if self._device.type == "cuda":
+        data = self._room.take(self.num_bytes, "the plan's copies")
+        if self._device.type == "cuda" and self._room.folder is None:
             _lock(data)
         return torch.from_numpy(data)
 
@@ -83,7 +76,7 @@ class Lease:
         return self.data[start : start + num_bytes]
 
 
-def _lock(data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> None:
+def _lock(data: Bytes) -> None:
     """Lock an array's pages for as long as it lives, so that copies run beside the computation.
 
     Raises:

@@ -9,6 +9,7 @@ import numpy as np
 from sft.analysis.footprint import run_footprint
 from sft.analysis.formulas import run_formulas
 from sft.lower.program import Program
+from sft.plan.boundaries import link_bytes
 from sft.plan.laps import Lap
 from sft.plan.planner import Planned
 from sft.plan.problem import Problem
@@ -71,7 +72,10 @@ def _timeline(problem: Problem, planned: Planned, rates: Rates) -> Timeline:
                 peak_bytes=lap.peak_bytes,
                 end_bytes=lap.end_bytes,
                 flops=lap.flops,
-                estimated_seconds=sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
+                estimated_seconds=max(
+                    sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
+                    _stream_seconds(problem, planned, lap),
+                ),
                 copied_bytes=lap.copied_bytes,
                 waits_for=lap.waits_for,
             )
@@ -84,6 +88,14 @@ def _copy_seconds(problem: Problem, lap: Lap) -> float:
     """What a copy takes that a move begins."""
     seconds = problem.link.up_seconds if lap.move.kind == "prefetch" else problem.link.down_seconds
     return seconds(lap.copied_bytes)
+
+
+def _stream_seconds(problem: Problem, planned: Planned, lap: Lap) -> float:
+    """What the link takes for the strips of a move: a segment is not through before they are."""
+    if lap.move.kind not in ("forward", "backward"):
+        return 0.0
+    down, up = link_bytes(problem, planned.choices, lap.move.segment, back=lap.move.kind == "backward")
+    return problem.link.streamed_seconds(down, up)
 
 
 def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) -> SegmentPlan:
@@ -129,6 +141,7 @@ def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) 
         output_bytes=sum(problem.value_bytes(name) for name in makes),
         flops=flops,
         formulas=formulas,
+        streamed=choice.streamed,
     )
 
 

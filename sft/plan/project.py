@@ -33,13 +33,15 @@ class Projection:
         peak_bytes: most bytes alive: inputs, outputs and their gradients, cuts, states, strips, new parameter gradients.
         flops: counted floating-point operations.
         laps: the same, taken apart: one for each move of the step.
-        host_bytes: what the slab on the host has to hold, for what leaves the device meanwhile.
+        host_bytes: most bytes on the host, for what leaves the device meanwhile.
+        slab_bytes: those of the slab, for copies; the others are streamed cuts.
     """
 
     peak_bytes: int
     flops: int
     laps: tuple[Lap, ...] = field(repr=False)
     host_bytes: int = 0
+    slab_bytes: int = 0
 
 
 def project(problem: Problem, region: Region, *, exactly: bool = False) -> Projection:
@@ -53,7 +55,11 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
     machine = LapMachine(on_host=problem.on_host)
     run_step(problem, region, machine)
     return Projection(
-        peak_bytes=machine.peak_bytes, flops=machine.meter.flops, laps=tuple(machine.laps), host_bytes=machine.space.num_bytes
+        peak_bytes=machine.peak_bytes,
+        flops=machine.meter.flops,
+        laps=tuple(machine.laps),
+        host_bytes=machine.space.num_bytes + machine.host.peak_bytes,
+        slab_bytes=machine.space.num_bytes,
     )
 
 

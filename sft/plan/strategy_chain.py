@@ -21,13 +21,16 @@ from sft.plan.project import Projection, project
 from sft.plan.stages import StagedModel
 from sft.walk.order import Order
 
-__all__ = ["OFFLOADING", "RECOMPUTING", "Scheduled", "least", "solve"]
+__all__ = ["JOINT", "OFFLOADING", "RECOMPUTING", "Scheduled", "least", "solve"]
 
 #: The strategies by name: those that run stages again, and those that copy what stages make to the host.
 RECOMPUTING = ("sqrt", "revolve", "bisect", "optimal", "acg")
 OFFLOADING = ("offload-greedy", "offload-dp", "vdnn")
+#: The solver of the chain that does both.
+JOINT = "auto"
 
 _MAX_ROUNDS = 10
+_MAX_JOINT_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +56,9 @@ def solve(staged: StagedModel, name: str, room_bytes: int) -> tuple[Scheduled, b
     plain = _scheduled(staged, Schedule(strategy=name, operations=reversal(staged.chain, keep_all)))
     if plain.projection.peak_bytes <= room_bytes:
         return plain, True
-    smallest = min(least(staged, name), plain, key=lambda found: found.projection.peak_bytes)
+    # The joint solver's smallest is one of these, or hardly smaller; asking it would take as long as all the rest.
+    names = ("optimal", "offload-dp") if name == JOINT else (name,)
+    smallest = min(plain, *(least(staged, other) for other in names), key=lambda found: found.projection.peak_bytes)
     if smallest.projection.peak_bytes > room_bytes:
         return smallest, False
     best = smallest if staged.problem.fits_host(smallest.projection.host_bytes) else None
@@ -68,7 +73,7 @@ def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Schedul
     """Schedules for budgets that are corrected by what the last one was off by, then halfway between what fits and what does not."""
     low, high, tried = 0, 0, set[int]()
     budget_bytes = room_bytes - staged.base_bytes
-    for _ in range(_MAX_ROUNDS):
+    for _ in range(_MAX_JOINT_ROUNDS if name == JOINT else _MAX_ROUNDS):
         if budget_bytes in tried or budget_bytes < 1:
             return
         tried.add(budget_bytes)

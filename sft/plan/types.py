@@ -33,6 +33,7 @@ class SegmentChoice:
         halo: how a strip gets the rows around it: carried from its neighbour, or computed again.
         restart: of several walks (panels, batch elements) only the last keeps its states in the forward pass; each other one runs
             forward once more before its backward pass.
+        streamed: values that it hands on over the host, strip by strip.
     """
 
     nodes: tuple[str, ...]
@@ -44,6 +45,7 @@ class SegmentChoice:
     panel_cols: int = 0
     halo: Halo = "carry"
     restart: bool = False
+    streamed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class SegmentPlan:
         output_bytes: bytes of the values it hands on.
         flops: forward, recomputations and backward.
         formulas: what the symbolic analysis says: halo, receptive field, carried rows, footprint.
+        streamed: values that it hands on over the host, strip by strip: they are never whole on the device.
     """
 
     nodes: tuple[str, ...]
@@ -92,6 +95,7 @@ class SegmentPlan:
     output_bytes: int
     flops: int
     formulas: tuple[tuple[str, str], ...]
+    streamed: tuple[str, ...] = ()
 
     @property
     def choice(self) -> SegmentChoice:
@@ -106,6 +110,7 @@ class SegmentPlan:
             panel_cols=self.panel_cols if self.num_panels > 1 else 0,
             halo=self.halo,
             restart=self.restart,
+            streamed=self.streamed,
         )
 
 

@@ -103,6 +103,12 @@ class Machine(Protocol):
     ) -> None:
         """Fill a buffer with the gradient of an output on the host: all of it, or what :meth:`view` would show of it."""
 
+    def host_cut(self, shape: tuple[int, ...], dtype: Any) -> Handle:
+        """Room on the host for a cut, for :meth:`put` and to be read like an input's source."""
+
+    def host_gradient(self, shape: tuple[int, ...], dtype: Any) -> Handle:
+        """Zeros on the host for the gradient of such a cut, for :meth:`give` and :meth:`fetch`."""
+
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
         """The buffer in another element type."""
 
@@ -193,11 +199,13 @@ class PhantomMachine:
         meter: counts them.
         on_host: whether the device's memory is the host's, so that buffers for reading are in it.
         space: what a slab on the host has to hold.
+        host: counts what is on the host besides.
     """
 
     meter: Meter = field(default_factory=Meter)
     on_host: bool = True
     space: HostSpace = field(default_factory=HostSpace)
+    host: Meter = field(default_factory=Meter)
 
     def begin(self, move: Move) -> None:
         pass
@@ -257,6 +265,12 @@ class PhantomMachine:
         axes: Axes = _AXES,
     ) -> None:
         pass
+
+    def host_cut(self, shape: tuple[int, ...], dtype: Any) -> Phantom:
+        return Phantom(self.host, Slot(0, shape, dtype, 0).num_bytes)
+
+    def host_gradient(self, shape: tuple[int, ...], dtype: Any) -> Phantom:
+        return self.host_cut(shape, dtype)
 
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
         return self.allocate(shape, dtype, zero=False)

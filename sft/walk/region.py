@@ -6,6 +6,9 @@ gradient lives from the backward pass of its last reader to that of its maker. N
 of inputs and of parameters are buffers of the region's own. Where the order says so, a cut, or what a segment kept, waits on the host for
 its next reader (``sft.walk.copies``).
 
+A *streamed* cut is never whole on the device, nor is its gradient: to the segment that makes it it is an output that leaves strip by
+strip, to those that read it an input that is not resident.
+
 An output on the host that leaves its segment strip by strip (``to_host``) has no buffer here. Any other output on the host (small, made on
 whole tensors, or read by later segments) is a cut that is copied when its segment is done; its gradient is loaded before the backward
 pass of the last segment that has to do with it.
@@ -77,6 +80,7 @@ class Region:
         contiguous: outputs that are laid out channels first.
         from_source: inputs that are read while walks run; their handles are sources, their gradients go to sinks.
         host_outputs: outputs that are on the host, with their gradients.
+        streamed: cuts that are on the host, with their gradients.
         order: the moves of a step with a backward pass; ``None`` for the plain ones. A segment whose outputs leave strip by strip
             runs forward once.
     """
@@ -93,6 +97,7 @@ class Region:
     contiguous: frozenset[str]
     from_source: frozenset[str] = frozenset()
     host_outputs: frozenset[str] = frozenset()
+    streamed: frozenset[str] = frozenset()
     order: Order | None = None
 
     def forward(
@@ -118,7 +123,7 @@ class Region:
                 continue
             segment, makes = self.segments[move.segment], self.makes[move.segment]
             tape.copies.settle(machine, self._reads_from_outside[move.segment])
-            tape.values.by_name |= {name: hosts[name] for name in segment.to_host}
+            tape.values.by_name |= {name: hosts[name] for name in segment.to_host - self.streamed}
             self._run_forward(machine, tape.values, tape.kept if keep else None, move)
             outputs |= {name: tape.values.by_name[name] for name in makes if name in self.outputs and name not in self.host_outputs}
             for name in makes:
@@ -175,14 +180,16 @@ class Region:
     def _movable(self) -> frozenset[str]:
         """What may leave for the host: made by segments for each other, and not in the caller's hands."""
         made = frozenset(name for makes in self.makes for name in makes)
-        return made.difference(self.outputs, self.graph.outputs, self._leaves)
+        return made.difference(self.outputs, self.graph.outputs, self._leaves, self.streamed)
 
     def _run_forward(self, machine: Machine, values: Values, kept: dict[int, Any] | None, move: Move) -> None:
         """Run a segment forward; without ``kept`` no backward pass follows."""
         segment, keep = self.segments[move.segment], kept is not None and move.keep and self._differentiated[move.segment]
         own = segment.to_host | segment.hands_on(keep)
         for name in self.makes[move.segment]:
-            if name not in own:
+            if name in self.streamed:
+                values.by_name[name] = machine.host_cut(self.shapes[name], self.dtypes[name])
+            elif name not in own:
                 contiguous = name in self.contiguous
                 values.by_name[name] = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=contiguous)
         saved = segment.forward(machine, values, keep=keep)
@@ -307,6 +314,8 @@ class Region:
                     continue
                 if name in waiting - segment.to_host:
                     self._load_gradient(machine, name, values, grads, waiting)
+                elif name in self.streamed:
+                    self._make_host_gradient(machine, name, grads)
                 elif name not in grads.by_name:
                     grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
             for name in self.reads[index]:
@@ -317,6 +326,13 @@ class Region:
         del saved
         for name in self.makes[index]:
             grads.by_name.pop(name, None)
+            if name in self.streamed:
+                grads.sinks.pop(name, None)
+
+    def _make_host_gradient(self, machine: Machine, name: str, grads: Gradients) -> None:
+        """Room for the gradient of a streamed cut, which its readers add to and its maker fetches from."""
+        if name not in grads.by_name:
+            grads.by_name[name] = grads.sinks[name] = machine.host_gradient(self.shapes[name], self.grad_dtypes[name])
 
     def _load_gradient(self, machine: Machine, name: str, values: Values, grads: Gradients, waiting: set[str]) -> None:
         """Bring the gradient of an output from the host: all of it, to be added to."""
@@ -340,7 +356,9 @@ class Region:
                 del own
             if name not in self.requires_grad or name in grads.by_name or name in self.from_source:
                 continue
-            if segment.accumulates:
+            if name in self.streamed:
+                self._make_host_gradient(machine, name, grads)
+            elif segment.accumulates:
                 handle = values.by_name[name]
                 grads.by_name[name] = machine.zeros_like(handle, self.shapes[name], self.grad_dtypes[name])
                 del handle

@@ -100,9 +100,15 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= _WORTH_RECOMPUTING * surveys[0].plain_flops):
         found = _cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
         fitting += [*([found] if found is not None else []), *_published(mixed.staged, room_bytes), *_offloaded(mixed.staged, room_bytes)]
-    over_host = _over_host(problem, surveys, options, device_type)
+    over_host: list[Survey] = []
     if not (fitting and min(cost for cost, _ in fitting) <= _WORTH_STREAMING * surveys[0].least_cost):
-        fitting += [found for survey in over_host if (found := _cheapest_streamed(problem, survey, room_bytes)) is not None]
+        for survey in _over_host(problem, surveys, options, device_type):
+            over_host.append(survey)
+            found = _cheapest_streamed(problem, survey, room_bytes)
+            if found is not None:
+                fitting.append(found)
+                if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
+                    break
     if fitting:
         return min(fitting, key=lambda costed: costed[0])[1]
     planned = [carry_out(problem, choices) for choices in _smallest_choices(surveys)]
@@ -121,11 +127,12 @@ def _smallest_choices(surveys: Sequence[Survey]) -> Iterator[tuple[SegmentChoice
     return (survey.choices(candidate) for candidate, survey in small[:_NUM_SMALLEST])
 
 
-def _over_host(problem: Problem, surveys: Sequence[Survey], options: Options, device_type: str) -> list[Survey]:
+def _over_host(problem: Problem, surveys: Sequence[Survey], options: Options, device_type: str) -> Iterator[Survey]:
     """The same surveys with cuts that are streamed, where that is allowed and there are any."""
     if problem.host_budget_bytes == 0 or options.strategy != "auto" or not streamable(problem, surveys[0].choices(surveys[0].last)):
-        return []
-    return [Survey(problem, options, device_type, survey.num_panels, restart=survey.is_restarting, streams=True) for survey in surveys]
+        return
+    for survey in surveys:
+        yield Survey(problem, options, device_type, survey.num_panels, restart=survey.is_restarting, streams=True)
 
 
 def _cheapest_streamed(problem: Problem, survey: Survey, room_bytes: int) -> tuple[float, Planned] | None:

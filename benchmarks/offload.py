@@ -8,13 +8,12 @@ way): a projection, to compare plans with each other.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from harness.cases import load_models
-from harness.report import Table, add_common_arguments, environment, result_stem, write_results
-from rich.console import Console
+from harness.plans import compare_plans, shares_table
+from harness.report import Table
 from torch import nn
 
 import sft
@@ -96,10 +95,10 @@ def rows_of(case: Case) -> list[Row]:
                 way=way,
                 share=share,
                 plain_bytes=plain.projected_peak_bytes,
-                peak_bytes=plan and plan.projected_peak_bytes,
-                host_bytes=plan and plan.host_bytes,
-                redundancy=plan and plan.redundancy,
-                time_ratio=plan and plan.estimated_seconds / plain.estimated_seconds,
+                peak_bytes=None if plan is None else plan.projected_peak_bytes,
+                host_bytes=None if plan is None else plan.host_bytes,
+                redundancy=None if plan is None else plan.redundancy,
+                time_ratio=None if plan is None else plan.estimated_seconds / plain.estimated_seconds,
                 least_bytes=least,
             )
             found.append(row)
@@ -108,31 +107,8 @@ def rows_of(case: Case) -> list[Row]:
 
 def table_of(rows: list[Row]) -> Table:
     """One model's table."""
-    cells = [[way, *(row.cell() for row in rows if row.way == way)] for way in WAYS]
-    title = f"{rows[0].model}: {rows[0].plain_bytes / 2**30:.2f} GiB when everything is kept"
-    return Table(title=title, headers=("plan", *(f"1/{round(1 / share)}" for share in SHARES)), rows=cells)
-
-
-def main() -> int:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=sorted({case.name for case in CASES}), default=None)
-    add_common_arguments(parser)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    console, stem = Console(), result_stem(args.out, "offload")
-    tables, rows = [], []
-    for case in CASES:
-        if args.models is None or case.name in args.models:
-            found = rows_of(case)
-            rows += [asdict(row) for row in found]
-            tables.append(table_of(found))
-            console.print(tables[-1].terminal())
-            raw = {"environment": environment(args.threads), "settings": {"models": args.models}, "results": rows}
-            written = write_results(stem, raw, tables, NOTES, None)
-    console.print(written)
-    return 0
+    return shares_table(rows, tuple(WAYS), lambda row: row.way, SHARES, "plan")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(compare_plans(__doc__.splitlines()[0], "offload", CASES, rows_of, table_of, NOTES))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.plan.boundaries import link_bytes, stream_seconds, streamable, streaming
+from sft.plan.boundaries import stream_seconds, streamable, streaming, traffic
 from sft.plan.planner import carry_out
 from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
@@ -175,9 +175,9 @@ def test_the_link_tells_streaming_from_keeping(problems: list[Problem]) -> None:
     assert fast.host_bytes > 0
     assert slow.estimated_seconds > fast.estimated_seconds
     choices, problem = _choices(slow), problems[-1]
-    assert stream_seconds(problem, choices) == pytest.approx(
-        sum(max(link_bytes(problem, choices, i, back=back)) / 1e6 for i in range(len(choices)) for back in (False, True))
-    )
+    passing = traffic(problem, streaming(choices, streamable(problem, choices)))
+    slowest = sum(max(one.down_bytes, one.up_bytes) + max(one.back_down_bytes, one.back_up_bytes) for one in passing)
+    assert stream_seconds(problem, streaming(choices, streamable(problem, choices))) == pytest.approx(slowest / 1e6)
 
 
 @pytest.mark.parametrize("folder", [False, True])

@@ -8,14 +8,11 @@ import numpy as np
 
 from sft.analysis.footprint import run_footprint
 from sft.analysis.formulas import run_formulas
-from sft.lower.program import Program
-from sft.plan.boundaries import link_bytes
-from sft.plan.laps import Lap
+from sft.plan.clock import timeline_of
 from sft.plan.planner import Planned
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
-from sft.plan.timeline import Timeline, TimelineEntry
 from sft.plan.types import Plan, SegmentPlan
 from sft.walk.order import num_forwards_of, plain_order
 from sft.walk.profile import WalkProfiles
@@ -40,7 +37,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         projected_peak_bytes=planned.projection.peak_bytes,
         flops=planned.projection.flops,
         plain_flops=sum(program.flops for program in plain_programs(problem)),
-        timeline=_timeline(problem, planned, rates),
+        timeline=timeline_of(problem, planned.choices, planned.projection, rates),
         segments=tuple(_segment(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
         order=_order(planned.region),
         host_bytes=planned.projection.host_bytes,
@@ -53,49 +50,6 @@ def _order(region: Region) -> tuple[str, ...]:
     found, plain = region.moves, plain_order(len(region.segments))
     light = [replace(move, keep=True) if move.kind == "forward" and not region.segments[move.segment].saves else move for move in found]
     return () if tuple(light) == plain else tuple(map(str, found))
-
-
-def _timeline(problem: Problem, planned: Planned, rates: Rates) -> Timeline:
-    """The laps of the projection; strips of one signature take the same time."""
-    known: dict[int, float] = {}
-
-    def seconds(program: Program) -> float:
-        if id(program) not in known:
-            known[id(program)] = rates.seconds(program)
-        return known[id(program)]
-
-    return Timeline(
-        entries=tuple(
-            TimelineEntry(
-                move=str(lap.move if problem.training else replace(lap.move, keep=False)),
-                begin_bytes=lap.begin_bytes,
-                peak_bytes=lap.peak_bytes,
-                end_bytes=lap.end_bytes,
-                flops=lap.flops,
-                estimated_seconds=max(
-                    sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
-                    _stream_seconds(problem, planned, lap),
-                ),
-                copied_bytes=lap.copied_bytes,
-                waits_for=lap.waits_for,
-            )
-            for lap in planned.projection.laps
-        )
-    )
-
-
-def _copy_seconds(problem: Problem, lap: Lap) -> float:
-    """What a copy takes that a move begins."""
-    seconds = problem.link.up_seconds if lap.move.kind == "prefetch" else problem.link.down_seconds
-    return seconds(lap.copied_bytes)
-
-
-def _stream_seconds(problem: Problem, planned: Planned, lap: Lap) -> float:
-    """What the link takes for the strips of a move: a segment is not through before they are."""
-    if lap.move.kind not in ("forward", "backward"):
-        return 0.0
-    down, up = link_bytes(problem, planned.choices, lap.move.segment, back=lap.move.kind == "backward")
-    return problem.link.streamed_seconds(down, up)
 
 
 def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) -> SegmentPlan:

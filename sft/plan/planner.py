@@ -16,6 +16,7 @@ from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.options import Options
 from sft.plan.boundaries import keep_what_fits, stream_seconds, streamable
 from sft.plan.build import build_region
+from sft.plan.clock import timeline_of
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
@@ -110,7 +111,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
                 if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                     break
     if fitting:
-        return min(fitting, key=lambda costed: costed[0])[1]
+        return _fastest(problem, fitting, Rates(device_type))
     planned = [carry_out(problem, choices) for choices in _smallest_choices(surveys)]
     streamed = (carry_out(problem, choices) for choices in _smallest_choices(over_host))
     planned += [found for found in streamed if problem.fits_host(found.projection.host_bytes)]
@@ -119,6 +120,16 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     if best.projection.peak_bytes <= room_bytes:
         return best
     raise _too_small(problem, best, budget_bytes)
+
+
+def _fastest(problem: Problem, fitting: Sequence[tuple[float, Planned]], rates: Rates) -> Planned:
+    """The plan that costs least; where the host is used, too, the one that takes least time on the clock of its timeline."""
+    at_home = [costed for costed in fitting if not costed[1].projection.host_bytes]
+    found = [min(at_home, key=lambda costed: costed[0])[1]] if at_home else []
+    found += [planned for _, planned in fitting if planned.projection.host_bytes]
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda planned: timeline_of(problem, planned.choices, planned.projection, rates).estimated_seconds)
 
 
 def _smallest_choices(surveys: Sequence[Survey]) -> Iterator[tuple[SegmentChoice, ...]]:

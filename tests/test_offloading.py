@@ -462,6 +462,19 @@ def test_inference_copies_nothing() -> None:
         torch.testing.assert_close(net(x), model(x), rtol=1e-12, atol=1e-12)
 
 
+def test_a_dry_run_copies_nothing_and_counts_the_same() -> None:
+    model, options = seeded(Normed).to("meta"), sft.Options(strategy="offload-dp")
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, _SHAPE, budget=1, options=options)
+    net = sft.compile(model, _SHAPE, budget=refused.value.needed_bytes, options=options)
+    x = torch.empty(_SHAPE, dtype=torch.float64, device="meta")
+    with sft.measure_peak("meta") as peak:
+        y = net(x.clone())
+        y.backward(torch.ones_like(y))
+    assert net.plan.host_bytes > 0
+    assert 0.99 * net.plan.projected_peak_bytes - 2**16 <= peak.num_bytes <= net.plan.projected_peak_bytes
+
+
 def test_orders_as_text() -> None:
     text = ("F0+", ">conv", "F1+", "~conv", "L", "B1", "<conv", "B0")
     assert tuple(map(str, parse_order(text, 2))) == text

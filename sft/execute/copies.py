@@ -75,7 +75,7 @@ class HostCopies:
         sizes = tuple(buffer.numel() for buffer in buffers)
         copy = Copy(target, buffers, sizes, self._space.take(sum(sizes)))
         with self._beside("down") as stream:
-            for buffer, part in zip(buffers, self._parts(copy), strict=True):
+            for buffer, part in self._pairs(copy):
                 part.copy_(buffer, non_blocking=True)
             copy.down = _event(stream)
         return copy
@@ -92,7 +92,7 @@ class HostCopies:
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
             torch.ops.sft.resize_storage_(buffer, size)
         with self._beside("up") as stream:
-            for buffer, part in zip(copy.buffers, self._parts(copy), strict=True):
+            for buffer, part in self._pairs(copy):
                 buffer.copy_(part, non_blocking=True)
             copy.up = _event(stream)
         copy.is_away, copy.is_arriving = False, True
@@ -114,10 +114,12 @@ class HostCopies:
             compute.wait_stream(streams.down)
             compute.wait_stream(streams.up)
 
-    def _parts(self, copy: Copy) -> Iterator[Tensor]:
+    def _pairs(self, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each buffer, and its part of the slab; in a dry run there is nothing to copy."""
         start = copy.start
-        for size in copy.sizes:
-            yield self.lease.part(start, size)
+        for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
+            if self.device.type != "meta":
+                yield buffer, self.lease.part(start, size)
             start += size
 
     def _await(self, copy: Copy) -> None:

@@ -48,7 +48,7 @@ class Slabs:
 
     def _made(self) -> Tensor:
         if self._device.type == "meta":
-            return torch.empty(self.num_bytes, dtype=torch.uint8, device="meta")
+            return torch.empty(0, dtype=torch.uint8)  # a dry run has nothing to copy
         data = self._room.take(self.num_bytes, "the plan's copies")
         if self._device.type == "cuda" and self._room.folder is None:
             _lock(data)

@@ -7,14 +7,13 @@ little says what it would need.
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from harness.cases import load_models
-from harness.report import Table, add_common_arguments, environment, result_stem, write_results
-from rich.console import Console
+from harness.plans import compare_plans, shares_table
+from harness.report import Table
 from torch import nn
 
 import sft
@@ -98,31 +97,8 @@ def rows_of(case: Case) -> list[Row]:
 
 def table_of(rows: list[Row]) -> Table:
     """One model's table."""
-    cells = [[strategy, *(row.cell() for row in rows if row.strategy == strategy)] for strategy in STRATEGIES]
-    title = f"{rows[0].model}: {rows[0].plain_bytes / 2**30:.2f} GiB when everything is kept"
-    return Table(title=title, headers=("strategy", *(f"1/{round(1 / share)}" for share in SHARES)), rows=cells)
-
-
-def main() -> int:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=sorted({case.name for case in CASES}), default=None)
-    add_common_arguments(parser)
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    console, stem = Console(), result_stem(args.out, "recomputing")
-    tables, rows = [], []
-    for case in CASES:
-        if args.models is None or case.name in args.models:
-            found = rows_of(case)
-            rows += [asdict(row) for row in found]
-            tables.append(table_of(found))
-            console.print(tables[-1].terminal())
-            raw = {"environment": environment(args.threads), "settings": {"models": args.models}, "results": rows}
-            written = write_results(stem, raw, tables, NOTES, None)
-    console.print(written)
-    return 0
+    return shares_table(rows, STRATEGIES, lambda row: row.strategy, SHARES, "strategy")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(compare_plans(__doc__.splitlines()[0], "recomputing", CASES, rows_of, table_of, NOTES))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
+from sft.execute.room import HostRoom
+from sft.execute.slab import Slabs
 from sft.execute.stopwatch import time_step
 from sft.fingerprint import Fingerprint, fingerprint
 from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
@@ -28,9 +31,10 @@ from sft.kernels.philox import draw_seed
 from sft.options import Options
 from sft.outputs import Destination, HostOutputs
 from sft.plan.describe import describe
-from sft.plan.planner import Planned, carry_out, plan_segments
+from sft.plan.planner import Planned, carry_out, check_host, plan_segments
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
+from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
 from sft.resident import resident_bytes
 from sft.walk.order import parse_order
@@ -85,6 +89,7 @@ class _Ready:
     plan: Plan
     region: Region
     captured: _Captured
+    slabs: Slabs | None
 
 
 class Engine:
@@ -191,7 +196,22 @@ class Engine:
             sources={name: value.source for name, value in by_name.items() if value.source is not None},
             witnesses=tuple(value.witness for value in inputs if value.witness is not None),
             sinks={name: value.make_sink for name, value in by_name.items() if value.make_sink is not None},
+            slabs=ready.slabs,
+            room=self._room,
         )
+
+    @property
+    def _room(self) -> HostRoom:
+        """Where what leaves the device during a step goes."""
+        folder = self.options.host_folder
+        return HostRoom(None if folder is None else Path(folder))
+
+    def _host_budget_bytes(self, device: torch.device) -> int | None:
+        """Bytes of the host that a plan may use. Where the device's memory is the host's, nothing is gained unless somebody says so."""
+        options = self.options
+        if options.host_budget is None and device.type == "cpu" and options.host_folder is None and options.strategy not in OFFLOADING:
+            return 0
+        return options.host_budget_bytes
 
     def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
         tensors = [*self.model.parameters(), *self.model.buffers()]
@@ -287,6 +307,8 @@ class Engine:
             outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
             on_host=kind.traced.device.type in ("cpu", "meta"),
+            host_budget_bytes=self._host_budget_bytes(kind.traced.device),
+            link=Rates(kind.traced.device.type).link(self.options.link_bytes_per_second),
         )
         self._check_sources(problem)
         self.destination.check([problem.dtypes[name] for name in graph.outputs])
@@ -295,8 +317,11 @@ class Engine:
         if self.options.profile == "measure" and kind.traced.device.type != "meta":
             with autocast_off(kind.traced.device):
                 seconds = time_step(problem, planned.region, kind.traced.device, progress=self.options.progress)
-            plan = replace(plan, projected_seconds=sum(seconds, 0.0), timeline=plan.timeline.measured(seconds))
-        return _Ready(plan, planned.region, captured)
+            timeline = plan.timeline.measured(seconds)
+            plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
+        copies = any(move.is_copy for move in planned.region.moves)
+        slabs = Slabs(planned.projection.slab_bytes, kind.traced.device, self._room) if copies else None
+        return _Ready(plan, planned.region, captured, slabs)
 
     def _check_sources(self, problem: Problem) -> None:
         returned = sorted(problem.from_source.intersection(problem.graph.results))
@@ -342,7 +367,9 @@ class Engine:
                 return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
         order = parse_order(plan.order, len(plan.segments)) if plan.order and problem.training else None
-        return carry_out(problem, tuple(segment.choice for segment in plan.segments), order)
+        planned = carry_out(problem, tuple(segment.choice for segment in plan.segments), order)
+        check_host(planned, self.options.host_budget_bytes)
+        return planned
 
     def _capture(self, kind: _CallKind) -> tuple[_Captured, dict[Any, int]]:
         traced = kind.traced

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from sft.errors import InputError
+from sft.units import parse_bytes
 
 __all__ = ["STRATEGIES", "Options"]
 
 #: The strategies by name.
-STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg")
+STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,8 @@ class Options:
     Attributes:
         strategy: ``"auto"``; ``"none"`` to run everything whole, as plain PyTorch does; ``"sft"`` for the plan of the SFT paper
             (independent tiles between values that fit); or a published way to run whole stages again instead of keeping what they made:
-            ``"sqrt"``, ``"revolve"``, ``"bisect"``, ``"optimal"``, ``"acg"`` (``sft.plan.chain.strategies``).
+            ``"sqrt"``, ``"revolve"``, ``"bisect"``, ``"optimal"``, ``"acg"``; or to copy it to the host and back:
+            ``"offload-greedy"``, ``"offload-dp"``, ``"vdnn"`` (``sft.plan.chain.strategies``).
         halo: how neighbouring strips get the rows between them: ``"carry"`` from strip to strip (``"auto"`` means the same), or
             ``"recompute"``: independent tiles that each compute their halo.
         backend: what runs the operators: ``"aten"`` (``"auto"`` means the same for now).
@@ -28,6 +31,13 @@ class Options:
         state_every: keep the walk's state every so many strips.
         state_slots: hold so many states of a walk at most, and restore the others (Revolve).
         batch_tile: batch elements that walk together.
+        host_budget: most bytes of the host for what leaves the device during a step, a number or as ``"64GiB"``; 0 forbids that. By default
+            there is no limit; but on the CPU, whose memory is the host's, nothing leaves unless this, ``host_folder`` or the strategy
+            says so.
+        link_bandwidth: bytes a second between device and host, each way, a number or as ``"24GB"``: what copies are planned by. The
+            default is the nearest power of ten, 1e10.
+        host_folder: a folder for what leaves the device during a step, in place of the host's memory: in files without a name, which are
+            gone when the process is.
         profile: ``"measure"`` to time the step that is planned, on the device, by running each distinct program of it for a moment
             (``Plan.projected_seconds``); ``"auto"`` leaves that out. Times are kept in files, so that programs that were timed before
             are not run again (``sft.execute.costs``).
@@ -41,6 +51,9 @@ class Options:
     state_every: int | None = None
     state_slots: int | None = None
     batch_tile: int | None = None
+    host_budget: int | str | None = None
+    link_bandwidth: float | str | None = None
+    host_folder: str | None = None
     profile: str = "auto"
     progress: bool = False
 
@@ -73,8 +86,30 @@ class Options:
                 problems.append(f"{name} {value!r}: give a positive integer")
         if self.state_every is not None and self.state_slots is not None:
             problems.append("state_every and state_slots are two policies for the same states: drop one")
+        for name, read in (("host_budget", lambda: self.host_budget_bytes), ("link_bandwidth", lambda: self.link_bytes_per_second)):
+            try:
+                read()
+            except InputError as error:
+                problems.append(f"{name}: {error}")
+        if self.host_folder is not None and not os.path.isdir(self.host_folder):
+            problems.append(f"host_folder {self.host_folder!r}: give a folder that exists")
         if problems:
             raise InputError("; ".join(problems))
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        """The budget on the host in bytes; ``None`` is no limit, 0 forbids that anything leaves."""
+        return self.host_budget if self.host_budget in (None, 0) else parse_bytes(self.host_budget)
+
+    @property
+    def link_bytes_per_second(self) -> float | None:
+        """The bandwidth as a number; ``None`` where it is not said."""
+        rate = self.link_bandwidth
+        if rate is None or isinstance(rate, str):
+            return None if rate is None else float(parse_bytes(rate))
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < float("inf"):
+            raise InputError(f"a bandwidth is a positive number of bytes a second or text such as '24GB', got {rate!r}")
+        return float(rate)
 
 
 def _is_count(value: object) -> bool:

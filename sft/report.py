@@ -34,6 +34,7 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
         f"  total             {format_bytes(plan.total_bytes):>12}  = resident + projected peak",
         f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",
         f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
+        *([f"  host              {format_bytes(plan.host_bytes):>12}  for what leaves the device meanwhile"] if plan.host_bytes else []),
         f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
     ]
     if plan.projected_seconds is not None:

@@ -54,6 +54,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         strategy=args.strategy,
         halo=args.halo,
         tile=parse_tile(args.tile) if args.tile else None,
+        host_budget=None if args.host_budget is None else int(args.host_budget) if args.host_budget.isdigit() else args.host_budget,
+        link_bandwidth=args.link_bandwidth,
         profile="measure" if args.time else "auto",
         progress=args.time,
     )
@@ -107,6 +109,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="how to plan (default: auto)")
     plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="how strips get the rows between them")
     plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
+    plan.add_argument("--host-budget", metavar="BYTES", help="what of the host a step may take besides, 0 for nothing (default: no limit)")
+    plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes a second between device and host, such as 24GB (default: 10GB)")
     plan.add_argument("--time", action="store_true", help="time the plan's programs on this machine: how long a step would take")
     plan.add_argument("--compare", action="store_true", help="one table of all strategies")
     plan.add_argument("--costs", action="store_true", help="what each segment takes of the time")

@@ -108,13 +108,15 @@ def compare_strategies(question: Question, console: Console, *, as_json: bool) -
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("strategy", "fits", box=None, pad_edge=False)
-    for header in ("total", "projected peak", "FLOPs / plain", "seconds", "tiled segments", "strip rows", "panels"):
+    table = Table(box=None, pad_edge=False)
+    table.add_column("strategy", no_wrap=True)
+    table.add_column("fits")
+    for header in ("total", "projected peak", "host", "FLOPs / plain", "seconds", "tiled segments", "strip rows", "panels"):
         table.add_column(header, justify="right")
     for row in rows:
         total = "-" if row["total_bytes"] is None else format_bytes(row["total_bytes"])
         if row["error"]:
-            table.add_row(row["strategy"], "no", total, *["-"] * 6)
+            table.add_row(row["strategy"], "no", total, *["-"] * 7)
             continue
         if row["projected_seconds"] is None:
             table.caption = _CAPTION
@@ -123,6 +125,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             "yes",
             total,
             format_bytes(row["projected_peak_bytes"]),
+            format_bytes(row["host_bytes"]) if row["host_bytes"] else "-",
             f"{row['redundancy']:.4f}",
             _seconds(row["estimated_seconds"], row["projected_seconds"]),
             str(row["num_tiled_segments"]),
@@ -146,6 +149,7 @@ def _row(asking: Asking, budget_bytes: int, options: Options) -> dict[str, Any]:
         "total_bytes": found.total_bytes,
         "projected_peak_bytes": found.projected_peak_bytes,
         "resident_bytes": found.resident_bytes,
+        "host_bytes": found.host_bytes,
         "flops": found.flops,
         "plain_flops": found.plain_flops,
         "redundancy": found.redundancy,

@@ -14,7 +14,7 @@ Their gradients leave through sinks, strip by strip, while the backward pass run
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
@@ -22,9 +22,12 @@ from typing import Any
 import torch
 
 from sft.errors import UnsupportedError
+from sft.execute.copies import HostCopies
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
+from sft.execute.room import HostRoom
+from sft.execute.slab import Slabs
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.surroundings import refuse_batched
@@ -53,6 +56,8 @@ class Leaves:
         witnesses: tensors behind such sources: changing them between forward and backward raises, as for all others.
         sinks: make what takes the gradients of such inputs, where they are wanted, afresh for each backward pass.
         reading: gains what is read.
+        slabs: room on the host for copies; none where there are none.
+        room: where cuts are that are never whole on the device.
     """
 
     names: tuple[str, ...]
@@ -63,6 +68,8 @@ class Leaves:
     witnesses: tuple[torch.Tensor, ...] = ()
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
+    slabs: Slabs | None = None
+    room: HostRoom = field(default_factory=HostRoom)
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
@@ -79,7 +86,7 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     made = [name for name in region.outputs if name not in given]
     if not keep:
         with torch.no_grad(), autocast_off(leaves.device):
-            machine = TorchMachine(leaves.device, account=leaves.reading.forward)
+            machine = TorchMachine(leaves.device, account=leaves.reading.forward, room=leaves.room)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
         return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
@@ -99,8 +106,9 @@ class _RegionFunction(torch.autograd.Function):
         ctx: Any, region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
-        machine = TorchMachine(leaves.device, account=leaves.reading.forward)
-        with autocast_off(leaves.device):
+        copies = None if leaves.slabs is None else HostCopies(leaves.device, leaves.slabs.lease())
+        machine = TorchMachine(leaves.device, account=leaves.reading.forward, copies=copies, room=leaves.room)
+        with autocast_off(leaves.device), _settled(copies):
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
         made = [name for name in region.outputs if name not in given]
         # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks. Outputs on the tape
@@ -114,7 +122,7 @@ class _RegionFunction(torch.autograd.Function):
         is_updated = [name in leaves.updated for name in leaves.names]
         ctx.save_for_backward(*(None if up else tensor for up, tensor in zip_longest(is_updated, tensors, fillvalue=False)))
         ctx.set_materialize_grads(False)
-        ctx.region, ctx.leaves, ctx.tape = region, leaves, tape
+        ctx.region, ctx.leaves, ctx.tape, ctx.copies = region, leaves, tape, copies
         ctx.made, ctx.num_tensors = made, len(tensors)
         results = tuple(_tensor(outputs[name]) for name in made)
         fixed = [result for name, result in zip(made, results, strict=True) if name not in region.requires_grad]
@@ -161,10 +169,11 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
                 f"the output {name} of the compiled model was modified in place after the forward pass, and the backward pass needs it; "
                 "modify a clone of it instead"
             )
+    copies = ctx.copies
     if consume:
-        ctx.tape = None
+        ctx.tape = ctx.copies = None
     elif tape is not None:
-        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), dict(tape.kept))
+        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), dict(tape.kept), tape.copies)
     given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False) if tensor is not None}
     tape.values.by_name.update(given)
     tape.values.by_name.update(leaves.sources)
@@ -177,8 +186,8 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     grads.clear()
     by_output.clear()
     sinks = {name: make() for name, make in leaves.sinks.items()}
-    machine = TorchMachine(leaves.device, account=leaves.reading.backward)
-    with autocast_off(leaves.device):
+    machine = TorchMachine(leaves.device, account=leaves.reading.backward, copies=copies, room=leaves.room)
+    with autocast_off(leaves.device), _settled(copies):
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
     for sink in sinks.values():
         sink.finish()
@@ -187,6 +196,17 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
         torch.cuda.current_stream(leaves.device).synchronize()
     named = [found.get(name) if name in reached else None for name in leaves.names]
     return [*named, *[None] * (ctx.num_tensors - len(named))]
+
+
+@contextlib.contextmanager
+def _settled(copies: HostCopies | None) -> Iterator[None]:
+    """Where a pass fails, copies that are under way end before their buffers are somebody else's."""
+    try:
+        yield
+    except BaseException:
+        if copies is not None:
+            copies.quiesce()
+        raise
 
 
 def _reached(region: Region, outputs: Collection[str]) -> frozenset[str]:

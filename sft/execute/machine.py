@@ -11,11 +11,15 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
+from sft.execute.boundary import CutStrips, HostCut, HostGradient
+from sft.execute.copies import HostCopies
 from sft.execute.heap import Heap
 from sft.execute.host import copy_in_order
 from sft.execute.reading import PassReading, SourceStrips, load_whole
+from sft.execute.room import HostRoom
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
 from sft.sources.source import select_samples
+from sft.walk.copies import Copy
 from sft.walk.machine import Handle, Saved
 from sft.walk.order import Move
 
@@ -33,12 +37,16 @@ class TorchMachine:
         trace: called with each executed instruction, for tests.
         account: gains what is read of inputs that are not resident.
         heap: is trimmed now and then, on the CPU.
+        copies: where what leaves for the host goes, in orders that have such moves.
+        room: where cuts are that are never whole on the device.
     """
 
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
     account: PassReading = field(default_factory=PassReading)
     heap: Heap = field(default_factory=Heap)
+    copies: HostCopies | None = None
+    room: HostRoom = field(default_factory=HostRoom)
 
     def begin(self, move: Move) -> None:
         pass
@@ -70,11 +78,16 @@ class TorchMachine:
         target.add_(source)
 
     def read(self, source: Handle, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStrips:
+        if isinstance(source, HostCut):
+            return CutStrips(source, batch, order, self.device)
         return SourceStrips(source, batch, order, self.device, self.account)
 
     def load(self, source: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         out = self.allocate(shape, dtype, zero=False)
-        load_whole(source, out, self.account)
+        if isinstance(source, HostCut):
+            source.load(out)
+        else:
+            load_whole(source, out, self.account)
         return out
 
     def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
@@ -103,7 +116,18 @@ class TorchMachine:
         axes: Axes = _AXES,
     ) -> None:
         if self.device.type != "meta":
-            copy_in_order(part, self.view(host, batch, rows, columns, axes=axes), part)
+            whole = host.tensor if isinstance(host, HostGradient) else host
+            copy_in_order(part, self.view(whole, batch, rows, columns, axes=axes), part)
+
+    def host_cut(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostCut:
+        return HostCut(shape, dtype, self._room_for_cuts, "a cut on the host")
+
+    def host_gradient(self, shape: tuple[int, ...], dtype: torch.dtype) -> HostGradient:
+        return HostGradient(shape, dtype, self._room_for_cuts, "the gradient of a cut on the host")
+
+    @property
+    def _room_for_cuts(self) -> HostRoom | None:
+        return None if self.device.type == "meta" else self.room
 
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         out: torch.Tensor = handle.to(dtype)
@@ -122,6 +146,29 @@ class TorchMachine:
         if self.device.type == "cpu":
             self.heap.note(program.peak_bytes)
         return results, Saved(left)
+
+    def buffers_of(self, saved: Saved, slots: Sequence[int]) -> list[torch.Tensor]:
+        return [saved.values[slot] for slot in slots]
+
+    @property
+    def _host(self) -> HostCopies:
+        assert self.copies is not None, "the order copies to the host, and the machine has no room there"
+        return self.copies
+
+    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
+        return self._host.offload(target, handles)
+
+    def release(self, copy: Copy) -> None:
+        self._host.release(copy)
+
+    def prefetch(self, copy: Copy) -> None:
+        self._host.prefetch(copy)
+
+    def settle(self, copy: Copy) -> None:
+        self._host.settle(copy)
+
+    def forget(self, copy: Copy) -> None:
+        self._host.forget(copy)
 
     def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
         arguments = [self._resolve(argument, tensors) for argument in instruction.arguments]

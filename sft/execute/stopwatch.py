@@ -31,6 +31,7 @@ from sft.execute.signature import signature
 from sft.lower.program import Port, Program, Slot, load_rows
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
+from sft.walk.copies import Copy
 from sft.walk.machine import Handle, Phantom, PhantomMachine, Saved
 from sft.walk.order import Move
 from sft.walk.region import Region
@@ -101,6 +102,25 @@ class Stopwatch(PhantomMachine):
             known = time.perf_counter() - started
             self.costs.add(key, known)
         return known
+
+    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
+        copy = PhantomMachine.offload(self, target, handles)
+        self.seconds += self._copying(copy.num_bytes, to_host=True)
+        return copy
+
+    def prefetch(self, copy: Copy) -> None:
+        PhantomMachine.prefetch(self, copy)
+        self.seconds += self._copying(copy.num_bytes, to_host=False)
+
+    def _copying(self, num_bytes: int, *, to_host: bool) -> float:
+        """Seconds of a copy between the device and page-locked memory."""
+
+        def prepare() -> Callable[[], object]:
+            there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
+            here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            return partial(here.copy_, there) if to_host else partial(there.copy_, here)
+
+        return self._once(f"copy {num_bytes} {'down' if to_host else 'up'}", prepare)
 
     @property
     def _real(self) -> TorchMachine:

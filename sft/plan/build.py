@@ -11,6 +11,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators import window_of
 from sft.analysis.schedule import NodeRows, Read, Schedule, Step, build_schedule
 from sft.analysis.tile import TileSchedule, tile_steps
+from sft.errors import InputError
 from sft.lower.context import Scope
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
@@ -19,7 +20,10 @@ from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
 from sft.walk.whole import WholeSegment
 
-__all__ = ["borders", "build_region", "whole_step"]
+__all__ = ["borders", "build_region", "may_stream", "whole_step"]
+
+#: Of signals strips are no stretches of memory.
+_LEAST_RANK = 4
 
 
 def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
@@ -33,13 +37,19 @@ def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[
 
 
 def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
-    """A region for these decisions; no program is lowered before it is needed, nor twice for segments that share theirs."""
+    """A region for these decisions; no program is lowered before it is needed, nor twice for segments that share theirs.
+
+    Raises:
+        InputError: a value is to be streamed that cannot be.
+    """
     graph = problem.graph
     ends = borders(graph, choices)
+    streamed = frozenset(name for choice in choices for name in choice.streamed)
+    _check_streamed(problem, choices, ends)
     leaving = problem.host_outputs.intersection(problem.phases.streamed).difference(*(reads for reads, _ in ends))
     return Region(
         graph=graph,
-        segments=[_segment(problem, choice, makes, reads, leaving) for choice, (reads, makes) in zip(choices, ends, strict=True)],
+        segments=[_segment(problem, choice, makes, reads, leaving, streamed) for choice, (reads, makes) in zip(choices, ends, strict=True)],
         reads=[(*reads, *_read_again(problem, choice, makes)) for choice, (reads, makes) in zip(choices, ends, strict=True)],
         makes=[makes for _, makes in ends],
         shapes=problem.shapes,
@@ -50,7 +60,23 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
         contiguous=frozenset(graph.results) - problem.channels_last,
         from_source=problem.from_source,
         host_outputs=problem.host_outputs,
+        streamed=streamed,
     )
+
+
+def may_stream(problem: Problem, name: str) -> bool:
+    """Whether a value may be on the host between two segments: an image (or a volume) that is none of the model's outputs."""
+    return name in problem.phases.streamed and name not in problem.graph.results and len(problem.shapes[name]) >= _LEAST_RANK
+
+
+def _check_streamed(problem: Problem, choices: Sequence[SegmentChoice], ends: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]) -> None:
+    for choice, (_, makes) in zip(choices, ends, strict=True):
+        wrong = [name for name in choice.streamed if choice.mode != "tiled" or name not in makes or not may_stream(problem, name)]
+        if wrong:
+            raise InputError(
+                f"{', '.join(wrong)} cannot be handed on strip by strip: only images that a tiled segment makes for others can; make a new "
+                "plan with sft.plan(...)"
+            )
 
 
 def _read_again(problem: Problem, choice: SegmentChoice, makes: Sequence[str]) -> tuple[str, ...]:
@@ -61,19 +87,31 @@ def _read_again(problem: Problem, choice: SegmentChoice, makes: Sequence[str]) -
 
 
 def _segment(
-    problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
+    problem: Problem,
+    choice: SegmentChoice,
+    outputs: tuple[str, ...],
+    outside: tuple[str, ...],
+    leaving: frozenset[str],
+    streamed: frozenset[str],
 ) -> TiledSegment | WholeSegment:
     """A segment; ``leaving`` are the outputs that may go to the host strip by strip, as nothing reads them again.
 
-    Segments that differ in the states that they keep share their programs.
+    Segments that differ in the states that they keep, or in which of their borders are streamed, share their programs.
     """
-    shared = replace(choice, state_every=1, state_slots=0, restart=False)
+    shared = replace(choice, state_every=1, state_slots=0, restart=False, streamed=())
     segment = problem.remembered(
         ("segment", shared, outputs, outside, leaving), lambda: _new_segment(problem, shared, outputs, outside, leaving)
     )
+    from_source = segment.from_source | streamed.intersection(outside)
     if isinstance(segment, WholeSegment):
-        return segment
-    return replace(segment, checkpoints=Checkpoints(choice.state_every, choice.state_slots), restart=choice.restart)
+        return replace(segment, from_source=from_source)
+    return replace(
+        segment,
+        checkpoints=Checkpoints(choice.state_every, choice.state_slots),
+        restart=choice.restart,
+        from_source=from_source,
+        to_host=segment.to_host | streamed.intersection(outputs),
+    )
 
 
 def _new_segment(

@@ -8,12 +8,11 @@ import numpy as np
 
 from sft.analysis.footprint import run_footprint
 from sft.analysis.formulas import run_formulas
-from sft.lower.program import Program
+from sft.plan.clock import timeline_of
 from sft.plan.planner import Planned
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
-from sft.plan.timeline import Timeline, TimelineEntry
 from sft.plan.types import Plan, SegmentPlan
 from sft.walk.order import num_forwards_of, plain_order
 from sft.walk.profile import WalkProfiles
@@ -38,9 +37,10 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         projected_peak_bytes=planned.projection.peak_bytes,
         flops=planned.projection.flops,
         plain_flops=sum(program.flops for program in plain_programs(problem)),
-        timeline=_timeline(problem, planned, rates),
+        timeline=timeline_of(problem, planned.choices, planned.projection, rates),
         segments=tuple(_segment(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
         order=_order(planned.region),
+        host_bytes=planned.projection.host_bytes,
         notes=tuple(dict.fromkeys(problem.phases.whole_reasons.values())),
     )
 
@@ -50,30 +50,6 @@ def _order(region: Region) -> tuple[str, ...]:
     found, plain = region.moves, plain_order(len(region.segments))
     light = [replace(move, keep=True) if move.kind == "forward" and not region.segments[move.segment].saves else move for move in found]
     return () if tuple(light) == plain else tuple(map(str, found))
-
-
-def _timeline(problem: Problem, planned: Planned, rates: Rates) -> Timeline:
-    """The laps of the projection; strips of one signature take the same time."""
-    known: dict[int, float] = {}
-
-    def seconds(program: Program) -> float:
-        if id(program) not in known:
-            known[id(program)] = rates.seconds(program)
-        return known[id(program)]
-
-    return Timeline(
-        entries=tuple(
-            TimelineEntry(
-                move=str(lap.move if problem.training else replace(lap.move, keep=False)),
-                begin_bytes=lap.begin_bytes,
-                peak_bytes=lap.peak_bytes,
-                end_bytes=lap.end_bytes,
-                flops=lap.flops,
-                estimated_seconds=sum((count * seconds(program) for program, count in lap.runs), 0.0),
-            )
-            for lap in planned.projection.laps
-        )
-    )
 
 
 def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) -> SegmentPlan:
@@ -119,6 +95,7 @@ def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) 
         output_bytes=sum(problem.value_bytes(name) for name in makes),
         flops=flops,
         formulas=formulas,
+        streamed=choice.streamed,
     )
 
 

@@ -6,10 +6,12 @@ The laps of a projection are the projection, taken apart: the highest of their p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from sft.lower.program import Port, Program
+from sft.walk.copies import Copy
 from sft.walk.machine import Handle, PhantomMachine, Saved
 from sft.walk.order import Move
 from sft.walk.profile import Runs
@@ -28,6 +30,8 @@ class Lap:
         end_bytes: held when it is through.
         flops: what it computes.
         runs: the programs that it runs, and how often.
+        copied_bytes: what it begins to copy to the host, or back.
+        waits_for: what is on its way back and has to be there, as targets of moves.
     """
 
     move: Move
@@ -36,6 +40,8 @@ class Lap:
     end_bytes: int
     flops: int
     runs: Runs = field(compare=False, repr=False)
+    copied_bytes: int = 0
+    waits_for: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -53,6 +59,8 @@ class LapMachine(PhantomMachine):
     _begin_bytes: int = 0
     _begin_flops: int = 0
     _runs: dict[int, tuple[Program, int]] = field(default_factory=dict)
+    _copied_bytes: int = 0
+    _waits_for: list[str] = field(default_factory=list)
 
     def begin(self, move: Move) -> None:
         self.end()
@@ -70,11 +78,13 @@ class LapMachine(PhantomMachine):
                 end_bytes=meter.now_bytes,
                 flops=meter.flops - self._begin_flops,
                 runs=tuple(self._runs.values()),
+                copied_bytes=self._copied_bytes,
+                waits_for=tuple(self._waits_for),
             )
             self.laps.append(lap)
             self._move = None
             meter.peak_bytes = meter.now_bytes
-        self._runs = {}
+        self._runs, self._copied_bytes, self._waits_for = {}, 0, []
 
     def note(self, runs: Runs) -> None:
         """Take down programs that ran, as often as they did."""
@@ -84,3 +94,16 @@ class LapMachine(PhantomMachine):
     def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         self.note(((program, 1),))
         return PhantomMachine.run(self, program, bindings, saved)
+
+    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
+        copy = PhantomMachine.offload(self, target, handles)
+        self._copied_bytes += copy.num_bytes
+        return copy
+
+    def prefetch(self, copy: Copy) -> None:
+        self._copied_bytes += copy.num_bytes
+        PhantomMachine.prefetch(self, copy)
+
+    def settle(self, copy: Copy) -> None:
+        self._waits_for.append(copy.target)
+        PhantomMachine.settle(self, copy)

@@ -14,13 +14,15 @@ import numpy as np
 
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.options import Options
+from sft.plan.boundaries import keep_what_fits, stream_seconds, streamable
 from sft.plan.build import build_region
+from sft.plan.clock import timeline_of
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_chain import RECOMPUTING, Scheduled, least, solve
+from sft.plan.strategy_chain import JOINT, OFFLOADING, RECOMPUTING, Scheduled, least, solve
 from sft.plan.strategy_sft import grids, partition_choices
 from sft.plan.survey import Candidate, Survey, panel_cols
 from sft.plan.types import SegmentChoice
@@ -28,7 +30,7 @@ from sft.units import format_bytes
 from sft.walk.order import Order
 from sft.walk.region import Region
 
-__all__ = ["Planned", "carry_out", "plan_segments"]
+__all__ = ["Planned", "carry_out", "check_host", "plan_segments"]
 
 _MAX_PROJECTIONS = 8
 _WORTH_ANOTHER_LOOK = 0.98
@@ -38,8 +40,12 @@ _WORTH_MORE_PANELS = 1.05
 #: More panels must need less than this share of what fewer need, and a panel narrower than this is all halo.
 _WORTH_ANOTHER_PANEL = 0.95
 _LEAST_PANEL_COLS = 64
+#: The same before cuts are streamed over the host.
+_WORTH_STREAMING = 1.05
 #: A plan that costs at most so much more than plain PyTorch is not worth looking for stages to run again.
 _WORTH_RECOMPUTING = 1.02
+#: The solver that recomputes and copies takes seconds where there are more stages.
+_MOST_JOINT_STAGES = 32
 #: The chain's schedule of least memory is not quite the model's: another may need less than this share of it, but not by much.
 _LEAST_OF_OPTIMAL = 1.2
 
@@ -61,10 +67,13 @@ def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order |
     """
     region = replace(build_region(problem, choices), order=order)
     unkept = region.unkept() if order is not None and problem.training else ()
+    misplaced = region.misplaced() if order is not None and problem.training else None
     if unkept:
         raise InputError(
             f"the plan's order runs segments {list(unkept)} back without F{unkept[0]}+ before; make a new one with sft.plan(...)"
         )
+    if misplaced is not None:
+        raise InputError(f"the plan's order cannot run: {misplaced}; make a new one with sft.plan(...)")
     return Planned(tuple(choices), region, project(problem, region))
 
 
@@ -77,8 +86,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     room_bytes = budget_bytes - problem.resident_bytes
     if options.strategy == "sft":
         return _fused_tiled(problem, budget_bytes, options)
-    if options.strategy in RECOMPUTING:
-        return _recomputing(problem, budget_bytes, options.strategy, Rates(device_type))
+    if options.strategy in (*RECOMPUTING, *OFFLOADING):
+        return _scheduled(problem, budget_bytes, options.strategy, Rates(device_type))
     surveys: list[Survey] = []
     fitting: list[tuple[float, Planned]] = []
     for survey in _surveys(problem, options, device_type):
@@ -91,16 +100,68 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     mixed = _mixed(problem, surveys, room_bytes, options, Rates(device_type))
     if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= _WORTH_RECOMPUTING * surveys[0].plain_flops):
         found = _cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
-        fitting += [*([found] if found is not None else []), *_published(mixed.staged, room_bytes)]
+        fitting += [*([found] if found is not None else []), *_published(mixed.staged, room_bytes), *_offloaded(mixed.staged, room_bytes)]
+    over_host: list[Survey] = []
+    if not (fitting and min(cost for cost, _ in fitting) <= _WORTH_STREAMING * surveys[0].least_cost):
+        for survey in _over_host(problem, surveys, options, device_type):
+            over_host.append(survey)
+            found = _cheapest_streamed(problem, survey, room_bytes)
+            if found is not None:
+                fitting.append(found)
+                if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
+                    break
     if fitting:
-        return min(fitting, key=lambda costed: costed[0])[1]
-    small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
-    planned = [carry_out(problem, survey.choices(candidate)) for candidate, survey in small[:_NUM_SMALLEST]]
+        return _fastest(problem, fitting, Rates(device_type))
+    planned = [carry_out(problem, choices) for choices in _smallest_choices(surveys)]
+    streamed = (carry_out(problem, choices) for choices in _smallest_choices(over_host))
+    planned += [found for found in streamed if problem.fits_host(found.projection.host_bytes)]
     planned += _smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned)) if mixed is not None else ()
     best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best
     raise _too_small(problem, best, budget_bytes)
+
+
+def _fastest(problem: Problem, fitting: Sequence[tuple[float, Planned]], rates: Rates) -> Planned:
+    """The plan that costs least; where the host is used, too, the one that takes least time on the clock of its timeline."""
+    at_home = [costed for costed in fitting if not costed[1].projection.host_bytes]
+    found = [min(at_home, key=lambda costed: costed[0])[1]] if at_home else []
+    found += [planned for _, planned in fitting if planned.projection.host_bytes]
+    if len(found) == 1:
+        return found[0]
+    return min(found, key=lambda planned: timeline_of(problem, planned.choices, planned.projection, rates).estimated_seconds)
+
+
+def _smallest_choices(surveys: Sequence[Survey]) -> Iterator[tuple[SegmentChoice, ...]]:
+    """The decisions that should need least, of all surveys."""
+    small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
+    return (survey.choices(candidate) for candidate, survey in small[:_NUM_SMALLEST])
+
+
+def _over_host(problem: Problem, surveys: Sequence[Survey], options: Options, device_type: str) -> Iterator[Survey]:
+    """The same surveys with cuts that are streamed, where that is allowed and there are any."""
+    if problem.host_budget_bytes == 0 or options.strategy != "auto" or not streamable(problem, surveys[0].choices(surveys[0].last)):
+        return
+    for survey in surveys:
+        yield Survey(problem, options, device_type, survey.num_panels, restart=survey.is_restarting, streams=True)
+
+
+def _cheapest_streamed(problem: Problem, survey: Survey, room_bytes: int) -> tuple[float, Planned] | None:
+    """The cheapest plan with streamed cuts that fits; what fits besides is kept."""
+    found = _cheapest(problem, survey, room_bytes)
+    if found is None:
+        return None
+    cost, planned = found
+
+    def fitting(choices: Sequence[SegmentChoice]) -> Planned | None:
+        other = carry_out(problem, choices)
+        return other if other.projection.peak_bytes <= room_bytes else None
+
+    best = keep_what_fits(problem, planned.choices, fitting) or planned
+    if not problem.fits_host(best.projection.host_bytes):
+        return None
+    saved_seconds = stream_seconds(problem, planned.choices) - stream_seconds(problem, best.choices)
+    return cost - saved_seconds * survey.flops_per_second, best
 
 
 def _mixed(problem: Problem, surveys: Sequence[Survey], room_bytes: int, options: Options, rates: Rates) -> Mixed | None:
@@ -136,14 +197,26 @@ def _published(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Pl
             yield found.seconds * staged.rates.flops_per_second, _planned(staged, found)
 
 
+def _offloaded(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Planned]]:
+    """The same of what the schedules make that copy to the host, alone and together with recomputation."""
+    if staged.problem.host_budget_bytes == 0:
+        return
+    for name in (*OFFLOADING, *([JOINT] if len(staged.stages) <= _MOST_JOINT_STAGES else [])):
+        found, fits = solve(staged, name, room_bytes)
+        if fits:
+            yield found.seconds * staged.rates.flops_per_second, _planned(staged, found)
+
+
 def _smallest_of_stages(mixed: Mixed, best_bytes: int) -> Iterator[Planned]:
     """The smallest plans that recompute stages, where they come near the smallest of strips."""
     proposal = mixed.smallest()
     if proposal is None or proposal.peak_bytes > _LEAST_OF_OPTIMAL * best_bytes:
         return
     yield carry_out(mixed.staged.problem, proposal.choices, proposal.order)
-    for name in RECOMPUTING:
-        yield _planned(mixed.staged, least(mixed.staged, name))
+    for name in (*RECOMPUTING, *(OFFLOADING if mixed.staged.problem.host_budget_bytes != 0 else ())):
+        found = _planned(mixed.staged, least(mixed.staged, name))
+        if mixed.staged.problem.fits_host(found.projection.host_bytes):
+            yield found
 
 
 def _planned(staged: StagedModel, found: Scheduled) -> Planned:
@@ -174,7 +247,7 @@ def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Plann
     raise _too_small(problem, smallest, budget_bytes)
 
 
-def _recomputing(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> Planned:
+def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> Planned:
     """The published schedule of that name."""
     room_bytes = budget_bytes - problem.resident_bytes
     staged = StagedModel(problem, rates)
@@ -185,8 +258,25 @@ def _recomputing(problem: Problem, budget_bytes: int, name: str, rates: Rates) -
         found, fits = solve(staged, name, room_bytes)
         planned = _planned(staged, found)
     if not fits:
+        check_host(planned, problem.host_budget_bytes)
         raise _too_small(problem, planned, budget_bytes)
     return planned
+
+
+def check_host(planned: Planned, host_budget_bytes: int | None) -> None:
+    """Refuse a plan that takes more of the host than it may; ``None`` is no limit.
+
+    Raises:
+        BudgetError: it does.
+    """
+    needed = planned.projection.host_bytes
+    if host_budget_bytes is not None and needed > host_budget_bytes:
+        raise BudgetError(
+            f"host_budget is {format_bytes(host_budget_bytes)}, but what leaves the device during a step takes "
+            f"{format_bytes(needed)} of the host's memory. Raise host_budget to {needed} bytes, or the device's budget, or choose a "
+            "strategy that recomputes.",
+            needed_bytes=needed,
+        )
 
 
 def _least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
@@ -249,10 +339,18 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
         f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
         f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
-        f"Raise the budget to {needed} bytes, give a smaller image, {_without_outputs(problem, smallest)}"
+        f"Raise the budget to {needed} bytes, give a smaller image, "
+        f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}"
         "or leave out options that force strategy, tile, state_every or state_slots.",
         needed_bytes=needed,
     )
+
+
+def _over_the_host(problem: Problem) -> str:
+    """A remedy where values could wait on the host for their backward pass, and may not."""
+    if problem.host_budget_bytes != 0 or not problem.training:
+        return ""
+    return "let values wait on the host with Options(host_budget=...), "
 
 
 def _without_outputs(problem: Problem, smallest: Planned) -> str:

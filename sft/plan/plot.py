@@ -1,7 +1,8 @@
 """The picture of a plan: above, the bytes that the device holds over time; below, which segment runs. Needs the extra ``plot``.
 
 A segment's strips are not drawn one by one: a move is a block, as high as the most that it holds, with a line in it from what is held when
-it begins to what is held when it is through. Below, segments are rows and the caller's turn is a line. Where stages run again the
+it begins to what is held when it is through. Below, segments are rows and the caller's turn is a line; copies to the host and back have a
+row each. Where stages run again the
 picture is the staircase of the checkpointing literature.
 """
 
@@ -23,9 +24,17 @@ if TYPE_CHECKING:
 __all__ = ["plan_figure"]
 
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
-_COLOURS = {"tiled": "tab:blue", "whole": "tab:orange"}
+_COLOURS = {"tiled": "tab:blue", "whole": "tab:orange", "link": "tab:green"}
 #: How strongly a segment's colour is drawn, and the pattern over it.
-_LOOKS: dict[Kind, tuple[float, str]] = {"forward": (0.45, ""), "recompute": (0.45, "////"), "backward": (1.0, "")}
+_LOOKS: dict[Kind, tuple[float, str]] = {
+    "forward": (0.45, ""),
+    "recompute": (0.45, "////"),
+    "backward": (1.0, ""),
+    "offload": (0.45, ""),
+    "prefetch": (1.0, ""),
+}
+#: The rows below the segments, of copies to the host and back.
+_LANES: dict[Kind, int] = {"offload": -1, "prefetch": -2}
 _MOST_TICKS = 10
 _RESIDENT, _HELD = "0.75", "tab:green"
 
@@ -63,6 +72,8 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
     peaks: list[float] = []
     held: list[float] = []
     for entry, (start, stop) in zip(plan.timeline.entries, plan.timeline.spans, strict=True):
+        if entry.copied_bytes:  # beside the others, which say what is held
+            continue
         seconds += [start, stop]
         peaks += [resident + entry.peak_bytes / size] * 2
         held += [resident + entry.begin_bytes / size, resident + entry.end_bytes / size]
@@ -81,10 +92,13 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
 def _draw_moves(axes: Axes, plan: Plan) -> None:
     timeline = plan.timeline
     drawn: dict[tuple[str, Kind], list[tuple[int, float, float]]] = {}
+    lanes = _LANES if any(entry.copied_bytes for entry in timeline.entries) else {}
     for entry, kind, (start, stop) in zip(timeline.entries, timeline.kinds, timeline.spans, strict=True):
-        if entry.segment is None:
+        if kind in lanes:
+            drawn.setdefault(("link", kind), []).append((lanes[kind], start, stop))
+        elif kind == "loss":
             axes.axvline(start, color="black", linestyle=":", label="loss")
-        elif stop > start:
+        elif entry.segment is not None and stop > start:
             drawn.setdefault((plan.segments[entry.segment].mode, kind), []).append((entry.segment, start, stop))
     for (mode, kind), bars in drawn.items():
         alpha, hatch = _LOOKS[kind]
@@ -101,7 +115,7 @@ def _draw_moves(axes: Axes, plan: Plan) -> None:
             linewidth=0.3,
             label=f"{mode}, {kind}",
         )
-    axes.set_ylim(-0.6, len(plan.segments) - 0.4)
+    axes.set_ylim(-0.6 - len(lanes), len(plan.segments) - 0.4)
     axes.set_yticks(range(0, len(plan.segments), -(-len(plan.segments) // _MOST_TICKS)))
     axes.set_ylabel("segment")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))

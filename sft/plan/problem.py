@@ -17,6 +17,7 @@ from sft.analysis.phases import Phases, find_phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
 from sft.lower.context import grad_dtype_of
+from sft.plan.chain.link import Link
 
 __all__ = ["Problem", "at_size"]
 
@@ -36,6 +37,8 @@ class Problem:
         outputs_on_host: whether the model's outputs go to the host.
         splits_batch: whether the batch may be taken in parts.
         on_host: whether the device's memory is the host's.
+        host_budget_bytes: most bytes that a step may take on the host for what leaves the device meanwhile; ``None`` is no limit.
+        link: how fast that goes.
         memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples.
     """
 
@@ -47,7 +50,13 @@ class Problem:
     outputs_on_host: bool = False
     splits_batch: bool = True
     on_host: bool = True
+    host_budget_bytes: int | None = None
+    link: Link = field(default_factory=Link)
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+
+    def fits_host(self, num_bytes: int) -> bool:
+        """Whether a step may take so many bytes of the host."""
+        return self.host_budget_bytes is None or num_bytes <= self.host_budget_bytes
 
     def remembered(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:
         """What ``make`` returned when it was first asked for under this key."""

@@ -33,11 +33,15 @@ class Projection:
         peak_bytes: most bytes alive: inputs, outputs and their gradients, cuts, states, strips, new parameter gradients.
         flops: counted floating-point operations.
         laps: the same, taken apart: one for each move of the step.
+        host_bytes: most bytes on the host, for what leaves the device meanwhile.
+        slab_bytes: those of the slab, for copies; the others are streamed cuts.
     """
 
     peak_bytes: int
     flops: int
     laps: tuple[Lap, ...] = field(repr=False)
+    host_bytes: int = 0
+    slab_bytes: int = 0
 
 
 def project(problem: Problem, region: Region, *, exactly: bool = False) -> Projection:
@@ -50,7 +54,13 @@ def project(problem: Problem, region: Region, *, exactly: bool = False) -> Proje
         region = replace(region, segments=segments)
     machine = LapMachine(on_host=problem.on_host)
     run_step(problem, region, machine)
-    return Projection(peak_bytes=machine.peak_bytes, flops=machine.meter.flops, laps=tuple(machine.laps))
+    return Projection(
+        peak_bytes=machine.peak_bytes,
+        flops=machine.meter.flops,
+        laps=tuple(machine.laps),
+        host_bytes=machine.space.num_bytes + machine.host.peak_bytes,
+        slab_bytes=machine.space.num_bytes,
+    )
 
 
 def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
@@ -116,6 +126,17 @@ class _Projected:
     @property
     def to_host(self) -> frozenset[str]:
         return self.segment.to_host
+
+    @property
+    def views(self) -> frozenset[str]:
+        return self.segment.views
+
+    @property
+    def keeps_buffers(self) -> bool:
+        return self.segment.keeps_buffers
+
+    def buffers(self, machine: Machine, stores: list[Phantom]) -> list[Phantom]:
+        return stores
 
     def hands_on(self, keep: bool) -> frozenset[str]:
         return self.segment.hands_on(keep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sft.lower.program import Instruction, Program
+from sft.plan.chain.link import Link
 
 __all__ = ["Rates"]
 
@@ -21,6 +22,8 @@ _LARGE_BUFFER_BYTES = 32 * 2**20
 #: FLOPs a second, to the nearest power of ten: what times are compared with is the link to the host alone.
 _FLOPS_PER_SECOND = {"cpu": 1e11}
 _FLOPS_PER_SECOND_DEFAULT = 1e13
+#: Bytes a second to the host and from it, to the nearest power of ten, of whatever kind the device is.
+_LINK_BYTES_PER_SECOND = 1e10
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,11 @@ class Rates:
     def flops_per_second(self) -> float:
         """FLOPs a second, to the nearest power of ten."""
         return _FLOPS_PER_SECOND.get(self.device_type, _FLOPS_PER_SECOND_DEFAULT)
+
+    def link(self, bytes_per_second: float | None = None) -> Link:
+        """The link to the host, of a known bandwidth or of one to the nearest power of ten."""
+        rate = bytes_per_second or _LINK_BYTES_PER_SECOND
+        return Link(down_bytes_per_second=rate, up_bytes_per_second=rate)
 
     def seconds(self, program: Program) -> float:
         """What a program takes, roughly."""

@@ -26,6 +26,7 @@ from sft.lower.program import Program
 from sft.plan.build import build_region
 from sft.plan.chain.chain import Chain, Stage
 from sft.plan.chain.schedule import Operation
+from sft.plan.copies import CutCopies
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
@@ -156,9 +157,12 @@ class StagedModel:
         index_of = {choice.nodes[0]: first + index for index, choice in enumerate(behind)}
         moves = [Move("forward", i, True) for i in range(first)]
         seen: set[int] = set()
+        copies = CutCopies(((), *self._cut_values), (-1, *(index_of.get(stage[0], -1) for stage in self.stages)))
         for operation in operations:
             if operation.kind == "loss":
                 moves.append(LOSS)
+            elif operation.kind not in ("forward", "backward"):
+                moves += copies.moves(operation)
             if operation.kind not in ("forward", "backward"):
                 continue
             stage = operation.first - 1
@@ -169,6 +173,7 @@ class StagedModel:
                 if aside is not None and stage not in seen:
                     moves.append(Move("forward", aside, True))
                 seen.add(stage)
+                copies.made(operation.last)
             else:
                 moves += [Move("backward", i) for i in (aside, index) if i is not None]
         return (*moves, *(Move("backward", i) for i in reversed(range(first))))

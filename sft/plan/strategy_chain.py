@@ -1,4 +1,5 @@
-"""Strategies that recompute stages: the published schedules (``sft.plan.chain``) on a model in stages (``sft.plan.stages``).
+"""Strategies that recompute stages, or copy to the host: the published schedules (``sft.plan.chain``) on a model in stages
+(``sft.plan.stages``).
 
 A solver sees the chain and a budget for it. Its schedule is projected exactly; what the chain was wrong by (gradients of parameters that do
 not exist yet, skips counted twice) is what the next round's budget is corrected by. The fastest schedule that fits is the plan. When none
@@ -15,16 +16,21 @@ from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.schedule import Schedule
 from sft.plan.chain.simulate import simulate
 from sft.plan.chain.strategies import strategy
+from sft.plan.copies import without_idle_copies
 from sft.plan.project import Projection, project
 from sft.plan.stages import StagedModel
 from sft.walk.order import Order
 
-__all__ = ["RECOMPUTING", "Scheduled", "least", "solve"]
+__all__ = ["JOINT", "OFFLOADING", "RECOMPUTING", "Scheduled", "least", "solve"]
 
-#: The strategies by name.
+#: The strategies by name: those that run stages again, and those that copy what stages make to the host.
 RECOMPUTING = ("sqrt", "revolve", "bisect", "optimal", "acg")
+OFFLOADING = ("offload-greedy", "offload-dp", "vdnn")
+#: The solver of the chain that does both.
+JOINT = "auto"
 
 _MAX_ROUNDS = 10
+_MAX_JOINT_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,30 +51,37 @@ class Scheduled:
 
 
 def solve(staged: StagedModel, name: str, room_bytes: int) -> tuple[Scheduled, bool]:
-    """The fastest schedule found whose step fits in ``room_bytes``, and that it does; else the smallest found, and that it does not."""
+    """The fastest schedule found whose step fits in ``room_bytes`` and on the host, and that it does; else the smallest found, and that it
+    does not."""
     plain = _scheduled(staged, Schedule(strategy=name, operations=reversal(staged.chain, keep_all)))
     if plain.projection.peak_bytes <= room_bytes:
         return plain, True
-    smallest = min(least(staged, name), plain, key=lambda found: found.projection.peak_bytes)
+    # The joint solver's smallest is one of these, or hardly smaller; asking it would take as long as all the rest.
+    names = ("optimal", "offload-dp") if name == JOINT else (name,)
+    smallest = min(plain, *(least(staged, other) for other in names), key=lambda found: found.projection.peak_bytes)
     if smallest.projection.peak_bytes > room_bytes:
         return smallest, False
-    best = smallest
+    best = smallest if staged.problem.fits_host(smallest.projection.host_bytes) else None
     for found in _rounds(staged, name, room_bytes):
-        if found.projection.peak_bytes <= room_bytes and found.seconds < best.seconds:
+        fits = found.projection.peak_bytes <= room_bytes and staged.problem.fits_host(found.projection.host_bytes)
+        if fits and (best is None or found.seconds < best.seconds):
             best = found
-    return best, True
+    return (smallest, False) if best is None else (best, True)
 
 
 def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Scheduled]:
     """Schedules for budgets that are corrected by what the last one was off by, then halfway between what fits and what does not."""
     low, high, tried = 0, 0, set[int]()
     budget_bytes = room_bytes - staged.base_bytes
-    for _ in range(_MAX_ROUNDS):
+    for _ in range(_MAX_JOINT_ROUNDS if name == JOINT else _MAX_ROUNDS):
         if budget_bytes in tried or budget_bytes < 1:
             return
         tried.add(budget_bytes)
         try:
-            schedule = strategy(name)(staged.chain, budget_bytes=budget_bytes)
+            problem = staged.problem
+            schedule = strategy(name)(
+                staged.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.host_budget_bytes, link=problem.link
+            )
         except BudgetError as refusal:
             low, budget_bytes = budget_bytes, refusal.needed_bytes
             continue
@@ -76,25 +89,26 @@ def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Schedul
         yield found
         excess_bytes = found.projection.peak_bytes - room_bytes
         low, high = (low, budget_bytes) if excess_bytes > 0 else (budget_bytes, high)
-        budget_bytes = simulate(staged.chain, schedule).peak_bytes - excess_bytes
+        budget_bytes = simulate(staged.chain, schedule, link=problem.link).peak_bytes - excess_bytes
         if high and not low < budget_bytes < high:
             budget_bytes = (low + high) // 2
 
 
 def least(staged: StagedModel, name: str) -> Scheduled:
-    """The schedule of least memory that the solver knows."""
+    """The schedule of least memory that the solver knows, on a host of any size."""
+    link = staged.problem.link
     try:
-        schedule = strategy(name)(staged.chain, budget_bytes=1)
+        schedule = strategy(name)(staged.chain, budget_bytes=1, link=link)
     except BudgetError as refusal:
-        schedule = strategy(name)(staged.chain, budget_bytes=refusal.needed_bytes)
+        schedule = strategy(name)(staged.chain, budget_bytes=refusal.needed_bytes, link=link)
     return _scheduled(staged, schedule)
 
 
 def _scheduled(staged: StagedModel, schedule: Schedule) -> Scheduled:
-    order = staged.order(schedule.operations)
+    order = without_idle_copies(staged.region, staged.order(schedule.operations))
     return Scheduled(
         schedule=schedule,
         order=order,
-        seconds=simulate(staged.chain, schedule).seconds,
+        seconds=simulate(staged.chain, schedule, link=staged.problem.link).seconds,
         projection=project(staged.problem, staged.ordered(order)),
     )

@@ -11,6 +11,9 @@ three facts make that needless:
 * The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and gains ``n`` a strip; one state in ``k`` kept holds
   ``min(c, k n)`` rows that the one before does not, and a group of ``k`` strips has ``(k - 1) min(c, n)`` more of its own.
 
+With ``streams`` what tiled segments hand to each other passes over the host (``sft.plan.boundaries``): instead of the cuts the strips of
+them are held that are under way, and the time of the link is added.
+
 What is left out (borders, odd tails) is small, and no plan is returned before it has been projected exactly.
 
 Costs are counted in FLOPs (``sft.plan.rates``).
@@ -29,6 +32,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.segment import cut_positions
 from sft.analysis.tile import tile_at
 from sft.options import Options
+from sft.plan.boundaries import stream_seconds, streamable, streaming
 from sft.plan.build import borders, build_region
 from sft.plan.peaks import prefix_peaks, suffix_peaks
 from sft.plan.problem import Problem
@@ -50,6 +54,7 @@ _ALL_KEPT = Checkpoints()
 _NUM_HALO_SAMPLES = 12
 #: A strip restored more often than this, on average, is no plan that anybody wants.
 _MOST_RESTORED = 6.0
+_READ_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +113,19 @@ class Survey:
         head_cost: what they cost, likewise.
     """
 
-    def __init__(self, problem: Problem, options: Options, device_type: str, num_panels: int = 1, *, restart: bool = True) -> None:
+    def __init__(
+        self, problem: Problem, options: Options, device_type: str, num_panels: int = 1, *, restart: bool = True, streams: bool = False
+    ) -> None:
+        self.streams = streams
         self.problem, self.options, self._rates = problem, options, Rates(device_type)
         self.halo: Halo = "recompute" if options.halo == "recompute" else "carry"
         self.width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
         self.panel_cols = panel_cols(problem, options, self.width, num_panels)
         self._num_panels = -(-self.width // self.panel_cols)
         self.batch_tile = min(options.batch_tile or 1, problem.num_batch) if problem.splits_batch else problem.num_batch
+        self.num_panels = num_panels
         self._num_walks = -(-problem.num_batch // self.batch_tile) * self._num_panels
+        self.is_restarting = restart
         self.restart = restart and self._num_panels > 1 and self.halo == "carry"
         self._num_stores = 1 if self.restart else self._num_walks
         self._phases = problem.phases.phases
@@ -154,7 +164,8 @@ class Survey:
 
     def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
         """The decisions that a candidate stands for."""
-        return self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.policies[candidate.policy])
+        found = self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.policies[candidate.policy])
+        return streaming(found, streamable(self.problem, found)) if self.streams else found
 
     def head_choices(self, position: int, height: int, policy: int) -> tuple[SegmentChoice, ...]:
         """The decisions about the operators before a position."""
@@ -218,6 +229,7 @@ class Survey:
             parts = [(run, index if i == last else len(run.cuts) - 1) for i, run in runs.items() if i <= last]
             parts = [(run, c) for run, c in parts if run.cuts[c]]
             makes = self._cut_bytes(self.positions[p]) if parts else []
+            exchanged = self._exchanged_bytes(self.positions[p]) if parts and self.streams else [0.0] * len(parts)
             states: Any = sum((run.states[c] for run, c in parts), np.zeros(shape[1:]))
             behind = whole.peak[p] + self._held_whole(order[cut_at[p] :])
             held = problem.border_bytes + sum(makes) + states
@@ -226,7 +238,7 @@ class Survey:
             for j, (run, c) in enumerate(parts):
                 alive = problem.border_bytes + sum(makes[: j + 1]) + states
                 grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
-                head = np.maximum(head, alive + grads + run.peak[c][:, None])
+                head = np.maximum(head, alive + grads + (run.peak[c] + exchanged[j])[:, None])
                 cost += (run.flops[c] - sum(whole.flops[name] for name in run.names[: run.cuts[c]]))[:, None]
                 if any(name in problem.requires_grad for name in run.names[: run.cuts[c]]):
                     again = 1 - 1 / self._num_walks if self.restart else 0.0
@@ -234,6 +246,8 @@ class Survey:
                 cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
                 if len(self.policies) > 1:  # else it was asked for
                     head = np.where(run.restored_share <= _MOST_RESTORED, head, np.inf)
+            if parts and self.streams:
+                cost += self._link_cost(self.positions[p])
             self.peak_bytes[p], self.cost[p] = np.maximum(peak, head), cost
             self.head_peak_bytes[p], self.head_bytes[p] = head, held
             self.head_cost[p] = cost - whole.overhead[p] - sum(whole.flops[name] for name in order[cut_at[p] :])
@@ -287,13 +301,39 @@ class Survey:
         problem = self.problem
         choices = self._choices(position, 1, _ALL_KEPT)
         ends = borders(problem.graph, choices)
+        streamed = streamable(problem, choices) if self.streams else ()
         read = problem.host_outputs.intersection(name for reads, _ in ends for name in reads)
-        outputs = set(problem.graph.results) - read
+        outputs = {*(set(problem.graph.results) - read), *streamed}
         return [
             sum(problem.value_bytes(name) for name in makes if name not in outputs)
             for choice, (_, makes) in zip(choices, ends, strict=True)
             if choice.mode == "tiled"
         ]
+
+    def _exchanged_bytes(self, position: tuple[int, int]) -> list[Floats]:
+        """For each tiled segment the strips of streamed cuts, and of their gradients, that are on the device while one runs, [height]."""
+        problem = self.problem
+        choices = self._choices(position, 1, _ALL_KEPT)
+        names = set(streamable(problem, choices))
+        share = self.batch_tile / problem.num_batch
+        found = []
+        for choice, (reads, makes) in zip(choices, borders(problem.graph, choices), strict=True):
+            if choice.mode != "tiled":
+                continue
+            rows = np.array([self._rows_of(choice.nodes, rows) for rows in self.strip_rows], dtype=np.float64)
+            total = np.zeros(len(rows))
+            for name in names.intersection((*reads, *makes)):
+                strips = np.minimum(1.0, rows / problem.run_height(choice.nodes)) * problem.value_bytes(name) * share
+                # A reader has two buffers in the host's memory; the strip's gradient is in both cases the device's.
+                total += strips * ((_READ_BUFFERS if problem.on_host else 1) + problem.training if name in reads else 1)
+            found.append(total)
+        return found
+
+    def _link_cost(self, position: tuple[int, int]) -> float:
+        """What it costs to stream all that can be."""
+        choices = self._choices(position, 1, _ALL_KEPT)
+        seconds = stream_seconds(self.problem, streaming(choices, streamable(self.problem, choices)))
+        return seconds * self._rates.flops_per_second
 
     def _run(self, number: int, whole: _Whole) -> _Run:
         """Lower a run's largest strip at the sampled heights, and fill in the others."""
@@ -428,6 +468,17 @@ class Survey:
             first = next(i for i, reader in enumerate(names) if name in problem.graph[reader].operands)
             total += np.where(np.array(cuts) > first, size, 0)
         return total
+
+    @property
+    def last(self) -> Candidate:
+        """The candidate that tiles all that can be, in the tallest strips, each state kept."""
+        shape = self.cost.shape
+        return self._candidate(int(np.ravel_multi_index((shape[0] - 1, shape[1] - 1, 0), shape)))
+
+    @property
+    def flops_per_second(self) -> float:
+        """The rate by which seconds become costs."""
+        return self._rates.flops_per_second
 
     # -- choosing ---------------------------------------------------------------------------------------------------
 

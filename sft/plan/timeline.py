@@ -4,6 +4,10 @@ An entry is a move (``sft.walk.order``): a segment forward, the caller's turn, a
 record that is read, drawn and kept as JSON; what they hold at most is the entry's peak. Bytes and FLOPs come from the run that projects
 the plan, so the highest peak is the plan's and the FLOPs sum to the plan's.
 
+Copies to the host and back are moves, too, and run beside the others: each direction of the link has a clock of its own, as in the event
+simulation of a chain (``sft.plan.chain.simulate``). A copy begins when its direction is free and everything before it in the order is
+through; a release waits for one, and so does the first move that reads what comes back.
+
 Seconds are of two kinds, which are never mixed. Estimated ones are there for every plan: FLOPs, and calls, at a rate that is known of the
 kind of device to the nearest power of ten (``sft.plan.rates``). They say which of two plans is faster and what share of a step a segment
 takes, not how long it takes. Measured ones come from timing the plan's programs on the device.
@@ -17,11 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft.errors import InputError
+from sft.walk.order import COPIES
 
 __all__ = ["Kind", "SegmentCost", "Timeline", "TimelineEntry"]
 
 #: What a move does. A forward move behind the loss is a recomputation.
-Kind = Literal["forward", "loss", "recompute", "backward"]
+Kind = Literal["forward", "loss", "recompute", "backward", "offload", "release", "prefetch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +34,15 @@ class TimelineEntry:
     """One move.
 
     Attributes:
-        move: ``"F3"``, ``"F3+"``, ``"L"`` or ``"B3"``; see `sft.Plan`.
+        move: ``"F3"``, ``"F3+"``, ``"L"``, ``"B3"``, ``">add"``, ``"~add"`` or ``"<add"``; see `sft.Plan`.
         begin_bytes: held when it begins, above the resident bytes, as everywhere in a timeline.
         peak_bytes: most that is held while it lasts.
         end_bytes: held when it is through, and what nobody reads again is gone.
         flops: what it computes.
         estimated_seconds: how long it takes at the rates of the kind of device.
         measured_seconds: how long it took on the device; ``None`` where nobody measured.
+        copied_bytes: what it copies to the host, or back.
+        waits_for: what is on its way back and has to be there: values, or ``"3+"`` for what segment 3 kept.
     """
 
     move: str
@@ -45,10 +52,14 @@ class TimelineEntry:
     flops: int
     estimated_seconds: float
     measured_seconds: float | None = None
+    copied_bytes: int = 0
+    waits_for: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if re.fullmatch(r"L|F\d+\+?|B\d+", self.move) is None:
-            raise InputError(f"{self.move!r} is no move of a timeline: expected F3, F3+, L or B3; make a new plan with sft.plan(...)")
+        if re.fullmatch(r"L|F\d+\+?|B\d+|[>~<]\S+", self.move) is None:
+            raise InputError(
+                f"{self.move!r} is no move of a timeline: expected F3, F3+, L, B3, >x, ~x or <x; make a new plan with sft.plan(...)"
+            )
         if not 0 <= max(self.begin_bytes, self.end_bytes) <= self.peak_bytes:
             raise InputError(
                 f"timeline, {self.move}: a peak of {self.peak_bytes} bytes, but {self.begin_bytes} at its begin and {self.end_bytes} at "
@@ -57,8 +68,8 @@ class TimelineEntry:
 
     @property
     def segment(self) -> int | None:
-        """The segment's number; none where the caller has its turn."""
-        return None if self.move == "L" else int(self.move.strip("FB+"))
+        """The number of the segment that runs; none where the caller has its turn, or something is copied."""
+        return int(self.move.strip("FB+")) if self.move[0] in "FB" else None
 
     @property
     def seconds(self) -> float:
@@ -116,12 +127,12 @@ class Timeline:
     @property
     def estimated_seconds(self) -> float:
         """Of the step, at the rates of the kind of device."""
-        return sum((entry.estimated_seconds for entry in self.entries), 0.0)
+        return _end(self._played([entry.estimated_seconds for entry in self.entries]))
 
     @property
     def seconds(self) -> float:
         """Of the step: measured, where all of it was; else estimated."""
-        return sum(self._seconds(), 0.0)
+        return _end(self.spans)
 
     @property
     def peak_bytes(self) -> int:
@@ -131,10 +142,24 @@ class Timeline:
     @property
     def spans(self) -> tuple[tuple[float, float], ...]:
         """When each entry begins and ends, in seconds."""
-        found, now = [], 0.0
-        for seconds in self._seconds():
-            found.append((now, now + seconds))
-            now += seconds
+        return self._played(self._seconds())
+
+    def _played(self, seconds: Sequence[float]) -> tuple[tuple[float, float], ...]:
+        """When each entry begins and ends if it takes so long: the computation and both ways of the link work at once."""
+        found: list[tuple[float, float]] = []
+        now = 0.0
+        free = {">": 0.0, "<": 0.0}
+        done: dict[str, float] = {}
+        for entry, taken in zip(self.entries, seconds, strict=True):
+            sign, target = entry.move[0], entry.move[1:]
+            if sign in free:
+                start = max(now, free[sign])
+                done[target] = free[sign] = start + taken
+                found.append((start, start + taken))
+                continue
+            start = now if sign == "~" else max([now, *(done[other] for other in entry.waits_for)])
+            now = max(now, done[target]) if sign == "~" else start + taken
+            found.append((start, now))
         return tuple(found)
 
     @property
@@ -146,6 +171,8 @@ class Timeline:
             is_behind = is_behind or entry.move == "L"
             if entry.move == "L":
                 found.append("loss")
+            elif entry.move[0] in COPIES:
+                found.append(COPIES[entry.move[0]])
             elif entry.move.startswith("B"):
                 found.append("backward")
             else:
@@ -187,3 +214,8 @@ class Timeline:
         if self.is_measured:
             return tuple(entry.seconds for entry in self.entries)
         return tuple(entry.estimated_seconds for entry in self.entries)
+
+
+def _end(spans: Sequence[tuple[float, float]]) -> float:
+    """When the last of them is over."""
+    return max((stop for _, stop in spans), default=0.0)

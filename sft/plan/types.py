@@ -12,7 +12,7 @@ from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 6
+_FORMAT = 7
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -33,6 +33,7 @@ class SegmentChoice:
         halo: how a strip gets the rows around it: carried from its neighbour, or computed again.
         restart: of several walks (panels, batch elements) only the last keeps its states in the forward pass; each other one runs
             forward once more before its backward pass.
+        streamed: values that it hands on over the host, strip by strip.
     """
 
     nodes: tuple[str, ...]
@@ -44,6 +45,7 @@ class SegmentChoice:
     panel_cols: int = 0
     halo: Halo = "carry"
     restart: bool = False
+    streamed: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +73,7 @@ class SegmentPlan:
         output_bytes: bytes of the values it hands on.
         flops: forward, recomputations and backward.
         formulas: what the symbolic analysis says: halo, receptive field, carried rows, footprint.
+        streamed: values that it hands on over the host, strip by strip: they are never whole on the device.
     """
 
     nodes: tuple[str, ...]
@@ -92,6 +95,7 @@ class SegmentPlan:
     output_bytes: int
     flops: int
     formulas: tuple[tuple[str, str], ...]
+    streamed: tuple[str, ...] = ()
 
     @property
     def choice(self) -> SegmentChoice:
@@ -106,6 +110,7 @@ class SegmentPlan:
             panel_cols=self.panel_cols if self.num_panels > 1 else 0,
             halo=self.halo,
             restart=self.restart,
+            streamed=self.streamed,
         )
 
 
@@ -130,7 +135,10 @@ class Plan:
         timeline: what is held and done, move by move.
         segments: in order.
         order: the moves of a step, where they are not the plain ones (each segment once forward, then each back): ``"F3"`` runs segment 3
-            forward, ``"F3+"`` keeps what its backward pass needs, ``"L"`` is the caller's turn, ``"B3"`` runs it back.
+            forward, ``"F3+"`` keeps what its backward pass needs, ``"L"`` is the caller's turn, ``"B3"`` runs it back. ``">add"`` begins to
+            copy the value ``add`` to the host, ``"~add"`` gives its bytes on the device back, ``"<add"`` begins to copy it back; ``">3+"``
+            and so on do that with what segment 3 kept.
+        host_bytes: what leaves the device during a step takes so much of the host's memory.
         notes: why operators that read an image run on whole tensors, one line each.
     """
 
@@ -148,6 +156,7 @@ class Plan:
     timeline: Timeline
     segments: tuple[SegmentPlan, ...]
     order: tuple[str, ...] = ()
+    host_bytes: int = 0
     notes: tuple[str, ...] = ()
 
     @property

@@ -25,7 +25,7 @@ from sft.errors import InputError, SourceError
 from sft.sources.host import AnyArray, check_mapping, release_pages
 from sft.units import format_bytes
 
-__all__ = ["NpyFile", "numpy_dtype"]
+__all__ = ["NpyFile", "allocate_blocks", "numpy_dtype", "room_on"]
 
 #: The path itself is at fault, not the disk behind it.
 _CALLERS_MOVE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
@@ -75,7 +75,7 @@ class NpyFile:
             wanted = f"cannot write an output of shape {tuple(shape)} ({format_bytes(num_bytes)}) to {os.fspath(path)!r}: {error.strerror}"
             if isinstance(error, _CALLERS_MOVE) or error.errno == errno.EROFS:
                 raise InputError(f"{wanted}. Give a path in a folder that exists and may be written to.") from error
-            raise SourceError(error.errno, f"{wanted}{_room(self.path.parent)}. Make room, or choose another disk.") from error
+            raise SourceError(error.errno, f"{wanted}{room_on(self.path.parent)}. Make room, or choose another disk.") from error
         except BaseException:
             self.discard()
             raise
@@ -135,11 +135,16 @@ def _mapped(path: Path, shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> 
         np.lib.format.write_array_header_1_0(file, header)
         file.flush()
         offset = file.tell()
-        _allocate_blocks(descriptor, offset, prod(shape) * dtype.itemsize)
+        allocate_blocks(descriptor, offset, prod(shape) * dtype.itemsize)
         return np.memmap(file, dtype, "r+", offset=offset, shape=shape)
 
 
-def _allocate_blocks(descriptor: int, offset: int, num_bytes: int) -> None:
+def allocate_blocks(descriptor: int, offset: int, num_bytes: int) -> None:
+    """Give a stretch of a file blocks on the disk; they hold zeros.
+
+    Raises:
+        OSError: there are not so many.
+    """
     allocate = getattr(os, "posix_fallocate", None)
     if allocate is not None:
         try:
@@ -154,7 +159,8 @@ def _allocate_blocks(descriptor: int, offset: int, num_bytes: int) -> None:
         num_bytes -= os.write(descriptor, zeros[: min(num_bytes, _PIECE_BYTES)])
 
 
-def _room(folder: Path) -> str:
+def room_on(folder: Path) -> str:
+    """How much is free on a folder's disk, for an error message."""
     try:
         return f"; {format_bytes(shutil.disk_usage(folder).free)} are free in {os.fspath(folder)!r}"
     except OSError:

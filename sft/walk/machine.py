@@ -15,6 +15,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
 from sft.lower.program import Port, Program, Slot
 from sft.sources.readahead import reader_bytes
+from sft.walk.copies import Copy, HostSpace
 from sft.walk.order import Move
 
 __all__ = ["Handle", "Machine", "Meter", "Phantom", "PhantomMachine", "Saved", "Strips"]
@@ -102,11 +103,35 @@ class Machine(Protocol):
     ) -> None:
         """Fill a buffer with the gradient of an output on the host: all of it, or what :meth:`view` would show of it."""
 
+    def host_cut(self, shape: tuple[int, ...], dtype: Any) -> Handle:
+        """Room on the host for a cut, for :meth:`put` and to be read like an input's source."""
+
+    def host_gradient(self, shape: tuple[int, ...], dtype: Any) -> Handle:
+        """Zeros on the host for the gradient of such a cut, for :meth:`give` and :meth:`fetch`."""
+
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
         """The buffer in another element type."""
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         """Run a program; returns its results, and what it saved for its second half."""
+
+    def buffers_of(self, saved: Saved, slots: Sequence[int]) -> Sequence[Handle]:
+        """The buffers behind slots that a program saved, which are all of those that it made for its second half alone."""
+
+    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
+        """Begin to copy the buffers behind these handles to the host, each once."""
+
+    def release(self, copy: Copy) -> None:
+        """Wait for that, and give the device's bytes back; handles stay, and are good for nothing."""
+
+    def prefetch(self, copy: Copy) -> None:
+        """Take bytes on the device for all these handles again, and begin to copy back."""
+
+    def settle(self, copy: Copy) -> None:
+        """Wait for that: what runs next may read."""
+
+    def forget(self, copy: Copy) -> None:
+        """End the use of a copy, whatever it is doing."""
 
 
 class Meter:
@@ -136,6 +161,17 @@ class Phantom:
         """A view: it keeps the buffer alive and has no bytes of its own."""
         return Phantom(self._meter, 0, self)
 
+    @property
+    def root(self) -> Phantom:
+        """The buffer that this is a view of, or is."""
+        return self if self._base is None else self._base.root
+
+    def resize(self, num_bytes: int) -> None:
+        """Give the bytes back, or take them again."""
+        self._meter.now_bytes += num_bytes - self.num_bytes
+        self.num_bytes = num_bytes
+        self._meter.spike(0)
+
     def __del__(self) -> None:
         self._meter.now_bytes -= self.num_bytes
 
@@ -162,10 +198,14 @@ class PhantomMachine:
     Attributes:
         meter: counts them.
         on_host: whether the device's memory is the host's, so that buffers for reading are in it.
+        space: what a slab on the host has to hold.
+        host: counts what is on the host besides.
     """
 
     meter: Meter = field(default_factory=Meter)
     on_host: bool = True
+    space: HostSpace = field(default_factory=HostSpace)
+    host: Meter = field(default_factory=Meter)
 
     def begin(self, move: Move) -> None:
         pass
@@ -226,6 +266,12 @@ class PhantomMachine:
     ) -> None:
         pass
 
+    def host_cut(self, shape: tuple[int, ...], dtype: Any) -> Phantom:
+        return Phantom(self.host, Slot(0, shape, dtype, 0).num_bytes)
+
+    def host_gradient(self, shape: tuple[int, ...], dtype: Any) -> Phantom:
+        return self.host_cut(shape, dtype)
+
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
         return self.allocate(shape, dtype, zero=False)
 
@@ -239,3 +285,28 @@ class PhantomMachine:
             saved.values = None
         results = {port: Phantom(meter, program.result_bytes[port]) for port in program.results}
         return results, Saved(Phantom(meter, left))
+
+    def buffers_of(self, saved: Saved, slots: Sequence[int]) -> list[Handle]:
+        return [saved.values]
+
+    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
+        buffers = list({id(handle.root): handle.root for handle in handles}.values())
+        sizes = tuple(buffer.num_bytes for buffer in buffers)
+        return Copy(target, buffers, sizes, self.space.take(sum(sizes)))
+
+    def release(self, copy: Copy) -> None:
+        for buffer in copy.buffers:
+            buffer.resize(0)
+        copy.is_away, copy.is_arriving = True, False
+
+    def prefetch(self, copy: Copy) -> None:
+        for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
+            buffer.resize(size)
+        copy.is_away, copy.is_arriving = False, True
+
+    def settle(self, copy: Copy) -> None:
+        copy.is_arriving = False
+
+    def forget(self, copy: Copy) -> None:
+        copy.buffers.clear()
+        self.space.give_back(copy.start)

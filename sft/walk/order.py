@@ -7,6 +7,11 @@ as often as there is memory for: every schedule of the checkpointing literature 
 
 Frees are not in the list; they follow from it. A value lives from the move that makes it to the last one that reads it before it is made
 again. So no list can use a value that is gone: at worst it holds one for longer than its author thought.
+
+Between two of its uses a value, or what a segment kept, may leave for the host. Three moves say when: an *offload* begins the copy, a
+*release* waits for it and gives the device's bytes back, a *prefetch* takes device bytes and begins the copy back, and the first move
+that reads the value waits for that one. So what the device holds behind any move does not depend on how fast copies are. A list that
+reads what is away is refused (``sft.walk.copies``).
 """
 
 from __future__ import annotations
@@ -19,7 +24,14 @@ from typing import Literal
 
 from sft.errors import InputError
 
-__all__ = ["LOSS", "Move", "Order", "dying_at", "num_forwards_of", "parse_order", "plain_order"]
+__all__ = ["COPIES", "LOSS", "Move", "MoveKind", "Order", "dying_at", "num_forwards_of", "parse_order", "plain_order"]
+
+MoveKind = Literal["forward", "loss", "backward", "offload", "release", "prefetch"]
+CopyKind = Literal["offload", "release", "prefetch"]
+
+#: The signs of the moves that copy.
+COPIES: dict[str, CopyKind] = {">": "offload", "~": "release", "<": "prefetch"}
+_SIGNS: dict[str, str] = {kind: sign for sign, kind in COPIES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +39,30 @@ class Move:
     """One entry of an order.
 
     ``F3`` runs segment 3 forward, ``F3+`` keeps what its backward pass needs, ``L`` is the caller's turn, ``B3`` runs segment 3 back.
+    ``>add`` begins to copy the value ``add`` to the host, ``~add`` gives its bytes back, ``<add`` begins to copy it back; ``>3+`` and so
+    on do that with what segment 3 kept.
     """
 
-    kind: Literal["forward", "loss", "backward"]
+    kind: MoveKind
     segment: int = -1
     keep: bool = False
+    value: str = ""
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it copies, or waits for a copy, instead of running a segment."""
+        return self.kind in _SIGNS
+
+    @property
+    def target(self) -> str:
+        """What a copy is of: a value's name, or ``"3+"`` for what segment 3 kept."""
+        return self.value or f"{self.segment}+"
 
     def __str__(self) -> str:
         if self.kind == "loss":
             return "L"
+        if self.is_copy:
+            return _SIGNS[self.kind] + self.target
         return f"{self.kind[0].upper()}{self.segment}{'+' if self.keep else ''}"
 
 
@@ -59,16 +86,20 @@ def parse_order(entries: Sequence[str], num_segments: int) -> Order:
 
     >>> print(*parse_order(["F0", "F1+", "L", "B1", "F0+", "B0"], 2))
     F0 F1+ L B1 F0+ B0
+    >>> print(*parse_order(["F0+", ">0+", "F1+", "~0+", "L", "B1", "<0+", "B0"], 2))
+    F0+ >0+ F1+ ~0+ L B1 <0+ B0
 
     Raises:
         InputError: it is no order for so many segments.
     """
     found = []
     for entry in entries:
-        match = re.fullmatch(r"L|F(\d+)(\+?)|B(\d+)", entry)
+        match = re.fullmatch(r"L|F(\d+)(\+?)|B(\d+)|([>~<])(?:(\d+)\+|([^\s\d+]\S*))", entry)
         if match is None:
-            raise InputError(f"{entry!r} is no move of a plan: write F3, F3+, L or B3")
-        if match[1] is not None:
+            raise InputError(f"{entry!r} is no move of a plan: write F3, F3+, L or B3, or >x, ~x, <x with a value or 3+ for x")
+        if match[4] is not None:
+            found.append(Move(COPIES[match[4]], -1 if match[5] is None else int(match[5]), value=match[6] or ""))
+        elif match[1] is not None:
             found.append(Move("forward", int(match[1]), bool(match[2])))
         else:
             found.append(LOSS if match[3] is None else Move("backward", int(match[3])))
@@ -76,8 +107,12 @@ def parse_order(entries: Sequence[str], num_segments: int) -> Order:
     return tuple(found)
 
 
-def _check(moves: Sequence[Move], num_segments: int) -> None:
+def _check(entries: Sequence[Move], num_segments: int) -> None:
     indices = list(range(num_segments))
+    for move in entries:
+        if move.is_copy and not move.value and move.segment >= num_segments:
+            raise InputError(f"{move}: there are only {num_segments} segments")
+    moves = [move for move in entries if not move.is_copy]
     if moves.count(LOSS) != 1:
         raise InputError(f"an order has one loss, this one has {moves.count(LOSS)}")
     turn = moves.index(LOSS)
@@ -114,7 +149,9 @@ def dying_at(
     """
     events: dict[str, list[tuple[int, bool]]] = {name: [(0, True)] for name in leaves}
     for place, move in enumerate(moves):
-        if move.kind == "loss":
+        if move.is_copy and move.value:
+            events.setdefault(move.value, []).append((place, False))
+        if move.is_copy or move.kind == "loss":
             continue
         for name in (reads if move.kind == "forward" else reads_back)[move.segment]:
             events.setdefault(name, []).append((place, False))

@@ -48,13 +48,28 @@ def reading_order(segment: TiledSegment, direction: Direction, walk: Walk) -> di
     else:
         events = [(direction, index) for index in range(segment.walked(direction))]
     found = {}
+    kinds = segment.schedule.kinds[1].tolist()
     for name in sorted(segment.from_source):
         start, stop = (rows.tolist() for rows in _rows_read(segment, walk, name))
-        port = Port("source", name)
-        order = tuple(Interval(start[index], stop[index]) for kind, index in events if port in segment.program(kind, index, walk).ports)
+        reads = _Reads(segment, walk, Port("source", name))
+        order = tuple(Interval(start[index], stop[index]) for kind, index in events if reads[kind, kinds[index]])
         if order:
             found[name] = order
     return found
+
+
+class _Reads(dict[tuple[StripKind, int], bool]):
+    """Whether strips of a kind read an input; strips of one signature share their program, so each is asked once."""
+
+    def __init__(self, segment: TiledSegment, walk: Walk, port: Port) -> None:
+        super().__init__()
+        self._segment, self._walk, self._port = segment, walk, port
+        self._first = segment.schedule.kinds[0].tolist()
+
+    def __missing__(self, key: tuple[StripKind, int]) -> bool:
+        kind, signature = key
+        self[key] = found = self._port in self._segment.program(kind, self._first[signature], self._walk).ports
+        return found
 
 
 @contextmanager
@@ -94,5 +109,5 @@ def strip_bytes(segment: TiledSegment, kind: StripKind, role: str, steps: Ints, 
         start, stop = _rows_read(segment, walk, name)
         port = Port(role, name)
         is_bound = np.array([port in segment.program(kind, int(step), walk).ports for step in steps], dtype=bool)
-        total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, walk)
+        total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, walk, gradient=role == "grad_source")
     return total

@@ -3,7 +3,11 @@
 Cuts (the values between segments) are whole buffers. In the plain order a cut lives from the segment that makes it to the backward pass of
 the first segment that reads it, since that one recomputes from it; in another (``sft.walk.order``) it may go and be made again. Its
 gradient lives from the backward pass of its last reader to that of its maker. Nothing outside is touched before the end: outputs, gradients
-of inputs and of parameters are buffers of the region's own.
+of inputs and of parameters are buffers of the region's own. Where the order says so, a cut, or what a segment kept, waits on the host for
+its next reader (``sft.walk.copies``).
+
+A *streamed* cut is never whole on the device, nor is its gradient: to the segment that makes it it is an output that leaves strip by
+strip, to those that read it an input that is not resident.
 
 An output on the host that leaves its segment strip by strip (``to_host``) has no buffer here. Any other output on the host (small, made on
 whole tensors, or read by later segments) is a cut that is copied when its segment is done; its gradient is loaded before the backward
@@ -12,13 +16,14 @@ pass of the last segment that has to do with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 from sft.analysis.graph import Graph
 from sft.lower.context import Scope
+from sft.walk.copies import Copies, lives_of, misplaced
 from sft.walk.machine import Handle, Machine
 from sft.walk.order import LOSS, Move, Order, dying_at, plain_order
 from sft.walk.values import Gradients, Values
@@ -37,6 +42,11 @@ class Segment(Protocol):
     def to_host(self) -> frozenset[str]: ...
     @property
     def saves(self) -> bool: ...
+    @property
+    def views(self) -> frozenset[str]: ...
+    @property
+    def keeps_buffers(self) -> bool: ...
+    def buffers(self, machine: Machine, saved: Any) -> Sequence[Handle]: ...
     def hands_on(self, keep: bool) -> frozenset[str]: ...
     def reads_back(self, reads: Sequence[str]) -> Sequence[str]: ...
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
@@ -45,10 +55,12 @@ class Segment(Protocol):
 
 @dataclass(slots=True)
 class Tape:
-    """What a forward pass leaves for the backward pass: cuts, and by segment its own (row stores, or saved tensors)."""
+    """What a forward pass leaves for the backward pass: cuts, by segment its own (row stores, or saved tensors), and what of these has a
+    copy on the host."""
 
     values: Values = field(default_factory=Values)
     kept: dict[int, Any] = field(default_factory=dict)
+    copies: Copies = field(default_factory=Copies)
 
 
 @dataclass(kw_only=True)
@@ -68,6 +80,7 @@ class Region:
         contiguous: outputs that are laid out channels first.
         from_source: inputs that are read while walks run; their handles are sources, their gradients go to sinks.
         host_outputs: outputs that are on the host, with their gradients.
+        streamed: cuts that are on the host, with their gradients.
         order: the moves of a step with a backward pass; ``None`` for the plain ones. A segment whose outputs leave strip by strip
             runs forward once.
     """
@@ -84,6 +97,7 @@ class Region:
     contiguous: frozenset[str]
     from_source: frozenset[str] = frozenset()
     host_outputs: frozenset[str] = frozenset()
+    streamed: frozenset[str] = frozenset()
     order: Order | None = None
 
     def forward(
@@ -103,14 +117,19 @@ class Region:
         moves = self.moves if keep else plain_order(len(self.segments))
         for move, dying in zip(moves[: moves.index(LOSS)], self._dying if keep else self._dying_forward, strict=False):
             machine.begin(move)
+            if move.is_copy:
+                self._copy(machine, tape.values, tape.kept, tape.copies, move)
+                self._drop(machine, tape.values, tape.copies, dying)
+                continue
             segment, makes = self.segments[move.segment], self.makes[move.segment]
-            tape.values.by_name |= {name: hosts[name] for name in segment.to_host}
+            tape.copies.settle(machine, self._reads_from_outside[move.segment])
+            tape.values.by_name |= {name: hosts[name] for name in segment.to_host - self.streamed}
             self._run_forward(machine, tape.values, tape.kept if keep else None, move)
             outputs |= {name: tape.values.by_name[name] for name in makes if name in self.outputs and name not in self.host_outputs}
             for name in makes:
                 if name in self.host_outputs - segment.to_host:
                     machine.put(hosts[name], tape.values.by_name[name])
-            self._drop(tape.values, dying)
+            self._drop(machine, tape.values, tape.copies, dying)
         if keep:
             machine.begin(LOSS)
         return outputs, tape
@@ -134,12 +153,43 @@ class Region:
                 kept.discard(index)
         return tuple(found)
 
+    def misplaced(self) -> str | None:
+        """What is wrong with the order's copies; ``None`` if nothing is."""
+        back = self._reading_back(through_kept=True)
+        return misplaced(self.moves, self._reads_from_outside, back, self.makes, self._dying, self._movable, self._keepers)
+
+    def lives(self, moves: Order) -> dict[str, list[tuple[int, int]]]:
+        """When what may leave for the host is made and read last, in an order without copies; see `lives_of`."""
+        back = self._reading_back(through_kept=True)
+        return lives_of(moves, self._reads_from_outside, back, self.makes, self._movable, self._keepers)
+
+    @cached_property
+    def _keepers(self) -> frozenset[int]:
+        """The segments that keep what may leave."""
+        return frozenset(i for i, segment in enumerate(self.segments) if self._differentiated[i] and segment.keeps_buffers)
+
+    def _copy(self, machine: Machine, values: Values, kept: Mapping[int, Any], copies: Copies, move: Move) -> None:
+        """Run a move that copies."""
+        handles: Sequence[Handle] = ()
+        if move.kind == "offload":
+            segment = self.segments[move.segment]
+            handles = [values.by_name[move.value]] if move.value else segment.buffers(machine, kept[move.segment])
+        copies.run(machine, move, handles)
+
+    @cached_property
+    def _movable(self) -> frozenset[str]:
+        """What may leave for the host: made by segments for each other, and not in the caller's hands."""
+        made = frozenset(name for makes in self.makes for name in makes)
+        return made.difference(self.outputs, self.graph.outputs, self._leaves, self.streamed)
+
     def _run_forward(self, machine: Machine, values: Values, kept: dict[int, Any] | None, move: Move) -> None:
         """Run a segment forward; without ``kept`` no backward pass follows."""
         segment, keep = self.segments[move.segment], kept is not None and move.keep and self._differentiated[move.segment]
         own = segment.to_host | segment.hands_on(keep)
         for name in self.makes[move.segment]:
-            if name not in own:
+            if name in self.streamed:
+                values.by_name[name] = machine.host_cut(self.shapes[name], self.dtypes[name])
+            elif name not in own:
                 contiguous = name in self.contiguous
                 values.by_name[name] = machine.allocate(self.shapes[name], self.dtypes[name], zero=False, contiguous=contiguous)
         saved = segment.forward(machine, values, keep=keep)
@@ -159,13 +209,23 @@ class Region:
     def _dying(self) -> tuple[tuple[str, ...], ...]:
         """For each move of a step the values that go behind it."""
         moves = [move for move in self.moves if move.kind != "backward" or self._differentiated[move.segment]]
-        back = [
-            segment.reads_back(reads) if is_run else ()
-            for segment, reads, is_run in zip(self.segments, self.reads, self._differentiated, strict=True)
-        ]
-        dying = iter(dying_at(moves, self._reads_from_outside, back, self.makes, self._leaves))
+        dying = iter(dying_at(moves, self._reads_from_outside, self._reads_back, self.makes, self._leaves))
         skipped = (move.kind == "backward" and not self._differentiated[move.segment] for move in self.moves)
         return tuple(() if skips else next(dying) for skips in skipped)
+
+    @cached_property
+    def _reads_back(self) -> tuple[tuple[str, ...], ...]:
+        """For each segment the values whose handles its backward pass needs.
+
+        Where values leave for the host these are also those that it reads through what it kept.
+        """
+        return self._reading_back(through_kept=any(move.is_copy for move in self.moves))
+
+    def _reading_back(self, *, through_kept: bool) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            (*segment.reads_back(reads), *(sorted(segment.views) if through_kept else ())) if is_run else ()
+            for segment, reads, is_run in zip(self.segments, self.reads, self._differentiated, strict=True)
+        )
 
     @cached_property
     def _dying_forward(self) -> tuple[tuple[str, ...], ...]:
@@ -184,9 +244,10 @@ class Region:
     def _leaves(self) -> frozenset[str]:
         return frozenset(node.name for node in self.graph.nodes if node.kind != "operator")
 
-    def _drop(self, values: Values, names: Iterable[str]) -> None:
+    def _drop(self, machine: Machine, values: Values, copies: Copies, names: Sequence[str]) -> None:
         for name in names:
             values.by_name.pop(name, None)
+        copies.end(machine, names)
 
     def backward(
         self,
@@ -203,17 +264,28 @@ class Region:
         """
         values = tape.values if consume else Values(dict(tape.values.by_name))
         kept = tape.kept if consume else dict(tape.kept)
+        copies = tape.copies if consume else tape.copies.fork()
         grads, borrowed = Gradients(dict(output_grads), dict(sinks or {})), set(output_grads) - self.host_outputs
         waiting = {name for name in self.host_outputs if name in output_grads}
         turn = self.moves.index(LOSS)
-        self._drop(values, self._dying[turn])
-        for move, dying in zip(self.moves[turn + 1 :], self._dying[turn + 1 :], strict=True):
-            machine.begin(move)
-            if move.kind == "forward":
-                self._run_forward(machine, values, kept, move)
-            else:
-                self._run_back(machine, values, kept, grads, move.segment, borrowed, waiting, consume or move.segment not in tape.kept)
-            self._drop(values, dying)
+        self._drop(machine, values, copies, self._dying[turn])
+        try:
+            for move, dying in zip(self.moves[turn + 1 :], self._dying[turn + 1 :], strict=True):
+                machine.begin(move)
+                if move.is_copy:
+                    self._copy(machine, values, kept, copies, move)
+                elif move.kind == "forward":
+                    copies.settle(machine, self._reads_from_outside[move.segment])
+                    self._run_forward(machine, values, kept, move)
+                else:
+                    own = f"{move.segment}+"
+                    copies.settle(machine, (*self._reads_back[move.segment], own))
+                    copies.end(machine, (own,))  # before it runs, as it frees what was kept piece by piece
+                    is_last = consume or move.segment not in tape.kept
+                    self._run_back(machine, values, kept, grads, move.segment, borrowed, waiting, is_last)
+                self._drop(machine, values, copies, dying)
+        finally:
+            copies.restore(machine)
         found: dict[str, Handle] = {}
         for name in [name for name in grads.by_name if name in self._leaves]:
             handle = grads.by_name.pop(name)
@@ -242,6 +314,8 @@ class Region:
                     continue
                 if name in waiting - segment.to_host:
                     self._load_gradient(machine, name, values, grads, waiting)
+                elif name in self.streamed:
+                    self._make_host_gradient(machine, name, grads)
                 elif name not in grads.by_name:
                     grads.by_name[name] = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
             for name in self.reads[index]:
@@ -252,6 +326,13 @@ class Region:
         del saved
         for name in self.makes[index]:
             grads.by_name.pop(name, None)
+            if name in self.streamed:
+                grads.sinks.pop(name, None)
+
+    def _make_host_gradient(self, machine: Machine, name: str, grads: Gradients) -> None:
+        """Room for the gradient of a streamed cut, which its readers add to and its maker fetches from."""
+        if name not in grads.by_name:
+            grads.by_name[name] = grads.sinks[name] = machine.host_gradient(self.shapes[name], self.grad_dtypes[name])
 
     def _load_gradient(self, machine: Machine, name: str, values: Values, grads: Gradients, waiting: set[str]) -> None:
         """Bring the gradient of an output from the host: all of it, to be added to."""
@@ -275,7 +356,9 @@ class Region:
                 del own
             if name not in self.requires_grad or name in grads.by_name or name in self.from_source:
                 continue
-            if segment.accumulates:
+            if name in self.streamed:
+                self._make_host_gradient(machine, name, grads)
+            elif segment.accumulates:
                 handle = values.by_name[name]
                 grads.by_name[name] = machine.zeros_like(handle, self.shapes[name], self.grad_dtypes[name])
                 del handle

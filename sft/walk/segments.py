@@ -3,8 +3,9 @@
 Both kinds offer the same two calls. ``forward`` fills the segment's outputs and returns what the backward pass needs besides the
 sources; ``backward`` takes the outputs' gradients and adds to (or makes) the gradients of sources and side tensors.
 
-An output that nobody reads again may be on the host (``to_host``). A strip of it is then a buffer of its own on the device, which
-leaves when the strip's program has run, and a strip of its gradient is fetched from the host before the strip's program runs.
+An output may be on the host (``to_host``): one that nobody reads again, or a cut that is read strip by strip, too. A strip of it is then a
+buffer of its own on the device, which leaves when the strip's program has run, and a strip of its gradient is fetched from the host before
+the strip's program runs.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class TiledSegment:
         restart: only the last walk keeps its states in the forward pass; the others run forward once more before their backward.
         num_batch: batch elements of the whole input; walks take ``scope.batch`` at a time.
         sides: whole tensors that the segment reads.
-        from_source: inputs that are read strip by strip and never resident.
+        from_source: inputs, and cuts on the host, that are read strip by strip and never resident.
         to_host: outputs that leave strip by strip and are never whole on the device, with their gradients.
         contiguous: those of them that are laid out channels first.
     """
@@ -154,10 +155,15 @@ class TiledSegment:
         scope = self.scope_of(walk)
         return math.prod(scope.strip_shape(name, 1)) * scope.graph[name].itemsize_bytes
 
-    def source_row_bytes(self, name: str, walk: Walk) -> int:
-        """Bytes of one row in full width of an input that is not resident."""
+    def source_row_bytes(self, name: str, walk: Walk, *, gradient: bool = False) -> int:
+        """Bytes of one row in full width of an input that is not resident, or of its gradient."""
         shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, 1)
-        return len(walk.chunk) * math.prod(shape[1:]) * self.scope.graph[name].itemsize_bytes
+        dtype = self._source_grad_dtype(name) if gradient else self.scope.dtype_of(name)
+        return len(walk.chunk) * math.prod(shape[1:]) * dtype.itemsize
+
+    def _source_grad_dtype(self, name: str) -> torch.dtype:
+        """Element type in which a sink gets the gradient of what is not resident: that of an input is the input's."""
+        return self.scope.grad_dtype(name) if self.scope.graph[name].kind == "operator" else self.scope.dtype_of(name)
 
     @property
     def working_bytes(self) -> int:
@@ -181,6 +187,15 @@ class TiledSegment:
     def hands_on(self, keep: bool) -> frozenset[str]:
         """Outputs that need no buffer beforehand: none, as strips are written into them."""
         return frozenset()
+
+    #: no output is part of what its backward pass needs
+    views: ClassVar[frozenset[str]] = frozenset()
+    #: its states are buffers that nobody else knows
+    keeps_buffers: ClassVar[bool] = True
+
+    def buffers(self, machine: Machine, stores: list[RowStore | None]) -> list[Handle]:
+        """The buffers of its states."""
+        return [block.handle for store in stores if store for blocks in store.blocks.values() for block in blocks]
 
     def reads_back(self, reads: Sequence[str]) -> Sequence[str]:
         """Of the values that it reads those that its backward pass needs: all, as it computes everything again."""
@@ -283,7 +298,7 @@ class TiledSegment:
     def _zero_rows(self, machine: Machine, name: str, step: Step, walk: Walk) -> Handle:
         """Room for a strip's gradient of an input that is not resident: rows in full width, as a sink takes them."""
         shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self._reads(step, walk)[name]))
-        return machine.allocate((len(walk.chunk), *shape[1:]), self.scope.dtype_of(name), zero=True)
+        return machine.allocate((len(walk.chunk), *shape[1:]), self._source_grad_dtype(name), zero=True)
 
     def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """The part of a streamed output, or of its gradient, that a strip is for."""

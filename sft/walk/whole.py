@@ -49,6 +49,31 @@ class WholeSegment:
         program, _ = self.programs(keep)
         return frozenset(port.name for port in program.results)
 
+    @property
+    def views(self) -> frozenset[str]:
+        """Outputs that what its backward pass needs are views of."""
+        forward, _ = self.programs(True)
+        viewed = _roots_of(forward, forward.saved)
+        outputs = (*forward.results.items(), *((port, slot) for port, slot in forward.ports.items() if port.role == "out"))
+        return frozenset(port.name for port, slot in outputs if slot.root in viewed)
+
+    @property
+    def _own(self) -> tuple[int, ...]:
+        """Of the slots that it saves those of storages that nobody else knows, one of each."""
+        forward, _ = self.programs(True)
+        others = {slot.root for slot in (*forward.ports.values(), *forward.results.values())}
+        roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
+        return tuple({roots[number]: number for number in forward.saved if roots[number] not in others}.values())
+
+    @property
+    def keeps_buffers(self) -> bool:
+        """Whether its backward pass needs buffers that nobody else knows."""
+        return bool(self._own)
+
+    def buffers(self, machine: Machine, saved: Saved) -> Sequence[Handle]:
+        """These buffers."""
+        return machine.buffers_of(saved, self._own)
+
     def reads_back(self, reads: Sequence[str]) -> Sequence[str]:
         """Of the values that it reads those that its backward pass needs: what its program binds, and what saved tensors are views of."""
         forward, backward = self.programs(True)

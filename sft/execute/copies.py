@@ -1,0 +1,152 @@
+"""Copies between the device and the host, beside the computation where the device can do that.
+
+A buffer that leaves is emptied, not replaced: its storage gives its bytes back to the allocator and gets new ones later, and all tensors on
+it stay what they are. The meter of `sft.measure_peak` sees both, since they are an operator of ours that says that it resizes.
+
+*Streams.* On CUDA each direction has a stream of its own; what orders them is events, never a wait of the host.
+
+- down: the stream waits for an event that the computation records behind whatever made the buffer; a release makes the computation wait for
+  the copy, and only then is the storage emptied.
+- up: the storage is filled on the computation's stream, whose allocator knows when the block's last user there is through; the stream waits
+  for an event recorded behind that. Whoever reads the buffer waits for the copy.
+
+So every buffer is allocated and freed on the computation's stream, and freed only behind a wait for what the other streams do with it:
+``record_stream``, which leaves it to the allocator to guess, is not needed. The computation's stream is asked for before another one is
+entered, never inside. A part of the slab is given to another copy only behind a wait for the last, too.
+
+On other devices a copy is done when it was begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.execute.slab import Lease
+from sft.walk.copies import Copy, HostSpace
+
+__all__ = ["HostCopies"]
+
+_LIBRARY = torch.library.Library("sft", "FRAGMENT")
+_LIBRARY.define("resize_storage_(Tensor(a!) tensor, int num_bytes) -> ()")
+
+
+def _resize_storage(tensor: Tensor, num_bytes: int) -> None:
+    tensor.untyped_storage().resize_(num_bytes)
+
+
+_LIBRARY.impl("resize_storage_", _resize_storage, "CompositeExplicitAutograd")
+
+
+@dataclass(frozen=True, slots=True)
+class _Streams:
+    down: torch.cuda.Stream
+    up: torch.cuda.Stream
+
+
+@cache
+def _streams_of(device: torch.device) -> _Streams:
+    return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+
+
+@dataclass(slots=True)
+class HostCopies:
+    """What of a step is on the host.
+
+    Attributes:
+        device: where buffers leave.
+        lease: where they go.
+    """
+
+    device: torch.device
+    lease: Lease
+    _space: HostSpace = field(default_factory=HostSpace)
+
+    def offload(self, target: str, tensors: Sequence[Tensor]) -> Copy:
+        """Begin to copy the storages of these tensors, each once."""
+        # Torch keeps one Python object for each storage, for as long as that lives.
+        buffers = [_bytes_of(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
+        sizes = tuple(buffer.numel() for buffer in buffers)
+        copy = Copy(target, buffers, sizes, self._space.take(sum(sizes)))
+        with self._beside("down") as stream:
+            for buffer, part in self._pairs(copy):
+                part.copy_(buffer, non_blocking=True)
+            copy.down = _event(stream)
+        return copy
+
+    def release(self, copy: Copy) -> None:
+        """Wait for the copy to the host (and for one from it, if that is going on), and empty the storages."""
+        self._await(copy)
+        for buffer in copy.buffers:
+            torch.ops.sft.resize_storage_(buffer, 0)
+        copy.is_away = True
+
+    def prefetch(self, copy: Copy) -> None:
+        """Fill the storages again, and begin to copy back."""
+        for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
+            torch.ops.sft.resize_storage_(buffer, size)
+        with self._beside("up") as stream:
+            for buffer, part in self._pairs(copy):
+                buffer.copy_(part, non_blocking=True)
+            copy.up = _event(stream)
+        copy.is_away, copy.is_arriving = False, True
+
+    def settle(self, copy: Copy) -> None:
+        """Let the computation wait for the copy back."""
+        self._await(copy)
+
+    def forget(self, copy: Copy) -> None:
+        """End the use of a copy: what it touches may go."""
+        self._await(copy)
+        copy.buffers.clear()
+        self._space.give_back(copy.start)
+
+    def quiesce(self) -> None:
+        """Let the computation wait for everything, when a step has failed and buffers go that copies may still touch."""
+        if self.device.type == "cuda":
+            compute, streams = torch.cuda.current_stream(self.device), _streams_of(self.device)
+            compute.wait_stream(streams.down)
+            compute.wait_stream(streams.up)
+
+    def _pairs(self, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each buffer, and its part of the slab; in a dry run there is nothing to copy."""
+        start = copy.start
+        for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
+            if self.device.type != "meta":
+                yield buffer, self.lease.part(start, size)
+            start += size
+
+    def _await(self, copy: Copy) -> None:
+        for event in (copy.down, copy.up):
+            if event is not None:
+                torch.cuda.current_stream(self.device).wait_event(event)
+        copy.down = copy.up = None
+        copy.is_arriving = False
+
+    @contextmanager
+    def _beside(self, direction: str) -> Iterator[Any]:
+        """On the stream of a direction, behind what the computation was asked so far; on a device without streams just here."""
+        if self.device.type != "cuda":
+            yield None
+            return
+        stream = getattr(_streams_of(self.device), direction)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            yield stream
+
+
+def _event(stream: Any) -> Any:
+    """Something to wait for: all that the stream was asked so far."""
+    return None if stream is None else stream.record_event()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """All bytes of a tensor's storage, as a tensor on it."""
+    size = tensor.untyped_storage().nbytes()
+    return tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0).view(torch.uint8)

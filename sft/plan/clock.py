@@ -1,0 +1,60 @@
+"""How long a projected step takes, move by move: its programs at the rates of the kind of device, its copies and strips at the link's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from sft.lower.program import Program
+from sft.plan.boundaries import Traffic, traffic
+from sft.plan.laps import Lap
+from sft.plan.problem import Problem
+from sft.plan.project import Projection
+from sft.plan.rates import Rates
+from sft.plan.timeline import Timeline, TimelineEntry
+from sft.plan.types import SegmentChoice
+
+__all__ = ["timeline_of"]
+
+
+def timeline_of(problem: Problem, choices: Sequence[SegmentChoice], projection: Projection, rates: Rates) -> Timeline:
+    """The laps of a projection, with the seconds that they take at these rates; strips of one signature take the same time."""
+    known: dict[int, float] = {}
+    passing = traffic(problem, choices)
+
+    def seconds(program: Program) -> float:
+        if id(program) not in known:
+            known[id(program)] = rates.seconds(program)
+        return known[id(program)]
+
+    return Timeline(
+        entries=tuple(
+            TimelineEntry(
+                move=str(lap.move if problem.training else replace(lap.move, keep=False)),
+                begin_bytes=lap.begin_bytes,
+                peak_bytes=lap.peak_bytes,
+                end_bytes=lap.end_bytes,
+                flops=lap.flops,
+                estimated_seconds=max(
+                    sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
+                    _stream_seconds(problem, passing, lap),
+                ),
+                copied_bytes=lap.copied_bytes,
+                waits_for=lap.waits_for,
+            )
+            for lap in projection.laps
+        )
+    )
+
+
+def _copy_seconds(problem: Problem, lap: Lap) -> float:
+    """What a copy takes that a move begins."""
+    seconds = problem.link.up_seconds if lap.move.kind == "prefetch" else problem.link.down_seconds
+    return seconds(lap.copied_bytes)
+
+
+def _stream_seconds(problem: Problem, passing: Sequence[Traffic], lap: Lap) -> float:
+    """What the link takes for the strips of a move: a segment is not through before they are."""
+    if lap.move.kind not in ("forward", "backward"):
+        return 0.0
+    return passing[lap.move.segment].seconds(problem.link, back=lap.move.kind == "backward")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 from sft.errors import InputError
 
@@ -31,6 +32,7 @@ class Options:
         profile: ``"measure"`` to time the step that is planned, on the device, by running each distinct program of it for a moment
             (``Plan.projected_seconds``); ``"auto"`` leaves that out. Times are kept in files, so that programs that were timed before
             are not run again (``sft.execute.costs``).
+        mesh_timeout_seconds: how long a rank of a mesh waits for another before it gives up the step.
         progress: whether planning shows a bar on the terminal where it takes long: while programs are timed.
     """
 
@@ -43,6 +45,12 @@ class Options:
     batch_tile: int | None = None
     profile: str = "auto"
     progress: bool = False
+    mesh_timeout_seconds: float = 1800.0
+
+    @property
+    def mesh_timeout(self) -> timedelta:
+        """How long a rank of a mesh waits for another."""
+        return timedelta(seconds=self.mesh_timeout_seconds)
 
     def __post_init__(self) -> None:
         problems = []
@@ -73,6 +81,8 @@ class Options:
                 problems.append(f"{name} {value!r}: give a positive integer")
         if self.state_every is not None and self.state_slots is not None:
             problems.append("state_every and state_slots are two policies for the same states: drop one")
+        if not self.mesh_timeout_seconds > 0:
+            problems.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number")
         if problems:
             raise InputError("; ".join(problems))
 

@@ -24,7 +24,7 @@ import torch
 from sft.errors import UnsupportedError
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
-from sft.execute.reading import Reading
+from sft.execute.reading import PassReading, Reading
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.surroundings import refuse_batched
@@ -53,6 +53,7 @@ class Leaves:
         witnesses: tensors behind such sources: changing them between forward and backward raises, as for all others.
         sinks: make what takes the gradients of such inputs, where they are wanted, afresh for each backward pass.
         reading: gains what is read.
+        make_machine: makes what runs a pass, where it is not the plain machine.
     """
 
     names: tuple[str, ...]
@@ -63,6 +64,11 @@ class Leaves:
     witnesses: tuple[torch.Tensor, ...] = ()
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
+    make_machine: Callable[[torch.device, PassReading], TorchMachine] | None = None
+
+    def machine(self, account: PassReading) -> TorchMachine:
+        """What runs a pass; ``account`` gains what it reads."""
+        return TorchMachine(self.device, account=account) if self.make_machine is None else self.make_machine(self.device, account)
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
@@ -79,7 +85,7 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     made = [name for name in region.outputs if name not in given]
     if not keep:
         with torch.no_grad(), autocast_off(leaves.device):
-            machine = TorchMachine(leaves.device, account=leaves.reading.forward)
+            machine = leaves.machine(leaves.reading.forward)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
         return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
@@ -99,7 +105,7 @@ class _RegionFunction(torch.autograd.Function):
         ctx: Any, region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
-        machine = TorchMachine(leaves.device, account=leaves.reading.forward)
+        machine = leaves.machine(leaves.reading.forward)
         with autocast_off(leaves.device):
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
         made = [name for name in region.outputs if name not in given]
@@ -107,7 +113,8 @@ class _RegionFunction(torch.autograd.Function):
         # are aliases: the result itself would hold its own graph alive. An alias shares the version, so a change in place is noticed.
         # Of an output on the host the tape holds a copy of its own, which nobody can change.
         values = {name: value for name, value in tape.values.by_name.items() if name not in given and name not in leaves.sources}
-        watched = [name for name in made if name in values and name not in hosts]
+        # Of an output that is a copy of what the tape holds, likewise.
+        watched = [name for name in made if name in values and name not in hosts and values[name] is outputs[name]]
         values.update({name: outputs[name].detach() for name in watched})
         tape.values.by_name = values
         ctx.versions = {name: values[name]._version for name in watched}
@@ -177,7 +184,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     grads.clear()
     by_output.clear()
     sinks = {name: make() for name, make in leaves.sinks.items()}
-    machine = TorchMachine(leaves.device, account=leaves.reading.backward)
+    machine = leaves.machine(leaves.reading.backward)
     with autocast_off(leaves.device):
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
     for sink in sinks.values():
@@ -202,7 +209,7 @@ def _materialized(grad: torch.Tensor | None, region: Region, name: str, device: 
     """An output that the loss does not use has a zero gradient; it costs no memory."""
     if grad is not None:
         return grad
-    return torch.zeros((), dtype=region.dtypes[name], device=device).expand(region.shapes[name])
+    return torch.zeros((), dtype=region.dtypes[name], device=device).expand(region.output_shape(name))
 
 
 def _keeps_graph() -> bool:

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from sft.errors import InputError
+from sft.plan.mesh import MeshPlan, RankPlan
 from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 6
+_FORMAT = 7
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -132,6 +133,8 @@ class Plan:
         order: the moves of a step, where they are not the plain ones (each segment once forward, then each back): ``"F3"`` runs segment 3
             forward, ``"F3+"`` keeps what its backward pass needs, ``"L"`` is the caller's turn, ``"B3"`` runs it back.
         notes: why operators that read an image run on whole tensors, one line each.
+        mesh: of a plan for several ranks what each holds, computes and sends. The numbers above are then those of the rank that needs most,
+            but for ``flops``, which are those of all bands of an image together.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -149,6 +152,7 @@ class Plan:
     segments: tuple[SegmentPlan, ...]
     order: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    mesh: MeshPlan | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -213,6 +217,11 @@ class Plan:
                 raise InputError(f"this is not a plan of format {_FORMAT}; make a new one with sft.plan(...)")
             segments = tuple(_from_dict(SegmentPlan, item) for item in data.pop("segments"))
             entries = tuple(_from_dict(TimelineEntry, item) for item in data.pop("timeline")["entries"])
+            mesh = data.pop("mesh")
+            if mesh is not None:
+                data["mesh"] = _from_dict(MeshPlan, {**mesh, "ranks": tuple(_from_dict(RankPlan, rank) for rank in mesh["ranks"])})
+            else:
+                data["mesh"] = None
             plan: Plan = _from_dict(cls, {**data, "segments": segments, "timeline": Timeline(entries=entries)})
             return plan
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:

@@ -115,6 +115,10 @@ class Region:
             machine.begin(LOSS)
         return outputs, tape
 
+    def output_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of an output, and of its gradient, as the caller has it."""
+        return self.shapes[name]
+
     @property
     def moves(self) -> Order:
         """The moves of a step with a backward pass."""
@@ -214,6 +218,7 @@ class Region:
             else:
                 self._run_back(machine, values, kept, grads, move.segment, borrowed, waiting, consume or move.segment not in tape.kept)
             self._drop(values, dying)
+        self._complete_leaves(machine, grads)
         found: dict[str, Handle] = {}
         for name in [name for name in grads.by_name if name in self._leaves]:
             handle = grads.by_name.pop(name)
@@ -222,6 +227,9 @@ class Region:
             found[name] = handle
             del handle
         return found
+
+    def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
+        """Hear that all gradients of inputs and parameters are there that this process can compute."""
 
     def _run_back(
         self,

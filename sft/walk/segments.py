@@ -30,7 +30,7 @@ from sft.walk.reading import opened
 from sft.walk.rowstore import RowStore
 from sft.walk.values import Gradients, Values
 
-__all__ = ["TiledSegment", "Walk"]
+__all__ = ["TiledSegment", "Walk", "rows_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,9 @@ class TiledSegment:
 
     @cached_property
     def walks(self) -> tuple[Walk, ...]:
-        """All walks in the order of the forward pass: the panels of the first batch elements, of the next, ..."""
+        """All walks in the order of the forward pass: the panels of the first batch elements, of the next, ...; none without strips."""
+        if not self.schedule.num_steps:
+            return ()
         return tuple(Walk(chunk, panel) for chunk in self.chunks for panel in range(len(self.panels)))
 
     def keeps_states(self, walk: Walk) -> bool:
@@ -255,14 +257,14 @@ class TiledSegment:
             elif port.role == "side":
                 bindings[port] = self._side(machine, values, port.name, walk.chunk)
             elif port.role == "carry":
-                bindings[port] = store.pieces(port.name, _rows_of(step, port.name).carried)
+                bindings[port] = store.pieces(port.name, rows_of(step, port.name).carried)
             elif port.role == "origin":
-                parts = (_rows_of(step, port.name), self._columns_of(port.name, walk))
+                parts = (rows_of(step, port.name), self._columns_of(port.name, walk))
                 bindings[port] = (walk.chunk.start, *map(_first, parts))
         return bindings
 
     def _columns_of(self, name: str, walk: Walk) -> NodeRows:
-        return _rows_of(self.panels[walk.panel], name)
+        return rows_of(self.panels[walk.panel], name)
 
     def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """What a strip reads of a source, or of its gradient."""
@@ -284,7 +286,7 @@ class TiledSegment:
 
     def _part(self, name: str, step: Step, walk: Walk) -> tuple[Interval, Interval]:
         """Rows and columns of a streamed output that a strip is for."""
-        return _rows_of(step, name).wanted, self._columns_of(name, walk).wanted
+        return rows_of(step, name).wanted, self._columns_of(name, walk).wanted
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
         handle = tensors.by_name[name]
@@ -360,5 +362,6 @@ def _first(part: NodeRows) -> int:
     return part.new.start if part.new or not part.reads else part.reads[0].rows.start
 
 
-def _rows_of(step: Step, name: str) -> NodeRows:
+def rows_of(step: Step, name: str) -> NodeRows:
+    """What a step has to do with a value."""
     return next(node for node in step.nodes if node.name == name)

@@ -13,6 +13,7 @@ so that a schedule of thousands of steps costs as many NumPy operations as there
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -194,7 +195,11 @@ class Schedule:
 
     def signature(self, index: int) -> bytes:
         """All of a step that its program depends on."""
-        return self._signatures[index].tobytes()
+        return bytes(self._signatures[index].tobytes())
+
+    def likeness(self) -> bytes:
+        """All of the steps that their cost depends on: equal for walks that compute the same elsewhere in an image."""
+        return hashlib.sha256(self._signatures.tobytes()).digest()
 
     @cached_property
     def kinds(self) -> tuple[Rows, Rows]:

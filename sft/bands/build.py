@@ -9,7 +9,7 @@ from typing import Any
 
 from sft.analysis.axes import ROWS
 from sft.analysis.bands import Shares
-from sft.analysis.schedule import build_schedule
+from sft.analysis.schedule import Schedule, build_schedule
 from sft.bands.layout import Layout, lay_out
 from sft.bands.merge import MERGES
 from sft.bands.region import BandRegion, with_rows
@@ -87,6 +87,21 @@ class Bands:
             num_replicas=self.num_replicas,
             together=together,
         )
+
+    def likeness(self, region: BandRegion) -> object:
+        """What bands of equal cost have in common: the strips of their segments, what they hold, and what they send and receive."""
+        layout, band = self.layout, region.band
+        schedules = [segment.schedule for segment in region.segments if isinstance(segment, BandSegment)]
+        strips = tuple(schedule.likeness() for schedule in schedules if isinstance(schedule, Schedule))
+        crossing = tuple(
+            (
+                len(held.rows[band]),
+                len(held.own[band]),
+                tuple((len(t.rows), t.source == band) for t in (*held.borrowed, *held.lent) if band in (t.source, t.target)),
+            )
+            for held in layout.held.values()
+        )
+        return strips, crossing
 
     def _tiled(self, index: int, segment: TiledSegment, band: int) -> BandSegment:
         problem, layout, choice = self.problem, self.layout, self.choices[index]

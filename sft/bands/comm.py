@@ -201,38 +201,28 @@ class Comm:
     ) -> None:
         """Sum elements of some buffers: pieces are (buffer, first element, number of elements)."""
         count, me = self._place(over)
-        length = sum(number for _, _, number in pieces)
-        window = machine.allocate((length,), dtype, zero=False)
+        # The last share is filled up, so that all ranks send as much.
+        share = -(-sum(number for _, _, number in pieces) // count)
+        window = machine.allocate((count * share,), dtype, zero=False)
         for (value, start, number), at in zip(pieces, _starts(pieces), strict=True):
             machine.copy(machine.flat(window, at, number), machine.flat(value.handle, start, number))
-        share = -(-length // count)
-        shares = [(min(i * share, length), min((i + 1) * share, length)) for i in range(count)]
-        own = shares[me][1] - shares[me][0]
-        arrived = machine.allocate((count, max(own, 1)), dtype, zero=False)
-        mine = machine.flat(arrived, me * max(own, 1), own)
-        if own:
-            machine.copy(mine, machine.flat(window, shares[me][0], own))
+        arrived = machine.allocate((count, share), dtype, zero=False)
+        machine.copy(machine.flat(arrived, me * share, share), machine.flat(window, me * share, share))
         for target, source in self._rounds(over):
-            start, stop = shares[target]
-            send = (target, machine.flat(window, start, stop - start)) if stop > start else None
-            receive = (source, machine.flat(arrived, source * max(own, 1), own)) if own else None
-            self.link.swap(over, send, receive)
-            self.traffic.note(topic, (stop - start) * dtype.itemsize, own * dtype.itemsize)
-        if own:
-            total = machine.flat(arrived, 0, own)
-            for member in range(1, count):
-                machine.add(total, machine.flat(arrived, member * own, own))
-            if factor != 1.0:
-                machine.scale(total, factor)
-            machine.copy(machine.flat(window, shares[me][0], own), total)
-            del total
-        del arrived, mine
+            sent, received = machine.flat(window, target * share, share), machine.flat(arrived, source * share, share)
+            self.link.swap(over, (target, sent), (source, received))
+            self.traffic.note(topic, share * dtype.itemsize, share * dtype.itemsize)
+        total = machine.flat(arrived, 0, share)
+        for member in range(1, count):
+            machine.add(total, machine.flat(arrived, member * share, share))
+        if factor != 1.0:
+            machine.scale(total, factor)
+        machine.copy(machine.flat(window, me * share, share), total)
+        del total, arrived, sent, received
         for target, source in self._rounds(over):
-            start, stop = shares[source]
-            send = (target, machine.flat(window, shares[me][0], own)) if own else None
-            receive = (source, machine.flat(window, start, stop - start)) if stop > start else None
-            self.link.swap(over, send, receive)
-            self.traffic.note(topic, own * dtype.itemsize, (stop - start) * dtype.itemsize)
+            mine, other = machine.flat(window, me * share, share), machine.flat(window, source * share, share)
+            self.link.swap(over, (target, mine), (source, other))
+            self.traffic.note(topic, share * dtype.itemsize, share * dtype.itemsize)
         for (value, start, number), at in zip(pieces, _starts(pieces), strict=True):
             machine.copy(machine.flat(value.handle, start, number), machine.flat(window, at, number))
 

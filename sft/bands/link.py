@@ -130,7 +130,7 @@ class ProcessLink:
         return self._group
 
     def _store(self) -> Any:
-        return dist.PrefixStore(f"sft/{self.name}/{self._generation}", dist.distributed_c10d._get_default_store())
+        return dist.distributed_c10d.PrefixStore(f"sft/{self.name}/{self._generation}", dist.distributed_c10d._get_default_store())
 
     def _cause(self) -> str:
         """What a failing rank wrote down; empty where nobody did, or the store is gone."""

@@ -81,7 +81,7 @@ class Party:
 
     def shared_seed(self, seed: torch.Tensor) -> torch.Tensor:
         """The seed of the first rank of this image, so that all bands draw parts of one mask."""
-        common = seed.to(self.device).clone()
+        common = seed.to(self.device)  # on the host itself, which is filled in place
         self.link.broadcast("band", common)
         return common.to(seed.device)
 

@@ -6,15 +6,17 @@ region on the machine of byte counts. What the highest of them needs must fit th
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from sft.analysis.axes import ROWS
 from sft.analysis.bands import Shares, even_bounds
 from sft.analysis.footprint import run_footprint
 from sft.bands.build import Bands
-from sft.bands.comm import Comm
+from sft.bands.comm import Comm, Traffic
+from sft.bands.dividing import divisions
 from sft.bands.machines import BandLapMachine, CountingLink
 from sft.bands.mesh import MeshShape
 from sft.bands.region import BandRegion
@@ -33,6 +35,8 @@ __all__ = ["BandsPlanned", "banded_choices", "plan_bands", "project_bands"]
 _ALL_KEPT = Checkpoints()
 #: Numbers of states to hold where all of them are too much.
 _SLOTS = (8, 4, 2)
+#: Strips of a band are no lower than so many rows of the image, unless they are asked for.
+_LEAST_ROWS = 4
 #: Panels narrower than this are all halo.
 _LEAST_PANEL_COLS = 64
 
@@ -101,14 +105,27 @@ def banded_choices(
     return tuple(choices)
 
 
-def project_bands(bands: Bands, shape: MeshShape, which: Sequence[int] | None = None) -> dict[int, tuple[BandRegion, Projection, Comm]]:
-    """What a step costs some of the bands (all of them by default), and what they send."""
-    found = {}
+@dataclass(frozen=True, slots=True)
+class _Projected:
+    """What a step costs one band: bytes and FLOPs, and bytes on the links."""
+
+    region: BandRegion
+    projection: Projection
+    traffic: Traffic
+
+
+def project_bands(bands: Bands, shape: MeshShape, which: Sequence[int] | None = None) -> dict[int, _Projected]:
+    """What a step costs some of the bands (all of them by default), and what they send; bands that are alike cost the same."""
+    found: dict[int, _Projected] = {}
+    alike: dict[object, _Projected] = {}
     for band in range(shape.num_bands) if which is None else which:
         region = bands.region(band)
-        comm = Comm(link=CountingLink(), shape=shape, replica=0, band=band)
-        machine = BandLapMachine(on_host=bands.problem.on_host, comm=comm)
-        found[band] = (region, project(bands.problem, region, machine=machine), comm)
+        key = bands.likeness(region)
+        if key not in alike:
+            link = CountingLink()
+            machine = BandLapMachine(on_host=bands.problem.on_host, comm=Comm(link=link, shape=shape, replica=0, band=band))
+            alike[key] = _Projected(region, project(bands.problem, region, machine=machine), link.traffic)
+        found[band] = replace(alike[key], region=region)
     return found
 
 
@@ -131,29 +148,45 @@ def plan_bands(
     _check(problem, shape, options, height)
     room_bytes = budget_bytes - problem.resident_bytes
     shares = Shares(even_bounds(height, shape.num_bands, _multiple(problem, height, shape.num_bands)))
-    smallest: tuple[int, int] | None = None
-    for choices in _candidates(problem, options, shares, room_bytes):
-        bands = Bands(
-            problem,
-            choices,
-            shares,
-            outputs_in_bands=outputs_in_bands,
-            num_replicas=shape.num_replicas,
-            synchronized=synchronized,
-        )
-        (middle, projected), *_ = project_bands(bands, shape, [shape.num_bands // 2]).items()
-        peak_bytes = projected[1].peak_bytes
-        if peak_bytes <= room_bytes:
-            found = project_bands(bands, shape, [band for band in range(shape.num_bands) if band != middle]) | {middle: projected}
-            peak_bytes = max(projection.peak_bytes for _, projection, _ in found.values())
-            if peak_bytes <= room_bytes:
-                return _planned(bands, shape, [found[band] for band in range(shape.num_bands)])
-        smallest = min(smallest or (peak_bytes, 0), (peak_bytes, 0))
-    assert smallest is not None
-    needed = problem.resident_bytes + smallest[0]
+    middle, smallest = shape.num_bands // 2, sys.maxsize
+    best: tuple[float, Bands] | None = None
+    for cuts in divisions(problem, shares) if options.tile is None else ({},):
+        for candidates in _descents(problem, options, shares, cuts, room_bytes):
+            before = sys.maxsize
+            for choices in candidates:
+                bands = Bands(
+                    problem,
+                    choices,
+                    shares,
+                    outputs_in_bands=outputs_in_bands,
+                    num_replicas=shape.num_replicas,
+                    synchronized=synchronized,
+                )
+                costs = project_bands(bands, shape, sorted({0, middle, shape.num_bands - 1}))
+                peak_bytes = max(cost.projection.peak_bytes for cost in costs.values())
+                smallest = min(smallest, peak_bytes)
+                if peak_bytes <= room_bytes:
+                    flops = max(cost.projection.flops for cost in costs.values())
+                    if best is None or flops < best[0]:
+                        best = (flops, bands)
+                    break
+                if peak_bytes >= before:
+                    break  # what lower strips save goes into states
+                before = peak_bytes
+            else:
+                continue
+            if best is not None:
+                break  # what follows restores states, or has more panels
+    if best is not None:
+        found = project_bands(best[1], shape)
+        highest = max(cost.projection.peak_bytes for cost in found.values())
+        if highest <= room_bytes:
+            return _planned(best[1], shape, [found[band] for band in range(shape.num_bands)])
+        smallest = max(smallest, highest)
+    needed = problem.resident_bytes + smallest
     raise BudgetError(
         f"the budget is {format_bytes(budget_bytes)} a rank, but a step on {shape.num_bands} bands needs {format_bytes(needed)} at least "
-        f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest[0])} for inputs, cuts and strips). Raise the budget, "
+        f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest)} for inputs, cuts and strips). Raise the budget, "
         "use more bands, or leave out options that force tile, state_every or state_slots.",
         needed_bytes=needed,
     )
@@ -189,14 +222,35 @@ def _check(problem: Problem, shape: MeshShape, options: Options, height: int) ->
         raise InputError("; ".join(problems))
 
 
-def _candidates(problem: Problem, options: Options, shares: Shares, room_bytes: int) -> Iterator[tuple[SegmentChoice, ...]]:
-    """Decisions from the cheapest to the smallest."""
+def _descents(
+    problem: Problem, options: Options, shares: Shares, cuts: Mapping[int, Sequence[int]], room_bytes: int
+) -> Iterator[Iterator[tuple[SegmentChoice, ...]]]:
+    """Decisions with strips that get lower and lower: first with all states kept, then with few, then in more and more panels."""
     height = shares.height
     tallest = max(len(shares.rows(band, height)) for band in range(shares.num_bands))
     batch_tile = min(options.batch_tile or problem.num_batch, problem.num_batch) if problem.splits_batch else problem.num_batch
+    width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
 
-    def rows_of(rows: int) -> Callable[[Sequence[str]], int]:
-        return lambda names: max(1, round(rows * problem.run_height(names) / height))
+    def choose(rows: int, policy: Checkpoints, num_panels: int) -> tuple[SegmentChoice, ...]:
+        return banded_choices(
+            problem,
+            lambda names: max(1, round(rows * problem.run_height(names) / height)),
+            policy=policy,
+            batch_tile=batch_tile,
+            num_panels=num_panels,
+            restart=num_panels > 1 and options.tile is None,
+            cuts=cuts,
+        )
+
+    def descent(policy: Checkpoints, num_panels: int) -> Iterator[tuple[SegmentChoice, ...]]:
+        rows = tallest
+        while True:
+            found = choose(rows, policy, num_panels)
+            if rows <= _LEAST_ROWS or _strip_bytes(problem, found, num_panels) <= room_bytes:
+                yield found
+            if rows <= _LEAST_ROWS:
+                return
+            rows = max(_LEAST_ROWS, rows // 2)
 
     policies = [_ALL_KEPT]
     if options.state_every is not None:
@@ -207,24 +261,12 @@ def _candidates(problem: Problem, options: Options, shares: Shares, room_bytes: 
         policies += [Checkpoints(slots=slots) for slots in _SLOTS]
     if options.tile is not None:
         rows, cols = options.tile
-        width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
-        num_panels = 1 if cols is None else max(1, -(-width // cols))
-        yield banded_choices(problem, rows_of(min(rows, tallest)), policy=policies[0], batch_tile=batch_tile, num_panels=num_panels)
+        yield iter((choose(min(rows, tallest), policies[0], 1 if cols is None else max(1, -(-width // cols))),))
         return
-    width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
     num_panels = 1
     while True:
         for policy in policies:
-            rows = tallest
-            while True:
-                found = banded_choices(
-                    problem, rows_of(rows), policy=policy, batch_tile=batch_tile, num_panels=num_panels, restart=num_panels > 1
-                )
-                if rows <= 4 or _strip_bytes(problem, found, num_panels) <= room_bytes:
-                    yield found
-                if rows <= 4:
-                    break
-                rows = max(4, rows // 2)
+            yield descent(policy, num_panels)
         if width // (2 * num_panels) < _LEAST_PANEL_COLS:
             return
         num_panels *= 2
@@ -243,34 +285,37 @@ def _strip_bytes(problem: Problem, choices: Sequence[SegmentChoice], num_panels:
     return most
 
 
-def _planned(bands: Bands, shape: MeshShape, found: Sequence[tuple[BandRegion, Projection, Comm]]) -> BandsPlanned:
+def _planned(bands: Bands, shape: MeshShape, found: Sequence[_Projected]) -> BandsPlanned:
     """The plan and what it says about every band."""
-    undivided = _tiled_flops(bands, project_bands(_alone(bands), MeshShape(num_replicas=shape.num_replicas), [0])[0][1])
-    tiled = [_tiled_flops(bands, projection) for _, projection, _ in found]
-    excess = max(0, sum(tiled) - undivided)
-    worst = max(range(len(found)), key=lambda band: found[band][1].peak_bytes)
+    undivided = _tiled_flops(bands, project_bands(_alone(bands), MeshShape(num_replicas=shape.num_replicas), [0])[0].projection)
+    tiled = [_tiled_flops(bands, cost.projection) for cost in found]
+    worst = max(range(len(found)), key=lambda band: found[band].projection.peak_bytes)
     ranks = []
-    for band, (_, projection, comm) in enumerate(found):
+    for band, cost in enumerate(found):
+        projection, traffic = cost.projection, cost.traffic
         rows = bands.layout.shares.rows(band, bands.layout.shares.height)
-        sent = comm.traffic.sent_bytes
-        share = len(rows) / bands.layout.shares.height
+        sent = traffic.sent_bytes
         ranks.append(
             RankPlan(
                 rows=(rows.start, rows.stop),
                 projected_peak_bytes=projection.peak_bytes,
                 flops=projection.flops,
-                halo_flops=round(tiled[band] - share * undivided) if excess else 0,
                 repeated_flops=projection.flops - tiled[band] if band else 0,
                 sent_row_bytes=sent["rows"],
                 sent_global_bytes=sent["globals"],
                 sent_parameter_bytes=sent["parameters"],
-                received_bytes=sum(comm.traffic.received_bytes.values()),
+                received_bytes=sum(traffic.received_bytes.values()),
             )
         )
     return BandsPlanned(
         bands=bands,
-        planned=Planned(bands.choices, found[worst][0], found[worst][1]),
-        mesh=MeshPlan(num_replicas=shape.num_replicas, ranks=tuple(ranks), outputs_in_bands=bool(bands.layout.kept_in_bands)),
+        planned=Planned(bands.choices, found[worst].region, found[worst].projection),
+        mesh=MeshPlan(
+            num_replicas=shape.num_replicas,
+            ranks=tuple(ranks),
+            halo_flops=max(0, sum(tiled) - undivided),
+            outputs_in_bands=bool(bands.layout.kept_in_bands),
+        ),
     )
 
 

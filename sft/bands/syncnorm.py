@@ -30,7 +30,7 @@ def _norms(model: nn.Module) -> dict[str, nn.SyncBatchNorm]:
 @contextmanager
 def captured_plainly(model: nn.Module) -> Iterator[None]:
     """A model whose SyncBatchNorms are BatchNorms, to be captured."""
-    found = [(module, module.__class__) for module in _norms(model).values()]
+    found: list[tuple[nn.Module, type[nn.Module]]] = [(module, module.__class__) for module in _norms(model).values()]
     try:
         for module, _ in found:
             module.__class__ = _Plain

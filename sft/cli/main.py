@@ -19,6 +19,7 @@ from sft.cli.models import load_model, parse_shape, parse_tile
 from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
 from sft.errors import InputError, SftError
 from sft.options import STRATEGIES, Options
+from sft.units import parse_rate
 
 __all__ = ["main"]
 
@@ -67,6 +68,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         pareto=args.pareto,
         budgets=tuple(args.budgets),
         costs=args.costs,
+        mesh=_mesh(args),
+        reads=args.read,
+        link_bytes_per_second=None if args.link is None else parse_rate(args.link),
     )
     if args.pareto is not None:
         # A forced tile forbids plain execution.
@@ -74,6 +78,17 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         return show_pareto(question, console, as_json=args.json, strategies=names)
     show = compare_strategies if args.compare else show_plan
     return show(question, console, as_json=args.json)
+
+
+def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Replicas and bands, where any were asked for."""
+    if args.ranks is None:
+        if args.replicas != 1 or args.link is not None:
+            raise InputError("--replicas and --link are about --ranks; give that, too")
+        return None
+    if args.compare or args.pareto is not None or args.time:
+        raise InputError("--ranks plans for a mesh, which has one strategy; leave out --compare, --pareto and --time")
+    return args.replicas, args.ranks
 
 
 def _model_arguments(given: Sequence[str]) -> dict[str, Any]:
@@ -118,6 +133,13 @@ def _parser() -> argparse.ArgumentParser:
         help="plan for several budgets and draw time against memory, of all strategies with --compare",
     )
     plan.add_argument("--budgets", nargs="+", default=(), metavar="BYTES", help="for --pareto (default: from plain PyTorch's need down)")
+    plan.add_argument(
+        "--ranks", type=int, metavar="N", help="share the image among so many ranks, each with the budget; needs none of them"
+    )
+    plan.add_argument("--replicas", type=int, default=1, metavar="N", help="so many images at once, each on --ranks ranks (default: 1)")
+    plan.add_argument(
+        "--link", metavar="RATE", help="of each rank to the others, such as 400Gbit or 50GB (a second): how long messages take"
+    )
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
     return parser
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sft.units import format_bytes
+
 __all__ = ["MeshPlan", "RankPlan"]
 
 
@@ -15,7 +17,6 @@ class RankPlan:
         rows: first row of the tallest input that the band owns, and the one behind the last.
         projected_peak_bytes: most bytes that its step makes, as `sft.Plan.projected_peak_bytes`.
         flops: what it computes.
-        halo_flops: of these, what a neighbour computes too: about the bands' borders.
         repeated_flops: of these, what all bands compute: on whole tensors (0 for the first band).
         sent_row_bytes: rows of cuts and of their gradients that it sends.
         sent_global_bytes: running reductions and gradients of global values that it sends.
@@ -26,7 +27,6 @@ class RankPlan:
     rows: tuple[int, int]
     projected_peak_bytes: int
     flops: int
-    halo_flops: int
     repeated_flops: int
     sent_row_bytes: int
     sent_global_bytes: int
@@ -46,11 +46,14 @@ class MeshPlan:
     Attributes:
         num_replicas: images that are worked on at once.
         ranks: one for each band of an image; those of other replicas are the same.
+        halo_flops: what bands compute together beyond what one band would that is the whole image: rows at their borders, computed by both
+            neighbours.
         outputs_in_bands: whether each rank returns its own rows of outputs that are images.
     """
 
     num_replicas: int
     ranks: tuple[RankPlan, ...]
+    halo_flops: int
     outputs_in_bands: bool = False
 
     @property
@@ -65,12 +68,41 @@ class MeshPlan:
 
     @property
     def halo_share(self) -> float:
-        """What is computed twice at the bands' borders, of all FLOPs."""
-        total = sum(rank.flops for rank in self.ranks)
-        return sum(rank.halo_flops for rank in self.ranks) / total if total else 0.0
+        """What is computed twice at the bands' borders, over what is computed once."""
+        once = sum(rank.flops - rank.repeated_flops for rank in self.ranks) - self.halo_flops
+        return self.halo_flops / once if once else 0.0
 
     @property
     def balance(self) -> float:
         """The mean of the ranks' FLOPs over the largest: 1 where all work alike."""
         most = max((rank.flops for rank in self.ranks), default=0)
         return sum(rank.flops for rank in self.ranks) / (most * len(self.ranks)) if most else 1.0
+
+    def link_seconds(self, bytes_per_second: float) -> float:
+        """How long the busiest rank's messages take on a link of its own, in each direction, if nothing else hides them."""
+        return max((max(rank.sent_bytes, rank.received_bytes) for rank in self.ranks), default=0) / bytes_per_second
+
+    def lines(self) -> list[str]:
+        """The mesh for people: what the ranks do together, then one line a rank; of many alike the first of each kind."""
+        total = sum(rank.flops for rank in self.ranks)
+        lines = [
+            f"Mesh: {self.num_replicas} replica(s) of {self.num_bands} band(s)",
+            f"  borders           {100 * self.halo_share:>10.3f} %  of FLOPs are computed by two neighbours",
+            f"  balance           {100 * self.balance:>10.1f} %  mean over largest of the ranks' FLOPs",
+            f"  sent              {format_bytes(self.sent_bytes):>12}  a step, by all ranks of an image",
+            "  band          rows of the image   projected peak   share of FLOPs      sent: rows   global values      parameters",
+        ]
+        previous: tuple[int, ...] | None = None
+        for band, rank in enumerate(self.ranks):
+            sent = (rank.sent_row_bytes, rank.sent_global_bytes, rank.sent_parameter_bytes)
+            key = (rank.projected_peak_bytes, rank.flops, *sent)
+            if key == previous:
+                if not lines[-1].endswith("likewise"):
+                    lines.append("   ...          likewise")
+                continue
+            previous = key
+            rows = f"{rank.rows[0]} .. {rank.rows[1]}"
+            amounts = "".join(f"{format_bytes(amount):>16}" for amount in sent)
+            share = 100 * rank.flops / total if total else 0.0
+            lines.append(f"  {band:>4} {rows:>26} {format_bytes(rank.projected_peak_bytes):>16} {share:>14.2f} %{amounts}")
+        return lines

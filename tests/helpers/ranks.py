@@ -26,9 +26,12 @@ class Ranks:
     """Running processes with gloo between them."""
 
     def __init__(self, count: int, store: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Their common parent imports once for all of them.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.helpers.banded", "torch.export", "torch._dynamo", "torch.distributed.device_mesh"])
         self.connections: list[Connection] = []
         self.processes = []
+        self.is_broken = False
         for rank in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, count, str(store), theirs), daemon=True)
@@ -37,12 +40,14 @@ class Ranks:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, case: Callable[..., Any], *arguments: Any, timeout_seconds: float = 120.0) -> list[Any]:
+    def run(self, case: Callable[..., Any], *arguments: Any, timeout_seconds: float = 90.0) -> list[Any]:
         """What ``case(rank, *arguments)`` returns on each rank.
 
         Raises:
             RankFailedError: it raised on one of them, or did not return in time.
         """
+        if self.is_broken:
+            raise RankFailedError("an earlier case failed in these processes, and they may be out of step")
         for connection in self.connections:
             connection.send((case, arguments))
         found: dict[int, tuple[bool, Any]] = {}
@@ -50,6 +55,7 @@ class Ranks:
             left = [connection for rank, connection in enumerate(self.connections) if rank not in found]
             ready = wait(left, timeout_seconds)
             if not ready:
+                self.is_broken = True
                 raise RankFailedError(f"only ranks {sorted(found)} answered within {timeout_seconds} s")
             for connection in ready:
                 assert isinstance(connection, Connection)
@@ -60,6 +66,7 @@ class Ranks:
                     found[rank] = (False, "the process ended")
         failed = {rank: value for rank, (is_well, value) in sorted(found.items()) if not is_well}
         if failed:
+            self.is_broken = True
             raise RankFailedError("\n".join(f"rank {rank}: {value}" for rank, value in failed.items()))
         return [found[rank][1] for rank in range(len(found))]
 
@@ -68,7 +75,7 @@ class Ranks:
         for connection in self.connections:
             connection.close()
         for process in self.processes:
-            process.join(10)
+            process.join(1 if self.is_broken else 10)
             if process.is_alive():
                 process.kill()
 

@@ -91,6 +91,8 @@ def compile(
         raise InputError("output='band' is for several ranks: give a mesh, or output='device'")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
+    if plan is not None and (resolved is not None or plan.mesh is not None):
+        raise InputError("plan: plans that are handed in are for one device; leave plan out with mesh, and make another without")
     examples = _examples(input_shape)
     shapes = () if examples else _shapes(input_shape)
     budget_bytes = parse_bytes(budget)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import sft
 
-from .helpers.banded import check_bands, mesh_of
-from .helpers.models import Branches, ConvNet, Residual, seeded
+from .helpers.banded import check_bands
+from .helpers.models import Branches, ConvNet, Residual
 from .helpers.ranks import Ranks, ranks_of
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
@@ -229,12 +229,3 @@ def test_every_split_of_four_ranks(four: Ranks, num_replicas: int, synchronized:
 def test_bands_that_own_no_row_of_small_images(four: Ranks) -> None:
     # 9 rows become 5, 2 and 1: three of four bands own nothing of the last one, and wait.
     four.run(partial(check_bands, num_ranks=4, steps=1), 1, Deep, (2, 3, 9, 8), sft.Options(tile=(2, None)))
-
-
-def test_fewer_rows_than_bands_are_refused(four: Ranks) -> None:
-    four.run(_refused, Small, (1, 3, 3, 9))
-
-
-def _refused(rank: int, make: Callable[[], nn.Module], shape: tuple[int, ...]) -> None:
-    with pytest.raises(sft.InputError, match="an image of 3 rows for 4 bands"):
-        sft.compile(seeded(make), shape, mesh=mesh_of(1, 4))

@@ -9,6 +9,7 @@ failure the next call makes a new link, which works if all ranks are still there
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -26,14 +27,15 @@ __all__ = ["ProcessLink"]
 
 #: How long a rank looks for a cause that another has not written down yet.
 _PATIENCE = timedelta(seconds=2)
+_POLL_SECONDS = 0.02
 
 
 class _LinkBroken(Exception):
     """A message could not be sent or received."""
 
-    def __init__(self, rank: int, error: Exception) -> None:
+    def __init__(self, rank: int, why: str) -> None:
         self.rank = rank
-        super().__init__(f"no answer from rank {rank}: {error}")
+        super().__init__(why)
 
 
 class ProcessLink:
@@ -53,25 +55,28 @@ class ProcessLink:
         self._place = ranks.index(dist.get_rank())
         self._group: Any = None
         self._generation = 0
-        self._depth = 0
 
     def swap(self, over: Over, send: tuple[int, Handle] | None, receive: tuple[int, Handle] | None) -> None:
+        failure = self._swapped(over, send, receive)
+        if failure is not None:
+            raise failure
+
+    def _swapped(self, over: Over, send: tuple[int, Handle] | None, receive: tuple[int, Handle] | None) -> _LinkBroken | None:
+        """Swap; what went wrong is returned, so that no frame of a traceback keeps the connections open."""
         group, members = self._opened(), self.members[over]
-        waiting = []
-        for is_send, message in ((True, send), (False, receive)):
-            if message is None:
-                continue
-            place, tensor = members[message[0]], dense(message[1])
-            call = group.send if is_send else group.recv
-            try:
-                waiting.append((place, call([tensor], place, 0)))
-            except RuntimeError as error:
-                raise _LinkBroken(self.ranks[place], error) from error
-        for place, work in waiting:
-            try:
+        works = {}
+        place = self._place
+        try:
+            for call, message in ((group.send, send), (group.recv, receive)):
+                if message is not None:
+                    place = members[message[0]]
+                    works[call([dense(message[1])], place, 0)] = place
+            for work in works:
+                place = works[work]
                 work.wait()
-            except RuntimeError as error:
-                raise _LinkBroken(self.ranks[place], error) from error
+        except RuntimeError as error:
+            return _LinkBroken(self.ranks[place], str(error))
+        return None
 
     def broadcast(self, over: Over, tensor: torch.Tensor) -> None:
         """Fill a tensor with the first member's; a control message, which no plan counts."""
@@ -100,7 +105,6 @@ class ProcessLink:
         Raises:
             RankError: another rank failed.
         """
-        self._depth += 1
         try:
             yield
         except _LinkBroken as error:
@@ -110,8 +114,6 @@ class ProcessLink:
         except BaseException as error:
             self._close(f"rank {self.ranks[self._place]} failed: {type(error).__name__}: {error}")
             raise
-        finally:
-            self._depth -= 1
 
     def _because_of(self, error: _LinkBroken) -> RankError:
         """What this rank says, which is what it has been told, or else whom it could not reach."""
@@ -124,9 +126,17 @@ class ProcessLink:
         )
 
     def _opened(self) -> Any:
-        """The process group, made anew after a failure."""
+        """The process group, made anew after a failure, once all ranks are there."""
         if self._group is None:
-            self._group = _new_group(self._store(), self._place, len(self.ranks), self.timeout, self.device)
+            store, started = self._store(), time.monotonic()
+            store.set(f"ready/{self._place}", "1")
+            missing = list(range(len(self.ranks)))
+            while missing := [place for place in missing if not store.check([f"ready/{place}"])]:
+                is_late = time.monotonic() - started > self.timeout.total_seconds()
+                if store.check(["cause"]) or is_late:
+                    raise _LinkBroken(self.ranks[missing[0]], "it has not come")
+                time.sleep(_POLL_SECONDS)
+            self._group = _new_group(store, self._place, len(self.ranks), self.timeout, self.device)
         return self._group
 
     def _store(self) -> Any:

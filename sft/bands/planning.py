@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from sft.analysis.axes import ROWS
 from sft.analysis.bands import Shares, even_bounds
-from sft.analysis.footprint import run_footprint
+from sft.analysis.footprint import Footprint, run_footprint
 from sft.bands.build import Bands
 from sft.bands.comm import Comm, Traffic
 from sft.bands.dividing import divisions
@@ -173,8 +173,6 @@ def plan_bands(
                 if peak_bytes >= before:
                     break  # what lower strips save goes into states
                 before = peak_bytes
-            else:
-                continue
             if best is not None:
                 break  # what follows restores states, or has more panels
     if best is not None:
@@ -216,6 +214,8 @@ def _check(problem: Problem, shape: MeshShape, options: Options, height: int) ->
         problems.append(f"strategy {options.strategy!r} is for one device; leave it out with mesh")
     if height < shape.num_bands:
         problems.append(f"an image of {height} rows for {shape.num_bands} bands; use at most {height} bands")
+    if options.profile != "auto":
+        problems.append(f"profile {options.profile!r} is for one device; leave it out with mesh")
     if problem.host_outputs:
         problems.append("output='host' and output files are for one device; use output='device' or output='band' with mesh")
     if problems:
@@ -274,15 +274,20 @@ def _descents(
 
 def _strip_bytes(problem: Problem, choices: Sequence[SegmentChoice], num_panels: int) -> float:
     """What the largest strip needs, by the formula."""
-    phases = problem.phases
     most = 0.0
     for choice in choices:
         if choice.mode == "tiled":
-            footprint = run_footprint(
-                problem.graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
-            )
+            footprint = _footprint(problem, choice.nodes, choice.batch_tile)
             most = max(most, footprint.working_bytes(choice.strip_rows) / num_panels)
     return most
+
+
+def _footprint(problem: Problem, names: tuple[str, ...], batch: int) -> Footprint:
+    graph, phases = problem.graph, problem.phases
+    return problem.remembered(
+        ("footprint", names, batch),
+        lambda: run_footprint(graph, names, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, batch),
+    )
 
 
 def _planned(bands: Bands, shape: MeshShape, found: Sequence[_Projected]) -> BandsPlanned:

@@ -40,6 +40,7 @@ class BandSegment(TiledSegment):
         key = (kind, schedule.signature(index), self.panel_kinds[walk.panel], len(walk.chunk))
         if key not in self.shared:
             self.shared[key] = super().program(kind, index, walk)
+        self._programs[(kind, int(schedule.kinds[1][index]), *key[2:])] = self.shared[key]
         return self.shared[key]
 
     def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:

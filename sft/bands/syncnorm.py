@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,8 +24,8 @@ class _Plain(nn.modules.batchnorm._BatchNorm):
         pass
 
 
-def _norms(model: nn.Module) -> dict[str, nn.SyncBatchNorm]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)}
+def _norms(model: nn.Module) -> dict[str, Any]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.SyncBatchNorm, _Plain))}
 
 
 @contextmanager

@@ -133,13 +133,10 @@ def _parser() -> argparse.ArgumentParser:
         help="plan for several budgets and draw time against memory, of all strategies with --compare",
     )
     plan.add_argument("--budgets", nargs="+", default=(), metavar="BYTES", help="for --pareto (default: from plain PyTorch's need down)")
-    plan.add_argument(
-        "--ranks", type=int, metavar="N", help="share the image among so many ranks, each with the budget; needs none of them"
-    )
+    plan.add_argument("--read", action="store_true", help="inputs are read in strips (slides, arrays) and never whole on the device")
+    plan.add_argument("--ranks", type=int, metavar="N", help="share the image among so many ranks, each with the budget")
     plan.add_argument("--replicas", type=int, default=1, metavar="N", help="so many images at once, each on --ranks ranks (default: 1)")
-    plan.add_argument(
-        "--link", metavar="RATE", help="of each rank to the others, such as 400Gbit or 50GB (a second): how long messages take"
-    )
+    plan.add_argument("--link", metavar="RATE", help="of a rank to the others, such as 400Gbit or 50GB a second")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
     return parser
 

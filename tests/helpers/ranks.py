@@ -57,9 +57,9 @@ class Ranks:
             if not ready:
                 self.is_broken = True
                 raise RankFailedError(f"only ranks {sorted(found)} answered within {timeout_seconds} s")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                rank = self.connections.index(connection)
+            for rank, connection in enumerate(self.connections):
+                if connection not in ready:
+                    continue
                 try:
                     found[rank] = connection.recv()
                 except EOFError:

@@ -91,9 +91,9 @@ def _reads_its_own(rank: int) -> None:
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     grads = [{name: p.grad for name, p in module.named_parameters()} for module in (net, eager)]
     assert max(gradient_errors(*grads).values()) <= 1e-10
-    # A pool and three convolutions, one of them strided: 9 rows of the image beyond the band's own.
-    start, stop = net.plan.mesh.ranks[rank].rows
-    assert source.read == set(range(max(0, start - 9), min(48, stop + 9)))
+    # Rows 0..5 and 6..11 of the last image: through a strided convolution, a convolution, a strided pool and a convolution.
+    assert [each.rows for each in net.plan.mesh.ranks] == [(0, 24), (24, 48)]
+    assert source.read == set((range(27), range(18, 48))[rank])
 
 
 def test_a_source_is_read_for_the_own_band_and_its_halo(pair: Ranks) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,7 +101,7 @@ class Block(nn.Module):
         super().__init__()
         self.first = nn.Sequential(nn.Conv2d(before, after, 3, stride, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU(inplace=True))
         self.second = nn.Sequential(nn.Conv2d(after, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after))
-        self.shortcut = nn.Identity()
+        self.shortcut: nn.Module = nn.Identity()
         if before != after or stride != 1:
             self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
 
@@ -186,7 +187,7 @@ class NormedDense(Dense):
 
 
 _TILED = sft.Options(tile=(4, None))
-_CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, object]]] = {
+_CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]]] = {
     "vgg": (Vgg, (1, 3, 40, 16), {}),
     "dense": (Dense, (2, 3, 37, 20), {}),
     "pooled": (ConvNet, (2, 3, 33, 12), {}),

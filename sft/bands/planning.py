@@ -37,8 +37,9 @@ _ALL_KEPT = Checkpoints()
 _SLOTS = (8, 4, 2)
 #: Strips of a band are no lower than so many rows of the image, unless they are asked for.
 _LEAST_ROWS = 4
-#: Panels narrower than this are all halo.
+#: Panels narrower than this are all halo; more of them must need less than this share of what fewer need.
 _LEAST_PANEL_COLS = 64
+_WORTH_ANOTHER_PANEL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,30 +152,40 @@ def plan_bands(
     middle, smallest = shape.num_bands // 2, sys.maxsize
     best: tuple[float, Bands] | None = None
     for cuts in divisions(problem, shares) if options.tile is None else ({},):
-        for candidates in _descents(problem, options, shares, cuts, room_bytes):
-            before = sys.maxsize
-            for choices in candidates:
-                bands = Bands(
-                    problem,
-                    choices,
-                    shares,
-                    outputs_in_bands=outputs_in_bands,
-                    num_replicas=shape.num_replicas,
-                    synchronized=synchronized,
-                )
-                costs = project_bands(bands, shape, sorted({0, middle, shape.num_bands - 1}))
-                peak_bytes = max(cost.projection.peak_bytes for cost in costs.values())
-                smallest = min(smallest, peak_bytes)
-                if peak_bytes <= room_bytes:
-                    flops = max(cost.projection.flops for cost in costs.values())
-                    if best is None or flops < best[0]:
-                        best = (flops, bands)
-                    break
-                if peak_bytes >= before:
-                    break  # what lower strips save goes into states
-                before = peak_bytes
-            if best is not None:
-                break  # what follows restores states, or has more panels
+
+        def made(choices: tuple[SegmentChoice, ...]) -> Bands:
+            return Bands(
+                problem,
+                choices,
+                shares,
+                outputs_in_bands=outputs_in_bands,
+                num_replicas=shape.num_replicas,
+                synchronized=synchronized,
+            )
+
+        if cuts and _held_bytes(made(banded_choices(problem, lambda names: 1, cuts=cuts)), middle) > room_bytes:
+            continue
+        for num_panels in _numbers_of_panels(problem, options):
+            least = smallest
+            for candidates in _descents(problem, options, shares, cuts, room_bytes, num_panels):
+                before = sys.maxsize
+                for choices in candidates:
+                    bands = made(choices)
+                    costs = project_bands(bands, shape, sorted({0, middle, shape.num_bands - 1}))
+                    peak_bytes = max(cost.projection.peak_bytes for cost in costs.values())
+                    smallest = min(smallest, peak_bytes)
+                    if peak_bytes <= room_bytes:
+                        flops = max(cost.projection.flops for cost in costs.values())
+                        if best is None or flops < best[0]:
+                            best = (flops, bands)
+                        break
+                    if peak_bytes >= before:
+                        break  # what lower strips save goes into states
+                    before = peak_bytes
+                if best is not None:
+                    break  # what follows restores states
+            if best is not None or smallest > _WORTH_ANOTHER_PANEL * least:
+                break
     if best is not None:
         found = project_bands(best[1], shape)
         highest = max(cost.projection.peak_bytes for cost in found.values())
@@ -223,15 +234,14 @@ def _check(problem: Problem, shape: MeshShape, options: Options, height: int) ->
 
 
 def _descents(
-    problem: Problem, options: Options, shares: Shares, cuts: Mapping[int, Sequence[int]], room_bytes: int
+    problem: Problem, options: Options, shares: Shares, cuts: Mapping[int, Sequence[int]], room_bytes: int, num_panels: int
 ) -> Iterator[Iterator[tuple[SegmentChoice, ...]]]:
-    """Decisions with strips that get lower and lower: first with all states kept, then with few, then in more and more panels."""
+    """Decisions with strips that get lower and lower: first with all states kept, then with few."""
     height = shares.height
     tallest = max(len(shares.rows(band, height)) for band in range(shares.num_bands))
     batch_tile = min(options.batch_tile or problem.num_batch, problem.num_batch) if problem.splits_batch else problem.num_batch
-    width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
 
-    def choose(rows: int, policy: Checkpoints, num_panels: int) -> tuple[SegmentChoice, ...]:
+    def choose(rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
         return banded_choices(
             problem,
             lambda names: max(1, round(rows * problem.run_height(names) / height)),
@@ -242,10 +252,10 @@ def _descents(
             cuts=cuts,
         )
 
-    def descent(policy: Checkpoints, num_panels: int) -> Iterator[tuple[SegmentChoice, ...]]:
+    def descent(policy: Checkpoints) -> Iterator[tuple[SegmentChoice, ...]]:
         rows = tallest
         while True:
-            found = choose(rows, policy, num_panels)
+            found = choose(rows, policy)
             if rows <= _LEAST_ROWS or _strip_bytes(problem, found, num_panels) <= room_bytes:
                 yield found
             if rows <= _LEAST_ROWS:
@@ -260,16 +270,35 @@ def _descents(
     elif problem.training:
         policies += [Checkpoints(slots=slots) for slots in _SLOTS]
     if options.tile is not None:
-        rows, cols = options.tile
-        yield iter((choose(min(rows, tallest), policies[0], 1 if cols is None else max(1, -(-width // cols))),))
+        yield iter((choose(min(options.tile[0], tallest), policies[0]),))
+        return
+    for policy in policies:
+        yield descent(policy)
+
+
+def _numbers_of_panels(problem: Problem, options: Options) -> Iterator[int]:
+    """1, 2, 4, ..., or what was asked for."""
+    width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
+    if options.tile is not None:
+        cols = options.tile[1]
+        yield 1 if cols is None else max(1, -(-width // cols))
         return
     num_panels = 1
-    while True:
-        for policy in policies:
-            yield descent(policy, num_panels)
-        if width // (2 * num_panels) < _LEAST_PANEL_COLS:
-            return
+    while num_panels == 1 or width // num_panels >= _LEAST_PANEL_COLS:
+        yield num_panels
         num_panels *= 2
+
+
+def _held_bytes(bands: Bands, band: int) -> int:
+    """Bytes of a band's rows of all cuts, which a training step holds between its passes; of inference nothing is known."""
+    problem, held = bands.problem, bands.layout.held
+    if not problem.training:
+        return 0
+    total = 0
+    for name, part in held.items():
+        if name not in problem.graph.inputs:
+            total += problem.value_bytes(name) * len(part.rows[band]) // problem.extent(name, ROWS)
+    return total
 
 
 def _strip_bytes(problem: Problem, choices: Sequence[SegmentChoice], num_panels: int) -> float:

@@ -46,6 +46,10 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     # A model without memory can be planned, but not timed.
     model = load_model(args.model, _model_arguments(args.model_args), meta=not getattr(args, "time", False))
     model.train(not args.inference)
+    if args.frozen_norms:
+        for module in model.modules():
+            if getattr(module, "running_mean", None) is not None:
+                module.eval()
     shapes = tuple(parse_shape(text) for text in args.input)
     if args.command == "check":
         return show_check(model, shapes, console, as_json=args.json)
@@ -145,5 +149,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="package.module:callable, or the name of a model of torchvision or timm")
     parser.add_argument("--input", nargs="+", required=True, metavar="SHAPE", help="such as 1x3x20480x20480; one for each input")
     parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments for making the model")
+    parser.add_argument("--frozen-norms", action="store_true", help="norms with running statistics keep them, as in evaluation mode")
     parser.add_argument("--inference", action="store_true", help="in evaluation mode and without gradients")
     parser.add_argument("--json", action="store_true", help="for programs")

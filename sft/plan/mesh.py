@@ -8,6 +8,9 @@ from sft.units import format_bytes
 
 __all__ = ["MeshPlan", "RankPlan"]
 
+#: Bands that are listed one by one.
+_SHOWN = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlan:
@@ -83,7 +86,7 @@ class MeshPlan:
         return max((max(rank.sent_bytes, rank.received_bytes) for rank in self.ranks), default=0) / bytes_per_second
 
     def lines(self) -> list[str]:
-        """The mesh for people: what the ranks do together, then one line a rank; of many alike the first of each kind."""
+        """The mesh for people: what the ranks do together, then one line for each of the first ranks and the last."""
         total = sum(rank.flops for rank in self.ranks)
         lines = [
             f"Mesh: {self.num_replicas} replica(s) of {self.num_bands} band(s)",
@@ -92,17 +95,17 @@ class MeshPlan:
             f"  sent              {format_bytes(self.sent_bytes):>12}  a step, by all ranks of an image",
             "  band          rows of the image   projected peak   share of FLOPs      sent: rows   global values      parameters",
         ]
-        previous: tuple[int, ...] | None = None
+        shown = {*range(_SHOWN), self.num_bands - 1}
         for band, rank in enumerate(self.ranks):
-            sent = (rank.sent_row_bytes, rank.sent_global_bytes, rank.sent_parameter_bytes)
-            key = (rank.projected_peak_bytes, rank.flops, *sent)
-            if key == previous:
-                if not lines[-1].endswith("likewise"):
-                    lines.append("   ...          likewise")
+            if band not in shown:
+                if band == _SHOWN:
+                    peaks = [other.projected_peak_bytes for other in self.ranks[band:-1]]
+                    lines.append(f"   ... {len(peaks)} more, projected peaks {format_bytes(min(peaks))} to {format_bytes(max(peaks))}")
                 continue
-            previous = key
             rows = f"{rank.rows[0]} .. {rank.rows[1]}"
-            amounts = "".join(f"{format_bytes(amount):>16}" for amount in sent)
+            amounts = "".join(
+                f"{format_bytes(sent):>16}" for sent in (rank.sent_row_bytes, rank.sent_global_bytes, rank.sent_parameter_bytes)
+            )
             share = 100 * rank.flops / total if total else 0.0
             lines.append(f"  {band:>4} {rows:>26} {format_bytes(rank.projected_peak_bytes):>16} {share:>14.2f} %{amounts}")
         return lines

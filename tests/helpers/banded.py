@@ -127,8 +127,8 @@ def _eager_step(eager: nn.Module, images: list[Tensor], weights: list[Tensor], s
             if parameter.grad is not None:
                 parameter.grad /= count
         assert joined.grad is not None
-        for x, grad in zip(images, joined.grad.chunk(count), strict=True):
-            x.grad = grad.clone()
+        for own, part in zip(images, joined.grad.chunk(count), strict=True):
+            own.grad = part.clone()
         return [[whole[r].detach() for whole in parts] for r in range(count)]
     start = {name: buffer.clone() for name, buffer in eager.named_buffers()}
     first: dict[str, Tensor] = {}

@@ -13,8 +13,9 @@ so that a schedule of thousands of steps costs as many NumPy operations as there
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from math import lcm
@@ -26,9 +27,24 @@ from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 
-__all__ = ["NodeRows", "Read", "Schedule", "Step", "build_schedule", "row_rates", "source_rates", "total_stride"]
+__all__ = ["Band", "NodeRows", "Read", "Schedule", "Step", "build_schedule", "row_rates", "source_rates", "total_stride"]
 
 Rows = npt.NDArray[np.int64]
+
+_NOTHING = Interval(0, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Band:
+    """The part of an image that one of several walks is for, its halo above and below included.
+
+    Attributes:
+        computed: for each value the rows that the walk computes (of a source: reads); values that it has nothing to do with have none.
+        own: for each result, and for each value that a reduction takes, the rows that are this walk's and no other's.
+    """
+
+    computed: Mapping[str, Interval]
+    own: Mapping[str, Interval]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +137,7 @@ class Schedule:
         reads: for each operator its streamed operands with access maps' first and last rows, before clipping.
         phases: for each operator that asks for it the phase of its first new row in each step; see :class:`Read`.
         strip_rows: rows of the tallest source that one step advances by.
+        own: of a band (:class:`Band`), for each result the rows that are its own.
     """
 
     sources: tuple[str, ...]
@@ -131,6 +148,7 @@ class Schedule:
     reads: Mapping[str, tuple[tuple[str, Rows, Rows], ...]]
     phases: Mapping[str, Rows]
     strip_rows: int
+    own: Mapping[str, Interval] = field(default_factory=dict)
 
     @property
     def num_steps(self) -> int:
@@ -155,7 +173,7 @@ class Schedule:
                     new=new,
                     held=Interval(int(kept[index]), new.stop),
                     kept=Interval(int(kept[index + 1]), new.stop),
-                    wanted=new,
+                    wanted=(new.intersect(self.own[name]) or _NOTHING) if name in self.own else new,
                     reads=reads,
                 )
             )
@@ -169,6 +187,8 @@ class Schedule:
             frontier, kept = self.frontier[name], self.kept[name]
             new = frontier[1:] - frontier[:-1]
             columns += [new, frontier[:-1] - kept[:-1], frontier[1:] - kept[1:]]
+            if name in self.own:
+                columns += [np.clip(end - frontier[:-1], 0, new) for end in (self.own[name].start, self.own[name].stop)]
             if name in self.phases:
                 columns.append(np.where(new > 0, self.phases[name], 0))
             for operand, low, high in self.reads.get(name, ()):
@@ -179,6 +199,14 @@ class Schedule:
                     for column in (clipped - base, np.clip(high, 0, extent) - base, high - low, clipped - low)
                 ]
         return np.stack(columns, axis=1)
+
+    def signature(self, index: int) -> bytes:
+        """All of a step that its program depends on."""
+        return bytes(self._signatures[index].tobytes())
+
+    def likeness(self) -> bytes:
+        """All of the steps that their cost depends on: equal for walks that compute the same elsewhere in an image."""
+        return hashlib.sha256(self._signatures.tobytes()).digest()
 
     @cached_property
     def kinds(self) -> tuple[Rows, Rows]:
@@ -247,6 +275,7 @@ def build_schedule(
     streamed: frozenset[str],
     extents: Mapping[str, int],
     strip_rows: int,
+    band: Band | None = None,
 ) -> Schedule:
     """Walk the operators ``names`` in strips of ``strip_rows`` rows of their tallest source.
 
@@ -257,16 +286,22 @@ def build_schedule(
         streamed: the values that come in strips.
         extents: rows of every streamed value.
         strip_rows: at least 1; clipped to the image.
+        band: the part of the image that the walk is for; all of it by default. A band of no rows has no steps.
     """
     sources = graph.sources(names, streamed)
     height = max(extents[name] for name in sources)
-    strip = min(strip_rows, height)
-    unclipped = _advance(graph, names, rows, streamed, extents, sources, height, strip)
+    computed = {
+        name: Interval(0, extents[name]) if band is None else band.computed[name] for name in (*sources, *names) if name in streamed
+    }
+    own = computed if band is None else band.own
+    walked = _walked(sources, computed, extents, height)
+    strip = max(1, min(strip_rows, len(walked)))
+    unclipped = _advance(graph, names, rows, streamed, extents, sources, computed, walked, strip)
     frontier: dict[str, Rows] = {}
     for name in (*sources, *names):
         if name in streamed:
-            frontier[name] = np.clip(unclipped[name], 0, extents[name])
-            frontier[name][0] = 0
+            frontier[name] = np.clip(unclipped[name], computed[name].start, computed[name].stop)
+            frontier[name][0] = computed[name].start
         else:
             frontier[name] = np.zeros_like(unclipped[sources[0]])
     reads: dict[str, tuple[tuple[str, Rows, Rows], ...]] = {}
@@ -276,7 +311,7 @@ def build_schedule(
         node = graph[name]
         entries = []
         for operand in dict.fromkeys(o for o in node.operands if o in streamed):
-            low, high, floor_row = _reads(node, rows[name], frontier, operand, extents, streamed)
+            low, high, floor_row = _reads(node, rows[name], frontier, operand, computed, own, streamed)
             entries.append((operand, low, high))
             kept[operand] = np.minimum(kept[operand], floor_row)
         reads[name] = tuple(entries)
@@ -292,7 +327,18 @@ def build_schedule(
         reads=reads,
         phases=phases,
         strip_rows=strip,
+        own={} if band is None else {name: own[name] for name in names if name in own and name in streamed},
     )
+
+
+def _walked(sources: Sequence[str], computed: Mapping[str, Interval], extents: Mapping[str, int], height: int) -> Interval:
+    """The rows of the tallest source that a walk advances over, so that every source is read from its first row to its last."""
+    walked = _NOTHING
+    for name in sources:
+        part, extent = computed[name], extents[name]
+        walked = walked.hull(Interval(part.start * height // extent, -(-part.stop * height // extent)) if part else _NOTHING)
+    # Rows that read nothing but padding are computed, too.
+    return walked or (Interval(0, height) if any(computed.values()) else _NOTHING)
 
 
 def _advance(
@@ -302,13 +348,15 @@ def _advance(
     streamed: frozenset[str],
     extents: Mapping[str, int],
     sources: Sequence[str],
-    height: int,
+    computed: Mapping[str, Interval],
+    walked: Interval,
     strip: int,
 ) -> dict[str, Rows]:
     """Unclipped frontiers after 0, 1, 2, ... strips, until every value is complete."""
-    num_steps = -(-height // strip)
+    height = max(extents[name] for name in sources)
+    num_steps = -(-len(walked) // strip)
     while True:
-        position = np.arange(num_steps + 1, dtype=np.int64) * strip
+        position = walked.start + np.arange(num_steps + 1, dtype=np.int64) * strip
         front = {name: -((-position * extents[name]) // height) for name in sources}
         # Sources are whole, so one that is complete never holds its readers back.
         for name in names:
@@ -321,24 +369,31 @@ def _advance(
             if row.role == "reduce":
                 continue
             front[name] = (access.divisor * least - access.last - 1) // access.scale + 1
-        done = np.all([front[name] >= extents[name] for name in (*sources, *names) if name in streamed], axis=0)
+        done = np.all([front[name] >= computed[name].stop for name in (*sources, *names) if name in streamed], axis=0)
         if done[-1]:
-            end = int(done.argmax()) + 1
+            end = int(done.argmax()) + 1 if walked else 1
             return {name: values[:end] for name, values in front.items()}
         num_steps += max(1, num_steps // 8)
 
 
 def _reads(
-    node: Node, row: Operator, frontier: Mapping[str, Rows], operand: str, extents: Mapping[str, int], streamed: Collection[str]
+    node: Node,
+    row: Operator,
+    frontier: Mapping[str, Rows],
+    operand: str,
+    computed: Mapping[str, Interval],
+    own: Mapping[str, Interval],
+    streamed: Collection[str],
 ) -> tuple[Rows, Rows, Rows]:
     """First and last+1 row read in each step, borders ignored, and the first row still needed at each point."""
     if row.role == "reduce":  # every row once, as it comes; of several operands when the last of them is there
-        front = np.minimum.reduce([frontier[name] for name in node.operands if name in streamed])
-        return front[:-1], front[1:], front
+        part = own.get(operand, _NOTHING)
+        front = np.clip(np.minimum.reduce([frontier[name] for name in node.operands if name in streamed]), part.start, part.stop)
+        return front[:-1], front[1:], np.where(front >= part.stop, frontier[operand], np.minimum(front, frontier[operand]))
     access, out = row.access(node, 0), frontier[node.name]
     first = (access.scale * out + access.first) // access.divisor
     last = (access.scale * (out[1:] - 1) + access.last) // access.divisor + 1
     last = np.where(out[1:] > out[:-1], last, first[:-1])
     # A reader that is complete needs nothing more; one that is not needs rows from `first` on.
-    needed = np.where(out >= extents[node.name], frontier[operand], np.clip(first, 0, None))
+    needed = np.where(out >= computed[node.name].stop, frontier[operand], np.clip(first, 0, None))
     return first[:-1], last, np.minimum(needed, frontier[operand])

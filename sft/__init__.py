@@ -15,6 +15,7 @@ from sft.compile import plan as plan
 from sft.errors import BudgetError as BudgetError
 from sft.errors import InputError as InputError
 from sft.errors import InternalError as InternalError
+from sft.errors import RankError as RankError
 from sft.errors import SftError as SftError
 from sft.errors import SkipSlideError as SkipSlideError
 from sft.errors import SourceError as SourceError
@@ -25,6 +26,8 @@ from sft.memory import Peak as Peak
 from sft.memory import measure_peak as measure_peak
 from sft.optim.streamed import StreamedOptimizer as StreamedOptimizer
 from sft.options import Options as Options
+from sft.plan.mesh import MeshPlan as MeshPlan
+from sft.plan.mesh import RankPlan as RankPlan
 from sft.plan.timeline import Timeline as Timeline
 from sft.plan.timeline import TimelineEntry as TimelineEntry
 from sft.plan.types import Plan as Plan

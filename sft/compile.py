@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft.bands.mesh import LiveMesh, MeshShape, resolve_mesh
 from sft.engine import Engine
 from sft.errors import InputError, UnsupportedError
 from sft.execute.reading import Reading
@@ -60,12 +61,19 @@ def compile(
             when ``optimizer`` is given, inputs, outputs, and all that the step makes.
         device: where to run; the model is moved there. The model's own device by default.
         optimizer: counts its state into the budget.
-        output: where outputs go, those of every call. ``"device"``; ``"host"`` for CPU tensors, which may be larger than the device: they
-            leave it strip by strip, losses on them run on the host, and their gradients enter strip by strip. Or the path of a
-            ``.npy`` file (a list, one for each output, where there are several): the tensor is then the mapped file, which appears
-            when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
+        output: where outputs go, those of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be
+            larger than the device: they leave it strip by strip, losses on them run on the host, and their gradients enter strip by
+            strip. Or the path of a ``.npy`` file (a list, one for each output, where there are several): the tensor is then the mapped
+            file, which appears when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
         plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape that, like the outputs, are where it says.
-        mesh: not supported yet.
+        mesh: a ``torch.distributed`` ``DeviceMesh`` with dimensions ``"replica"`` and ``"band"`` (one may be left out): all its ranks
+            compile and call the model together. Ranks along ``"band"`` share one image, of which each runs a band of rows; all of them
+            give the same input (a tensor of the whole image, or a source, of which each reads its own rows and a few of its neighbours').
+            Outputs are whole and equal on all of them, so that each computes the same loss; with ``output="band"`` outputs that are
+            images stay where they are made, ``net.band_rows(output)`` says which rows those are, and the loss that is minimised is the sum
+            over bands of what each computes of its own rows. Ranks along ``"replica"`` have images of their own. After ``backward`` the
+            parameters' gradients are equal on all ranks: sums over bands, means over replicas. Or a pair ``(replicas, bands)``, to plan
+            without any processes. ``budget`` is each rank's.
         options: wishes about the plan.
 
     Raises:
@@ -78,16 +86,27 @@ def compile(
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, _Compiled):
         raise InputError("the model is compiled already; compile the original")
-    if mesh is not None:
-        raise InputError("mesh: several devices are not supported yet; leave it out")
+    resolved = resolve_mesh(mesh, (options or Options()).mesh_timeout)
+    if destination.in_bands and resolved is None:
+        raise InputError("output='band' is for several ranks: give a mesh, or output='device'")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan must be an sft.Plan, got {type(plan).__name__}; read JSON with sft.Plan.from_json")
+    if plan is not None and (resolved is not None or plan.mesh is not None):
+        raise InputError("plan: plans that are handed in are for one device; leave plan out with mesh, and make another without")
     examples = _examples(input_shape)
     shapes = () if examples else _shapes(input_shape)
     budget_bytes = parse_bytes(budget)
     if device is not None:
         model.to(device)
-    engine = Engine(model, budget_bytes=budget_bytes, options=options or Options(), optimizer=optimizer, plan=plan, destination=destination)
+    engine = Engine(
+        model,
+        budget_bytes=budget_bytes,
+        options=options or Options(),
+        optimizer=optimizer,
+        plan=plan,
+        destination=destination,
+        mesh=resolved,
+    )
     net = _wrap(model, engine)
     if examples:
         engine.last_plan = engine.plan_for_inputs(examples)
@@ -269,6 +288,14 @@ class _Compiled:
             raise InputError("no plan yet: the input shape varies; call the module or plan_for(shape) first")
         return found
 
+    def band_rows(self, extent: int) -> tuple[int, int]:
+        """Of a value of so many rows the first one that is this rank's, and the one behind its last.
+
+        Raises:
+            InputError: the model was not compiled for a mesh of processes, or there is no plan yet.
+        """
+        return self._sft_engine.band_rows(extent)
+
     def plan_for(self, *inputs: Any, input_grad: Any = None) -> Plan:
         """The plan for these inputs, given as a call would give them or as shapes (of tensors on the device)."""
         if inputs and all(isinstance(value, torch.Tensor) or is_readable(value) for value in inputs):
@@ -296,12 +323,15 @@ class _Compiled:
         return _rebuild, (engine.model, *_settings(engine))
 
 
-def _settings(engine: Engine) -> tuple[int, Options, Plan | None, Destination]:
-    return engine.budget_bytes, engine.options, engine.given_plan, engine.destination
+def _settings(engine: Engine) -> tuple[int, Options, Plan | None, Destination, LiveMesh | MeshShape | None]:
+    return engine.budget_bytes, engine.options, engine.given_plan, engine.destination, engine.mesh
 
 
-def _rebuild(model: nn.Module, budget_bytes: int, options: Options, plan: Plan | None, destination: Destination) -> Any:
-    return _wrap(model, Engine(model, budget_bytes=budget_bytes, options=options, optimizer=None, plan=plan, destination=destination))
+def _rebuild(
+    model: nn.Module, budget_bytes: int, options: Options, plan: Plan | None, destination: Destination, mesh: LiveMesh | MeshShape | None
+) -> Any:
+    engine = Engine(model, budget_bytes=budget_bytes, options=options, optimizer=None, plan=plan, destination=destination, mesh=mesh)
+    return _wrap(model, engine)
 
 
 def _wrap(model: nn.Module, engine: Engine) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sft.analysis.bands import Shares
 from sft.analysis.capture import Capture, attribute_of, capture, is_channels_last, outputs_channels_last
 from sft.analysis.gradients import reached_by_gradients
 from sft.analysis.graph import Graph
@@ -19,8 +21,13 @@ from sft.analysis.operators import differentiable_operands
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
+from sft.bands.mesh import LiveMesh, MeshShape, refuse_on_mesh
+from sft.bands.party import Party
+from sft.bands.planning import plan_bands
+from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
+from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
 from sft.execute.room import HostRoom
 from sft.execute.slab import Slabs
@@ -104,7 +111,10 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         plan: Plan | None,
         destination: Destination | None = None,
+        mesh: LiveMesh | MeshShape | None = None,
     ) -> None:
+        self.mesh = mesh
+        self.party: Party | None = None
         self.destination = destination or Destination()
         self.model, self.budget_bytes, self.options = model, budget_bytes, options
         self.optimizer, self.given_plan = optimizer, plan
@@ -137,6 +147,7 @@ class Engine:
             optimizer=self.optimizer,
             plan=None,
             destination=self.destination,
+            mesh=self.mesh,
         )
         other._captured = list(self._captured)
         return other._prepare(kind).plan
@@ -147,8 +158,36 @@ class Engine:
 
     def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
         """The model's output."""
+        if self.mesh is None:
+            return self._run(inputs, input_grad)
+        party = self._joined()
+        refuse_on_mesh(input_grad)
+        with party.link.guarded():
+            return self._run(inputs, input_grad)
+
+    def band_rows(self, extent: int) -> tuple[int, int]:
+        """This rank's rows of a value of so many rows, by the last plan."""
+        if not isinstance(self.mesh, LiveMesh) or self.last_plan is None or self.last_plan.mesh is None:
+            raise InputError("band_rows is for models on a mesh of processes that have a plan: compile with mesh, and call the model first")
+        ranks = self.last_plan.mesh.ranks
+        rows = Shares((0, *(rank.rows[1] for rank in ranks))).rows(self.mesh.band, extent)
+        return rows.start, rows.stop
+
+    def _joined(self) -> Party:
+        """This rank among the others of the mesh."""
+        if not isinstance(self.mesh, LiveMesh):
+            raise InputError("this model was compiled for a mesh without processes: it only plans; give a DeviceMesh to run it")
+        if self.party is None:
+            self.party = Party(self.mesh, self._dtype_and_device()[1])
+        return self.party
+
+    def _run(self, inputs: Sequence[Any], input_grad: Any) -> Any:
         given, lacking = self._resolve(inputs, input_grad)
-        ready = self._prepare(self._kind_of(given, lacking))
+        kind = self._kind_of(given, lacking)
+        if self.party is not None:
+            same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, kind.traced.dtypes, kind.traced.training_flags)
+            self.party.agree(same)
+        ready = self._prepare(kind)
         self.last_plan = ready.plan
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)
@@ -160,13 +199,16 @@ class Engine:
             outputs = run_region(ready.region, leaves, hosts.by_name)
             results = hosts.arranged(graph.outputs, outputs)
             hosts.publish()
+            updates = [outputs[name] for name, _ in graph.updates]
+            if self.party is not None:
+                updates = self.party.settled(updates)
         except BaseException:
             hosts.discard()
             torch.set_rng_state(generator_state)
             raise
         with torch.no_grad():  # nothing can fail any more
-            for name, path in graph.updates:
-                self.model.get_buffer(path).copy_(outputs[name])
+            for (_, path), update in zip(graph.updates, updates, strict=True):
+                self.model.get_buffer(path).copy_(update)
         return pytree.tree_unflatten(results, ready.captured.capture.out_spec)
 
     def _bind(self, ready: _Ready, inputs: Sequence[Given]) -> Leaves:
@@ -183,7 +225,8 @@ class Engine:
             elif node.kind == "buffer":
                 tensors[node.name] = self.model.get_buffer(node.target)
             elif node.kind == "seed":
-                tensors[node.name] = _signed(draw_seed())
+                seed = _signed(draw_seed())
+                tensors[node.name] = seed if self.party is None else self.party.shared_seed(seed)
             elif node.kind != "operator":
                 constant = ready.captured.capture.constants.get(node.target)
                 tensors[node.name] = _held(self.model, node.target) if constant is None else constant
@@ -198,6 +241,7 @@ class Engine:
             sinks={name: value.make_sink for name, value in by_name.items() if value.make_sink is not None},
             slabs=ready.slabs,
             room=self._room,
+            make_machine=TorchMachine if self.party is None else self.party.machine,
         )
 
     @property
@@ -294,6 +338,11 @@ class Engine:
             raise UnsupportedError(problems)
 
     def _plan(self, kind: _CallKind) -> _Ready:
+        check_synchronized(self.model, self.mesh)
+        with captured_plainly(self.model):
+            return self._plan_captured(kind)
+
+    def _plan_captured(self, kind: _CallKind) -> _Ready:
         captured, symbols = self._capture(kind)
         inputs = captured.phases.graph.inputs
         phases = at_size(captured.phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
@@ -312,8 +361,11 @@ class Engine:
         )
         self._check_sources(problem)
         self.destination.check([problem.dtypes[name] for name in graph.outputs])
+        rates = Rates(kind.traced.device.type)
+        if self.mesh is not None:
+            return self._plan_on_mesh(problem, captured, rates)
         planned = self._given(problem, kind) or plan_segments(problem, self.budget_bytes, self.options, kind.traced.device.type)
-        plan = describe(problem, planned, budget_bytes=self.budget_bytes, rates=Rates(kind.traced.device.type))
+        plan = describe(problem, planned, budget_bytes=self.budget_bytes, rates=rates)
         if self.options.profile == "measure" and kind.traced.device.type != "meta":
             with autocast_off(kind.traced.device):
                 seconds = time_step(problem, planned.region, kind.traced.device, progress=self.options.progress)
@@ -322,6 +374,29 @@ class Engine:
         copies = any(move.is_copy for move in planned.region.moves)
         slabs = Slabs(planned.projection.slab_bytes, kind.traced.device, self._room) if copies else None
         return _Ready(plan, planned.region, captured, slabs)
+
+    def _plan_on_mesh(self, problem: Problem, captured: _Captured, rates: Rates) -> _Ready:
+        """The plan for a mesh, and this rank's region (without processes that of the band that needs most)."""
+        assert self.mesh is not None
+        shape = self.mesh.shape if isinstance(self.mesh, LiveMesh) else self.mesh
+        found = plan_bands(
+            problem,
+            shape,
+            self.budget_bytes,
+            self.options,
+            outputs_in_bands=self.destination.in_bands,
+            synchronized=synchronized_moments(self.model, problem.graph, self.mesh),
+        )
+        plan = describe(problem, found.planned, budget_bytes=self.budget_bytes, rates=rates)
+        plan = replace(plan, mesh=found.mesh, flops=sum(rank.flops for rank in found.mesh.ranks))
+        region = found.planned.region
+        if isinstance(self.mesh, LiveMesh):
+            region = found.bands.region(self.mesh.band, self._together)
+        return _Ready(plan, region, captured, None)
+
+    def _together(self) -> AbstractContextManager[None]:
+        """What the backward pass runs in."""
+        return self._joined().together()
 
     def _check_sources(self, problem: Problem) -> None:
         returned = sorted(problem.from_source.intersection(problem.graph.results))

@@ -5,7 +5,7 @@ Each message has three parts: what was asked, the numbers, and what to change.
 
 from __future__ import annotations
 
-__all__ = ["BudgetError", "InputError", "InternalError", "SftError", "SkipSlideError", "SourceError", "UnsupportedError"]
+__all__ = ["BudgetError", "InputError", "InternalError", "RankError", "SftError", "SkipSlideError", "SourceError", "UnsupportedError"]
 
 
 class SftError(Exception):
@@ -47,6 +47,10 @@ class SourceError(SftError, OSError):
 
 class SkipSlideError(SourceError):
     """A slide cannot be read, and was opened with ``on_error="skip"``: a training loop catches this and leaves the slide out."""
+
+
+class RankError(SftError, RuntimeError):
+    """Another rank of the mesh failed, or does not answer: the step is given up on all of them."""
 
 
 class InternalError(SftError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from datetime import timedelta
 
 from sft.errors import InputError
 from sft.units import parse_bytes
@@ -41,6 +42,7 @@ class Options:
         profile: ``"measure"`` to time the step that is planned, on the device, by running each distinct program of it for a moment
             (``Plan.projected_seconds``); ``"auto"`` leaves that out. Times are kept in files, so that programs that were timed before
             are not run again (``sft.execute.costs``).
+        mesh_timeout_seconds: how long a rank of a mesh waits for another before it gives up the step.
         progress: whether planning shows a bar on the terminal where it takes long: while programs are timed.
     """
 
@@ -56,6 +58,12 @@ class Options:
     host_folder: str | None = None
     profile: str = "auto"
     progress: bool = False
+    mesh_timeout_seconds: float = 1800.0
+
+    @property
+    def mesh_timeout(self) -> timedelta:
+        """How long a rank of a mesh waits for another."""
+        return timedelta(seconds=self.mesh_timeout_seconds)
 
     def __post_init__(self) -> None:
         problems = []
@@ -93,6 +101,8 @@ class Options:
                 problems.append(f"{name}: {error}")
         if self.host_folder is not None and not os.path.isdir(self.host_folder):
             problems.append(f"host_folder {self.host_folder!r}: give a folder that exists")
+        if not self.mesh_timeout_seconds > 0:
+            problems.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number")
         if problems:
             raise InputError("; ".join(problems))
 

@@ -5,6 +5,7 @@ output                          each output of a call is
 ==============================  ==============================================================================================
 ``"device"``                    a tensor on the model's device
 ``"host"``                      a CPU tensor in host memory
+``"band"``                      with a mesh: this rank's rows of it, on its device (what is no image is whole on every rank)
 a path that ends in ``.npy``    a CPU tensor that is the mapped file; the model must have one output
 a sequence of these paths       the same, a path for each output; ``"host"`` in place of a path for one that needs no file
 ==============================  ==============================================================================================
@@ -39,10 +40,12 @@ class Destination:
     Attributes:
         on_host: whether they leave the device.
         paths: the file of each output, None for one that has none; empty where no output has one.
+        in_bands: whether each rank of a mesh keeps its own rows of outputs that are images.
     """
 
     on_host: bool = False
     paths: tuple[Path | None, ...] = ()
+    in_bands: bool = False
 
     def check(self, dtypes: Sequence[torch.dtype]) -> None:
         """Refuse outputs that cannot go there, given their element types.
@@ -77,8 +80,8 @@ def resolve_output(output: object) -> Destination:
     Raises:
         InputError: neither a known word nor paths of files that can be made.
     """
-    if isinstance(output, str) and output in ("device", "host"):
-        return Destination(output == "host")
+    if isinstance(output, str) and output in ("device", "host", "band"):
+        return Destination(output == "host", in_bands=output == "band")
     if isinstance(output, (str, os.PathLike)):
         paths: tuple[Path | None, ...] = (_path(output),)
     elif isinstance(output, (list, tuple)) and output:

@@ -45,6 +45,8 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
         )
     if plan.order:
         lines += textwrap.wrap(" ".join(plan.order), width=120, initial_indent="  order             ", subsequent_indent=" " * 20)
+    if plan.mesh is not None:
+        lines += ["", *plan.mesh.lines()]
     if costs:
         lines += ["", *_costs(plan)]
     for number, segment in enumerate(plan.segments):

@@ -6,7 +6,7 @@ import re
 
 from sft.errors import InputError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["format_bytes", "parse_bytes", "parse_rate"]
 
 _UNIT_BYTES = {
     "": 1,
@@ -55,3 +55,18 @@ def format_bytes(num_bytes: int) -> str:
         if abs(num_bytes) >= size:
             return f"{num_bytes / size:.2f} {unit}"
     return f"{num_bytes} B"
+
+
+def parse_rate(rate: str) -> float:
+    """Read bytes a second, such as ``"400Gbit"`` or ``"50GB"``.
+
+    >>> parse_rate("400Gbit"), parse_rate("50GB")
+    (50000000000.0, 50000000000.0)
+
+    Raises:
+        InputError: the text is not a positive rate.
+    """
+    text = rate.strip().lower().removesuffix("/s")
+    if text.endswith("bit"):
+        return parse_bytes(f"{text.removesuffix('it')}") / 8
+    return float(parse_bytes(text))

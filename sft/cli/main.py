@@ -19,6 +19,7 @@ from sft.cli.models import load_model, parse_shape, parse_tile
 from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
 from sft.errors import InputError, SftError
 from sft.options import STRATEGIES, Options
+from sft.units import parse_rate
 
 __all__ = ["main"]
 
@@ -45,6 +46,10 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     # A model without memory can be planned, but not timed.
     model = load_model(args.model, _model_arguments(args.model_args), meta=not getattr(args, "time", False))
     model.train(not args.inference)
+    if args.frozen_norms:
+        for module in model.modules():
+            if getattr(module, "running_mean", None) is not None:
+                module.eval()
     shapes = tuple(parse_shape(text) for text in args.input)
     if args.command == "check":
         return show_check(model, shapes, console, as_json=args.json)
@@ -69,6 +74,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         pareto=args.pareto,
         budgets=tuple(args.budgets),
         costs=args.costs,
+        mesh=_mesh(args),
+        reads=args.read,
+        link_bytes_per_second=None if args.link is None else parse_rate(args.link),
     )
     if args.pareto is not None:
         # A forced tile forbids plain execution.
@@ -76,6 +84,17 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         return show_pareto(question, console, as_json=args.json, strategies=names)
     show = compare_strategies if args.compare else show_plan
     return show(question, console, as_json=args.json)
+
+
+def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Replicas and bands, where any were asked for."""
+    if args.ranks is None:
+        if args.replicas != 1 or args.link is not None:
+            raise InputError("--replicas and --link are about --ranks; give that, too")
+        return None
+    if args.compare or args.pareto is not None or args.time:
+        raise InputError("--ranks plans for a mesh, which has one strategy; leave out --compare, --pareto and --time")
+    return args.replicas, args.ranks
 
 
 def _model_arguments(given: Sequence[str]) -> dict[str, Any]:
@@ -122,6 +141,10 @@ def _parser() -> argparse.ArgumentParser:
         help="plan for several budgets and draw time against memory, of all strategies with --compare",
     )
     plan.add_argument("--budgets", nargs="+", default=(), metavar="BYTES", help="for --pareto (default: from plain PyTorch's need down)")
+    plan.add_argument("--read", action="store_true", help="inputs are read in strips (slides, arrays) and never whole on the device")
+    plan.add_argument("--ranks", type=int, metavar="N", help="share the image among so many ranks, each with the budget")
+    plan.add_argument("--replicas", type=int, default=1, metavar="N", help="so many images at once, each on --ranks ranks (default: 1)")
+    plan.add_argument("--link", metavar="RATE", help="of a rank to the others, such as 400Gbit or 50GB a second")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
     return parser
 
@@ -130,5 +153,6 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="package.module:callable, or the name of a model of torchvision or timm")
     parser.add_argument("--input", nargs="+", required=True, metavar="SHAPE", help="such as 1x3x20480x20480; one for each input")
     parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments for making the model")
+    parser.add_argument("--frozen-norms", action="store_true", help="norms with running statistics keep them, as in evaluation mode")
     parser.add_argument("--inference", action="store_true", help="in evaluation mode and without gradients")
     parser.add_argument("--json", action="store_true", help="for programs")

@@ -8,16 +8,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from sft.analysis.interval import Interval
 from sft.asking import Asking
 from sft.compile import check, plan
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.files import replacing
 from sft.options import STRATEGIES, Options
 from sft.plan.types import Plan
+from sft.sources.source import check_rows
 from sft.tradeoff import pareto
 from sft.units import format_bytes, parse_bytes
 
@@ -40,6 +43,9 @@ class Question:
         pareto: a file for the picture of time against memory.
         budgets: for that picture; empty for some between plain PyTorch's need and the least.
         costs: whether to print what each segment takes of the time.
+        mesh: replicas and bands, to plan for several ranks.
+        link_bytes_per_second: of each of them to the others, to say how long their messages take.
+        reads: whether the inputs are read in strips, and never resident.
     """
 
     model: nn.Module
@@ -51,6 +57,25 @@ class Question:
     pareto: Path | None = None
     budgets: tuple[str, ...] = ()
     costs: bool = False
+    mesh: tuple[int, int] | None = None
+    link_bytes_per_second: float | None = None
+    reads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Blank:
+    """A source that is only planned for."""
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype = torch.float32
+
+    def rows(self, interval: Interval, out: torch.Tensor) -> None:
+        check_rows("a blank image", self.shape, interval, out)
+        out.zero_()
+
+    def samples(self, batch: Interval) -> _Blank:
+        """Some batch elements."""
+        return _Blank((len(batch), *self.shape[1:]), self.dtype)
 
 
 def show_plan(question: Question, console: Console, *, as_json: bool) -> int:
@@ -61,8 +86,22 @@ def show_plan(question: Question, console: Console, *, as_json: bool) -> int:
             part.write_text(found.to_json(), encoding="utf-8")
     if question.plot is not None:
         found.plot(question.plot)
-    console.print(found.to_json() if as_json else found.explain(costs=question.costs), markup=False, highlight=False, soft_wrap=True)
+    text = found.to_json() if as_json else "\n".join([found.explain(costs=question.costs), *_link_lines(question, found)])
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     return 0
+
+
+def _link_lines(question: Question, found: Plan) -> list[str]:
+    """How long messages take beside the arithmetic."""
+    if found.mesh is None or question.link_bytes_per_second is None:
+        return []
+    seconds = found.mesh.link_seconds(question.link_bytes_per_second)
+    gigabits = 8 * question.link_bytes_per_second / 1e9
+    return [
+        "",
+        f"Messages: {seconds:.4g} s a step on a link of {gigabits:g} Gbit/s a rank, beside ~{found.estimated_seconds:.4g} s of arithmetic "
+        "(estimated from FLOPs, at a rate of the kind of device)",
+    ]
 
 
 def show_pareto(question: Question, console: Console, *, as_json: bool, strategies: Sequence[str]) -> int:
@@ -170,4 +209,11 @@ def show_check(model: nn.Module, shapes: Sequence[tuple[int, ...]], console: Con
 
 
 def _plan(question: Question) -> Plan:
-    return plan(question.model, list(question.shapes), budget=question.budget, options=question.options)
+    inputs: list[Any] = list(question.shapes)
+    if question.reads:
+        first = next((p.dtype for p in question.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
+        wrong = [shape for shape in question.shapes if len(shape) != 4]
+        if wrong:
+            raise InputError(f"--read: an input of shape {wrong[0]} is no image; give NxCxHxW, or leave --read out")
+        inputs = [_Blank((shape[0], shape[1], shape[2], shape[3]), first) for shape in question.shapes]
+    return plan(question.model, inputs, budget=question.budget, options=question.options, mesh=question.mesh)

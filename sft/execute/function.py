@@ -25,7 +25,7 @@ from sft.errors import UnsupportedError
 from sft.execute.copies import HostCopies
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
-from sft.execute.reading import Reading
+from sft.execute.reading import PassReading, Reading
 from sft.execute.room import HostRoom
 from sft.execute.slab import Slabs
 from sft.sources.sink import RowSink
@@ -58,6 +58,7 @@ class Leaves:
         reading: gains what is read.
         slabs: room on the host for copies; none where there are none.
         room: where cuts are that are never whole on the device.
+        make_machine: makes what runs a pass, of what the plain machine is made of.
     """
 
     names: tuple[str, ...]
@@ -70,6 +71,11 @@ class Leaves:
     reading: Reading = field(default_factory=Reading)
     slabs: Slabs | None = None
     room: HostRoom = field(default_factory=HostRoom)
+    make_machine: Callable[..., TorchMachine] = TorchMachine
+
+    def machine(self, account: PassReading, copies: HostCopies | None = None) -> TorchMachine:
+        """What runs a pass; ``account`` gains what it reads."""
+        return self.make_machine(self.device, account=account, copies=copies, room=self.room)
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
@@ -86,7 +92,7 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     made = [name for name in region.outputs if name not in given]
     if not keep:
         with torch.no_grad(), autocast_off(leaves.device):
-            machine = TorchMachine(leaves.device, account=leaves.reading.forward, room=leaves.room)
+            machine = leaves.machine(leaves.reading.forward)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
         return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
@@ -107,7 +113,7 @@ class _RegionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
         copies = None if leaves.slabs is None else HostCopies(leaves.device, leaves.slabs.lease())
-        machine = TorchMachine(leaves.device, account=leaves.reading.forward, copies=copies, room=leaves.room)
+        machine = leaves.machine(leaves.reading.forward, copies)
         with autocast_off(leaves.device), _settled(copies):
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
         made = [name for name in region.outputs if name not in given]
@@ -115,7 +121,8 @@ class _RegionFunction(torch.autograd.Function):
         # are aliases: the result itself would hold its own graph alive. An alias shares the version, so a change in place is noticed.
         # Of an output on the host the tape holds a copy of its own, which nobody can change.
         values = {name: value for name, value in tape.values.by_name.items() if name not in given and name not in leaves.sources}
-        watched = [name for name in made if name in values and name not in hosts]
+        # Of an output that is a copy of what the tape holds, likewise.
+        watched = [name for name in made if name in values and name not in hosts and values[name] is outputs[name]]
         values.update({name: outputs[name].detach() for name in watched})
         tape.values.by_name = values
         ctx.versions = {name: values[name]._version for name in watched}
@@ -186,7 +193,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     grads.clear()
     by_output.clear()
     sinks = {name: make() for name, make in leaves.sinks.items()}
-    machine = TorchMachine(leaves.device, account=leaves.reading.backward, copies=copies, room=leaves.room)
+    machine = leaves.machine(leaves.reading.backward, copies)
     with autocast_off(leaves.device), _settled(copies):
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
     for sink in sinks.values():
@@ -222,7 +229,7 @@ def _materialized(grad: torch.Tensor | None, region: Region, name: str, device: 
     """An output that the loss does not use has a zero gradient; it costs no memory."""
     if grad is not None:
         return grad
-    return torch.zeros((), dtype=region.dtypes[name], device=device).expand(region.shapes[name])
+    return torch.zeros((), dtype=region.dtypes[name], device=device).expand(region.output_shape(name))
 
 
 def _keeps_graph() -> bool:

@@ -109,6 +109,8 @@ def _placement(segment: TiledSegment | WholeSegment, makes: tuple[str, ...]) -> 
 def _state_bytes(problem: Problem, segment: TiledSegment) -> int:
     """Bytes of the rows that the kept states hold at once, each row once."""
     schedule = segment.schedule
+    if not schedule.num_steps:
+        return 0
     kept = np.array(sorted(segment.kept))
     total = 0
     for name in schedule.names:

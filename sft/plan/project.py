@@ -44,15 +44,21 @@ class Projection:
     slab_bytes: int = 0
 
 
-def project(problem: Problem, region: Region, *, exactly: bool = False) -> Projection:
+def project(problem: Problem, region: Region, *, exactly: bool = False, machine: LapMachine | None = None) -> Projection:
     """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out.
 
     Inputs that are not resident are read while it runs; outputs on the host have no bytes here, only their strips have.
+
+    Args:
+        problem: what is planned.
+        region: the decisions.
+        exactly: whether to walk tiled segments strip by strip.
+        machine: what counts, where it is not the plain machine of byte counts.
     """
     if not exactly:
         segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
         region = replace(region, segments=segments)
-    machine = LapMachine(on_host=problem.on_host)
+    machine = machine or LapMachine(on_host=problem.on_host)
     run_step(problem, region, machine)
     return Projection(
         peak_bytes=machine.peak_bytes,
@@ -77,10 +83,8 @@ def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
     outputs = {name: handle for name, handle in outputs.items() if name in problem.graph.outputs}
     if problem.training:
         wanted = [name for name in region.outputs if name in problem.requires_grad]
-        grads = {
-            name: machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) if name not in problem.host_outputs else None
-            for name in wanted
-        }
+        hosts = problem.host_outputs
+        grads = {n: None if n in hosts else machine.allocate(region.output_shape(n), problem.dtypes[n], zero=False) for n in wanted}
         sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
         region.backward(machine, tape, grads, sinks=sinks)
     machine.end()

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from sft.errors import InputError
+from sft.plan.mesh import MeshPlan, RankPlan
 from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
@@ -140,6 +141,8 @@ class Plan:
             and so on do that with what segment 3 kept.
         host_bytes: what leaves the device during a step takes so much of the host's memory.
         notes: why operators that read an image run on whole tensors, one line each.
+        mesh: of a plan for several ranks what each holds, computes and sends. The numbers above are then those of the rank that needs most,
+            but for ``flops``, which are those of all bands of an image together.
     """
 
     input_shapes: tuple[tuple[int, ...], ...]
@@ -158,6 +161,7 @@ class Plan:
     order: tuple[str, ...] = ()
     host_bytes: int = 0
     notes: tuple[str, ...] = ()
+    mesh: MeshPlan | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -222,6 +226,11 @@ class Plan:
                 raise InputError(f"this is not a plan of format {_FORMAT}; make a new one with sft.plan(...)")
             segments = tuple(_from_dict(SegmentPlan, item) for item in data.pop("segments"))
             entries = tuple(_from_dict(TimelineEntry, item) for item in data.pop("timeline")["entries"])
+            mesh = data.pop("mesh")
+            if mesh is not None:
+                data["mesh"] = _from_dict(MeshPlan, {**mesh, "ranks": tuple(_from_dict(RankPlan, rank) for rank in mesh["ranks"])})
+            else:
+                data["mesh"] = None
             plan: Plan = _from_dict(cls, {**data, "segments": segments, "timeline": Timeline(entries=entries)})
             return plan
         except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:

@@ -134,6 +134,10 @@ class Region:
             machine.begin(LOSS)
         return outputs, tape
 
+    def output_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of an output, and of its gradient, as the caller has it."""
+        return self.shapes[name]
+
     @property
     def moves(self) -> Order:
         """The moves of a step with a backward pass."""
@@ -284,6 +288,7 @@ class Region:
                     is_last = consume or move.segment not in tape.kept
                     self._run_back(machine, values, kept, grads, move.segment, borrowed, waiting, is_last)
                 self._drop(machine, values, copies, dying)
+            self._complete_leaves(machine, grads)
         finally:
             copies.restore(machine)
         found: dict[str, Handle] = {}
@@ -294,6 +299,9 @@ class Region:
             found[name] = handle
             del handle
         return found
+
+    def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
+        """Hear that all gradients of inputs and parameters are there that this process can compute."""
 
     def _run_back(
         self,

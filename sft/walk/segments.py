@@ -117,7 +117,9 @@ class TiledSegment:
 
     @cached_property
     def walks(self) -> tuple[Walk, ...]:
-        """All walks in the order of the forward pass: the panels of the first batch elements, of the next, ..."""
+        """All walks in the order of the forward pass: the panels of the first batch elements, of the next, ...; none without strips."""
+        if not self.schedule.num_steps:
+            return ()
         return tuple(Walk(chunk, panel) for chunk in self.chunks for panel in range(len(self.panels)))
 
     def keeps_states(self, walk: Walk) -> bool:

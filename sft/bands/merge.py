@@ -1,0 +1,79 @@
+"""Running reductions of several bands merged into one, in the bands' order: the same on every rank, to the last bit.
+
+Sums add up. Moments merge as those of strips do (Chan, Golub and LeVeque, 1983). A band without rows has what a running reduction
+starts from, which changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["MERGES", "merge"]
+
+
+def _add(total: Tensor, part: Tensor) -> Tensor:
+    return total.add_(part)
+
+
+def _merge_moments(total: Tensor, part: Tensor) -> Tensor:
+    mean, squares, count = total.unbind(-1)
+    other_mean, other_squares, other_count = part.unbind(-1)
+    delta, sum_count = other_mean - mean, count + other_count
+    share = torch.where(sum_count > 0, other_count / sum_count, 0.0)
+    squares.add_(other_squares).add_(delta * delta * count * share)
+    mean.add_(delta * share)
+    count.copy_(sum_count)
+    return total
+
+
+def _merge_extremes(total: Tensor, part: Tensor, largest: bool) -> Tensor:
+    value, count = total.unbind(-1)
+    other, other_count = part.unbind(-1)
+    best = torch.maximum(value, other) if largest else torch.minimum(value, other)
+    # A band without rows counts infinitely many.
+    merged = torch.where(value == best, count.nan_to_num(posinf=0.0, neginf=0.0), 0.0)
+    merged += torch.where(other == best, other_count.nan_to_num(posinf=0.0, neginf=0.0), 0.0)
+    value.copy_(best)
+    count.copy_(merged)
+    return total
+
+
+def _merge_peaks(total: Tensor, part: Tensor) -> Tensor:
+    value, place = total.unbind(-1)
+    other, other_place = part.unbind(-1)
+    is_better = (other > value) | ((other == value) & (other_place < place)) | other.isnan()
+    place.copy_(torch.where(is_better, other_place, place))
+    value.copy_(torch.where(is_better, other, value))
+    return total
+
+
+def _merge_logarithms(total: Tensor, part: Tensor) -> Tensor:
+    return torch.logaddexp(total, part, out=total)
+
+
+#: How running reductions merge, by the operator table's name.
+MERGES: dict[str, Callable[..., Tensor]] = {
+    **dict.fromkeys(("sum", "mean", "grid", "contracted", "border_rows"), _add),
+    "moments": _merge_moments,
+    "extremes": _merge_extremes,
+    "peak": _merge_peaks,
+    "logsumexp": _merge_logarithms,
+}
+
+
+def merge(kind: str, parts: Sequence[Tensor], *, largest: bool = True) -> Tensor:
+    """The running reduction of all parts; the first one is written to.
+
+    Args:
+        kind: a key of :data:`MERGES`.
+        parts: running reductions (fp64) in the bands' order.
+        largest: of ``"extremes"``, whether they are the largest.
+    """
+    options = {"largest": largest} if kind == "extremes" else {}
+    total = parts[0]
+    for part in parts[1:]:
+        total = MERGES[kind](total, part, **options)
+    return total

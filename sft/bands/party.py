@@ -1,0 +1,95 @@
+"""A rank of a mesh while it runs: its link, what it agrees on with the others, and its machines."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from sft.bands.comm import Comm, Over, Traffic
+from sft.bands.link import ProcessLink
+from sft.bands.machines import BandTorchMachine
+from sft.bands.mesh import LiveMesh
+from sft.errors import InputError
+
+__all__ = ["Party"]
+
+#: Links made so far between the same ranks: all of them count alike, as they compile the same models in the same order.
+_num_links: Counter[tuple[int, ...]] = Counter()
+
+
+class Party:
+    """One rank among others.
+
+    Args:
+        mesh: where it is.
+        device: where its tensors are.
+    """
+
+    def __init__(self, mesh: LiveMesh, device: torch.device) -> None:
+        self.mesh, self.device = mesh, device
+        num_bands = mesh.shape.num_bands
+        first = mesh.replica * num_bands
+        members: dict[Over, tuple[int, ...]] = {
+            "band": tuple(range(first, first + num_bands)),
+            "mesh": tuple(range(mesh.shape.num_ranks)),
+        }
+        name = f"{'-'.join(map(str, mesh.ranks))}/{_num_links[mesh.ranks]}"
+        _num_links[mesh.ranks] += 1
+        self.link = ProcessLink(mesh.ranks, members, mesh.timeout, device, name)
+        self.comm = Comm(link=self.link, shape=mesh.shape, replica=mesh.replica, band=mesh.band)
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this rank has sent and received for its steps."""
+        return self.link.traffic
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A context that fails on all ranks if it fails on one, and ends on none before all are through.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        with self.link.guarded():
+            yield
+            self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
+
+    def machine(self, device: torch.device, **parts: Any) -> BandTorchMachine:
+        """What runs a pass on this rank, of what a plain machine is made of."""
+        return BandTorchMachine(device=device, comm=self.comm, **parts)
+
+    def agree(self, what: Any) -> None:
+        """Make sure that all bands of this image are asked the same.
+
+        Raises:
+            InputError: they are not.
+        """
+        digest = hashlib.sha256(repr(what).encode()).digest()[:8]
+        own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device)
+        differing = [band for band, other in enumerate(self.link.gathered("band", own)) if not torch.equal(other, own)]
+        if differing:
+            raise InputError(
+                f"bands {differing} of this image were called with another shape, type or mode than band {self.mesh.band} ({what}); "
+                "call all ranks of one image with the same inputs"
+            )
+
+    def shared_seed(self, seed: torch.Tensor) -> torch.Tensor:
+        """The seed of the first rank of this image, so that all bands draw parts of one mask."""
+        common = seed.to(self.device)  # on the host itself, which is filled in place
+        self.link.broadcast("band", common)
+        return common.to(seed.device)
+
+    def settled(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What buffers are to hold, once all ranks have come this far: the first replica's, whose images' statistics all take."""
+        found = buffers
+        if self.mesh.shape.num_replicas > 1:
+            found = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in buffers]
+            for tensor in found:
+                self.link.broadcast("mesh", tensor)
+        self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
+        return found

@@ -1,0 +1,207 @@
+"""All segments of a model on one band, with what is said to the other ranks in between.
+
+The order of events is the plain region's. After a segment has run forward, other bands get the rows of its results that they read. Before
+it runs back the gradients of its results are made complete: borrowed rows return to their owners, and gradients of global values are summed
+over bands. At the end the gradients of parameters are summed over the mesh.
+
+Gradients that arrive from the caller are complete on every rank, since every rank computed its loss from the same whole outputs; they are
+counted once. Those of outputs that are kept in bands are each rank's own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, cast
+
+from sft.analysis.axes import ROWS
+from sft.bands.comm import BandMachine, Over, Rows, Topic, Whole
+from sft.bands.layout import Held, Layout
+from sft.bands.segments import CountsOnce
+from sft.walk.machine import Handle, Machine
+from sft.walk.order import Move
+from sft.walk.region import Region, Tape
+from sft.walk.values import Gradients, Values
+
+__all__ = ["BandRegion", "with_rows"]
+
+
+@dataclass(kw_only=True)
+class BandRegion(Region):
+    """A region of which a rank runs a band; ``shapes`` are those of its own buffers.
+
+    Attributes:
+        band: which.
+        layout: who holds what.
+        counts: what this rank counts of gradients that all ranks have.
+        whole_shapes: shape of every value in the whole image.
+        synchronized: moments that are those of all replicas together.
+        num_replicas: images that are worked on at once; parameters get the mean of their gradients.
+        together: a context for the backward pass, which fails on all ranks or on none.
+    """
+
+    band: int
+    layout: Layout
+    counts: CountsOnce
+    whole_shapes: Mapping[str, tuple[int, ...]]
+    synchronized: frozenset[str] = frozenset()
+    num_replicas: int = 1
+    together: Any = field(default=nullcontext, repr=False)
+
+    def output_shape(self, name: str) -> tuple[int, ...]:
+        if name not in self.layout.kept_in_bands:
+            return super().output_shape(name)
+        return self.graph.axes.with_extent(self.whole_shapes[name], ROWS, len(self.layout.held[name].own[self.band]))
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def forward(
+        self, machine: Machine, given: Mapping[str, Handle], *, keep: bool, hosts: Mapping[str, Handle] | None = None
+    ) -> tuple[dict[str, Handle], Tape]:
+        outputs, tape = super().forward(machine, given, keep=keep, hosts=hosts)
+        own = cast(BandMachine, machine)
+        for name in [name for name in outputs if name in self.layout.kept_in_bands]:
+            held = self.layout.held[name]
+            if held.rows[self.band] != held.own[self.band]:
+                value = self._rows(name, outputs[name], self.dtypes[name])
+                part = machine.allocate(self.output_shape(name), self.dtypes[name], zero=False, contiguous=name in self.contiguous)
+                own.copy(part, value.view(machine, held.own[self.band]))
+                outputs[name] = part
+        return outputs, tape
+
+    def _run_forward(self, machine: Machine, values: Values, kept: dict[int, Any] | None, move: Move) -> None:
+        super()._run_forward(machine, values, kept, move)
+        for name in self.makes[move.segment]:
+            held = self.layout.held.get(name)
+            if held is not None and held.borrowed:
+                self._borrow(machine, name, values.by_name[name], self.dtypes[name], held)
+
+    def _borrow(self, machine: Machine, name: str, handle: Handle, dtype: Any, held: Held) -> None:
+        """Give others the rows that they read, and take theirs."""
+        own = cast(BandMachine, machine)
+        sends = {t.target: t.rows for t in held.borrowed if t.source == self.band}
+        receives = {t.source: t.rows for t in held.borrowed if t.target == self.band}
+        own.comm.exchange(own, self._rows(name, handle, dtype), sends, receives, adds=False)
+
+    def _rows(self, name: str, handle: Handle, dtype: Any) -> Rows:
+        """This band's buffer of a value."""
+        axes, shape = self.graph.axes, self.whole_shapes[name]
+        is_contiguous = name in self.contiguous or len(shape) not in (4, 5)
+        lead = prod(shape[: len(shape) - axes.count]) if is_contiguous else shape[0]
+        held = self.layout.held[name]
+        return Rows(
+            handle=handle,
+            first_row=held.rows[self.band].start,
+            shape=shape,
+            dtype=dtype,
+            axes=axes,
+            is_dense=lead == 1 and not held.is_whole,  # others made those, in a layout of their own
+        )
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def backward(
+        self,
+        machine: Machine,
+        tape: Tape,
+        output_grads: Mapping[str, Handle],
+        *,
+        sinks: Mapping[str, Handle] | None = None,
+        consume: bool = True,
+    ) -> dict[str, Handle]:
+        context: AbstractContextManager[Any] = self.together()
+        with context:
+            arriving = {name: self._arriving(machine, name, grad) for name, grad in output_grads.items()}
+            del output_grads
+            return super().backward(machine, tape, arriving, sinks=sinks, consume=consume)
+
+    def _arriving(self, machine: Machine, name: str, grad: Handle) -> Handle:
+        """The gradient of an output, laid out as this band holds the output."""
+        held = self.layout.held.get(name)
+        if name not in self.layout.kept_in_bands or held is None or held.rows[self.band] == held.own[self.band]:
+            return grad
+        wide = machine.allocate(self.shapes[name], self.grad_dtypes[name], zero=True)
+        machine.add(self._rows(name, wide, self.grad_dtypes[name]).view(machine, held.own[self.band]), grad)
+        return wide
+
+    def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients, borrowed: set[str]) -> None:
+        arriving = [n for n in self.reads[index] if n in borrowed and n not in self.makes[index] and n in self.requires_grad]
+        super()._make_accumulators(machine, index, values, grads, borrowed)
+        for name in arriving:
+            if name not in self.layout.kept_in_bands:
+                self.counts.apply(machine, name, grads.by_name[name], self.graph.axes)
+
+    def _run_back(
+        self,
+        machine: Machine,
+        values: Values,
+        kept: dict[int, Any],
+        grads: Gradients,
+        index: int,
+        borrowed: set[str],
+        waiting: set[str],
+        consume: bool,
+    ) -> None:
+        if self._differentiated[index]:
+            for name in self.makes[index]:
+                if name in grads.by_name and name in self.requires_grad and name not in borrowed:
+                    self._complete(machine, name, grads.by_name[name])
+                    if name in self.synchronized:
+                        self._synchronize(machine, name, grads.by_name[name], values.by_name[name])
+        super()._run_back(machine, values, kept, grads, index, borrowed, waiting, consume)
+
+    def _complete(self, machine: Machine, name: str, handle: Handle) -> None:
+        """Make a gradient complete where it is needed: in the owner's rows, or everywhere."""
+        held, dtype = self.layout.held.get(name), self.grad_dtypes[name]
+        own = cast(BandMachine, machine)
+        if held is not None:
+            if held.lent:
+                sends = {t.target: t.rows for t in held.lent if t.source == self.band}
+                receives = {t.source: t.rows for t in held.lent if t.target == self.band}
+                own.comm.exchange(own, self._rows(name, handle, dtype), sends, receives, adds=True)
+            if held.is_summed and held.is_whole:
+                mine = held.own[self.band]
+                others = range(len(held.own))
+                sends = {band: mine for band in others if band != self.band and mine}
+                receives = {band: held.own[band] for band in others if band != self.band and held.own[band]}
+                own.comm.exchange(own, self._rows(name, handle, dtype), sends, receives, adds=False)
+        elif name in self.layout.summed and name not in self.synchronized:
+            self._sum(machine, {name: handle}, "band", "globals")
+
+    def _synchronize(self, machine: Machine, name: str, handle: Handle, moments: Handle) -> None:
+        """The gradient of moments over all replicas' images, as that of moments over this one's."""
+        own = cast(BandMachine, machine)
+        if name not in self.layout.summed and not self.counts.is_first:
+            machine.fill(handle, 0.0)
+        self._sum(machine, {name: handle}, "mesh", "globals")
+        node = self.graph[name]
+        num_elements = prod(self.whole_shapes[node.operands[0]]) // node.argument("groups")
+        own.scale(handle, own.synchronized_share(moments, num_elements))
+
+    def _sum(self, machine: Machine, handles: Mapping[str, Handle], over: Over, topic: Topic, factor: float = 1.0) -> None:
+        own = cast(BandMachine, machine)
+        values = [
+            Whole(handle=handle, num_elements=prod(self.whole_shapes[name]), dtype=self.grad_dtypes[name])
+            for name, handle in handles.items()
+        ]
+        own.comm.sum(own, values, over, topic, factor=factor)
+
+    def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
+        found = {node.name: grads.by_name[node.name] for node in self.graph.nodes if node.name in self._leaves & grads.by_name.keys()}
+        inputs = set(self.graph.inputs)
+        for name in [name for name in found if name in inputs]:
+            self._complete(machine, name, found[name])
+        weights = {name: handle for name, handle in found.items() if name not in inputs}
+        self._sum(machine, weights, "mesh", "parameters", 1 / self.num_replicas)
+
+
+def with_rows(region: Region, layout: Layout, band: int) -> dict[str, tuple[int, ...]]:
+    """Shape of every value as a band holds it."""
+    axes = region.graph.axes
+    shapes = dict(region.shapes)
+    for name, held in layout.held.items():
+        if not held.is_whole:
+            shapes[name] = axes.with_extent(shapes[name], ROWS, len(held.rows[band]))
+    return shapes

@@ -1,0 +1,117 @@
+"""Segments of one band: the same walks over its own rows, and the same whole tensors with gradients that are counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from sft.analysis.axes import Axes
+from sft.analysis.interval import Interval
+from sft.analysis.schedule import Schedule, Step
+from sft.bands.comm import BandMachine, Over
+from sft.lower.program import Program
+from sft.lower.step import StripKind, partial_shape
+from sft.walk.machine import Handle, Machine, Saved
+from sft.walk.segments import TiledSegment, Walk
+from sft.walk.values import Gradients, Values
+from sft.walk.whole import WholeSegment
+
+__all__ = ["BandSegment", "BandWhole", "CountsOnce"]
+
+
+@dataclass(kw_only=True)
+class BandSegment(TiledSegment):
+    """A segment of which a band runs its own rows.
+
+    Attributes:
+        first_rows: for each value that crosses the segment's border the image's row that this band's buffer begins with.
+        synchronized: global values that are those of all replicas together.
+        shared: programs by signature, for all bands of one process (a planner runs them all).
+    """
+
+    first_rows: Mapping[str, int]
+    synchronized: frozenset[str] = frozenset()
+    shared: dict[tuple[Any, ...], Program] = field(default_factory=dict, repr=False)
+
+    def program(self, kind: StripKind, index: int, walk: Walk) -> Program:
+        schedule = self.schedule
+        assert isinstance(schedule, Schedule)
+        key = (kind, schedule.signature(index), self.panel_kinds[walk.panel], len(walk.chunk))
+        if key not in self.shared:
+            self.shared[key] = super().program(kind, index, walk)
+        self._programs[(kind, int(schedule.kinds[1][index]), *key[2:])] = self.shared[key]
+        return self.shared[key]
+
+    def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:
+        own = cast(BandMachine, machine)
+        for name in self.reductions:
+            if self._spans_batch(name) == (chunk is None):
+                scope = self.scope_of(Walk(self.chunks[0] if chunk is None else chunk, 0))
+                node = scope.graph[name]
+                over: Over = "mesh" if name in self.synchronized else "band"
+                largest = bool(node.argument("largest", True))
+                own.comm.merge(own, partial[name], partial_shape(scope, name), scope.rows[name].name, over, largest=largest)
+        super().close_reductions(machine, values, partial, chunk)
+
+    def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
+        if isinstance(tensors, Values) and name in tensors.readers:
+            return super()._rows_read(machine, tensors, name, step, walk)
+        rows = self.scope_of(walk).rows_read(step)[name].shift(-self.first_rows[name])
+        columns = self.panels[walk.panel][name].new
+        return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
+
+    def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
+        rows, columns = self._part(name, step, walk)
+        return machine.view(tensors.by_name[name], walk.chunk, rows.shift(-self.first_rows[name]), columns, axes=self.scope.axes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountsOnce:
+    """What a rank counts of a gradient that all ranks have.
+
+    Attributes:
+        own: of images whose gradient is a sum over bands the rows that the rank counts.
+        extents: all rows of these.
+        summed: whole values whose gradient is a sum over bands.
+        is_first: whether the rank counts these.
+    """
+
+    own: Mapping[str, Interval]
+    extents: Mapping[str, int]
+    summed: frozenset[str]
+    is_first: bool
+
+    def apply(self, machine: Machine, name: str, handle: Handle, axes: Axes) -> None:
+        """Set to zero what other ranks count."""
+        if name in self.own:
+            own, extent = self.own[name], self.extents[name]
+            for rows in (Interval(0, own.start), Interval(own.stop, extent)) if own else (Interval(0, extent),):
+                if rows:
+                    machine.fill(machine.view(handle, None, rows, axes=axes), 0.0)
+        elif name in self.summed and not self.is_first:
+            machine.fill(handle, 0.0)
+
+
+@dataclass(kw_only=True)
+class BandWhole(WholeSegment):
+    """A segment on whole tensors, which every rank runs.
+
+    Attributes:
+        counts: what this rank counts of the gradients that all ranks make.
+    """
+
+    counts: CountsOnce
+
+    def backward(self, machine: Machine, values: Values, saved: Saved | None, grads: Gradients, *, consume: bool = True) -> None:
+        own = Gradients({name: grads.by_name[name] for name in self.scope.outputs if name in grads.by_name}, grads.sinks)
+        arrived = set(own.by_name)
+        super().backward(machine, values, saved, own, consume=consume)
+        for name in [name for name in own.by_name if name not in arrived]:
+            handle = own.by_name.pop(name)
+            self.counts.apply(machine, name, handle, self.scope.axes)
+            if name in grads.by_name:
+                machine.add(grads.by_name[name], handle)
+            else:
+                grads.by_name[name] = handle
+            del handle

@@ -1,0 +1,106 @@
+"""Processes that are started once and given one case after another: starting them takes seconds, a case takes milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["RankFailedError", "Ranks", "ranks_of"]
+
+
+class RankFailedError(AssertionError):
+    """A case failed on a rank; the message is its traceback."""
+
+
+class Ranks:
+    """Running processes with gloo between them."""
+
+    def __init__(self, count: int, store: Path) -> None:
+        # Their common parent imports once for all of them.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.helpers.banded", "torch.export", "torch._dynamo", "torch.distributed.device_mesh"])
+        self.connections: list[Connection] = []
+        self.processes = []
+        self.is_broken = False
+        for rank in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, count, str(store), theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def run(self, case: Callable[..., Any], *arguments: Any, timeout_seconds: float = 90.0) -> list[Any]:
+        """What ``case(rank, *arguments)`` returns on each rank.
+
+        Raises:
+            RankFailedError: it raised on one of them, or did not return in time.
+        """
+        if self.is_broken:
+            raise RankFailedError("an earlier case failed in these processes, and they may be out of step")
+        for connection in self.connections:
+            connection.send((case, arguments))
+        found: dict[int, tuple[bool, Any]] = {}
+        while len(found) < len(self.connections):
+            left = [connection for rank, connection in enumerate(self.connections) if rank not in found]
+            ready = wait(left, timeout_seconds)
+            if not ready:
+                self.is_broken = True
+                raise RankFailedError(f"only ranks {sorted(found)} answered within {timeout_seconds} s")
+            for rank, connection in enumerate(self.connections):
+                if connection not in ready:
+                    continue
+                try:
+                    found[rank] = connection.recv()
+                except EOFError:
+                    found[rank] = (False, "the process ended")
+        failed = {rank: value for rank, (is_well, value) in sorted(found.items()) if not is_well}
+        if failed:
+            self.is_broken = True
+            raise RankFailedError("\n".join(f"rank {rank}: {value}" for rank, value in failed.items()))
+        return [found[rank][1] for rank in range(len(found))]
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection in self.connections:
+            connection.close()
+        for process in self.processes:
+            process.join(1 if self.is_broken else 10)
+            if process.is_alive():
+                process.kill()
+
+
+@contextmanager
+def ranks_of(count: int, folder: Path) -> Iterator[Ranks]:
+    """So many processes, for the time of the context."""
+    ranks = Ranks(count, folder / "store")
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _serve(rank: int, count: int, store: str, connection: Connection) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    while True:
+        try:
+            case, arguments = connection.recv()
+        except EOFError:
+            break
+        try:
+            connection.send((True, case(rank, *arguments)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+    dist.destroy_process_group()

@@ -1,0 +1,144 @@
+"""A rank that raises, dies or hangs takes the others down, with an error that names it and the cause, and nothing is updated."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import sft
+
+from .helpers.banded import mesh_of
+from .helpers.models import image, seeded
+from .helpers.ranks import RankFailedError, Ranks, ranks_of
+
+pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
+
+_SHAPE = (1, 3, 24, 8)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.body(x).mean((2, 3))
+        return y
+
+
+class Slide:
+    """A source of ones that may fail."""
+
+    dtype = torch.float64
+    shape = _SHAPE
+
+    def __init__(self, fails: Callable[[int], bool]) -> None:
+        self.fails = fails
+        self.num_reads = 0
+
+    def rows(self, interval: Any, out: Tensor) -> None:
+        self.num_reads += 1
+        if self.fails(self.num_reads):
+            raise OSError("the disk is gone")
+        out.fill_(1.0)
+
+
+def _net(timeout_seconds: float = 30.0) -> Any:
+    options = sft.Options(tile=(4, None), mesh_timeout_seconds=timeout_seconds)
+    mesh = mesh_of(1, dist.get_world_size())
+    return sft.compile(seeded(Net).train(), _SHAPE, mesh=mesh, options=options)
+
+
+def _state(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in net.state_dict().items()}
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    with ranks_of(3, tmp_path) as found:
+        yield found
+
+
+def _raises_in_forward(rank: int) -> str:
+    net = _net()
+    before = _state(net)
+    with pytest.raises(sft.SftError) as caught:
+        net(Slide(lambda count: rank == 2 and count == 2))
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    # All ranks are still there: the next call works.
+    net(image(*_SHAPE)).sum().backward()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _raises_in_backward(rank: int) -> str:
+    net = _net()
+    num_forward = 0
+    slide = Slide(lambda count: rank == 1 and 0 < num_forward < count)
+    y = net(slide)
+    num_forward = slide.num_reads
+    with pytest.raises(sft.SftError) as caught:
+        y.sum().backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_that_raises(ranks: Ranks) -> None:
+    for case, culprit in ((_raises_in_forward, 2), (_raises_in_backward, 1)):
+        for rank, message in enumerate(ranks.run(case)):
+            assert "the disk is gone" in message, message
+            assert message.startswith("SourceError" if rank == culprit else f"RankError: rank {culprit} failed: SourceError"), message
+
+
+def _dies(rank: int, victim: int) -> str:
+    net = _net()
+    y = net(image(*_SHAPE))
+    if rank == victim:
+        os._exit(1)
+    with pytest.raises(sft.RankError) as caught:
+        y.sum().backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    return str(caught.value)
+
+
+def test_a_rank_that_dies(ranks: Ranks) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        ranks.run(_dies, 1)
+    assert str(caught.value) == "rank 1: the process ended"
+
+
+def _hangs(rank: int, sleeper: int) -> tuple[str, float]:
+    net = _net(timeout_seconds=3.0)
+    net(image(*_SHAPE))
+    if rank == sleeper:
+        time.sleep(12)
+        return "", 0.0
+    started = time.monotonic()
+    with pytest.raises(sft.RankError) as caught:
+        net(image(*_SHAPE))
+    return str(caught.value), time.monotonic() - started
+
+
+def test_a_rank_that_hangs_is_named_within_the_timeout(ranks: Ranks) -> None:
+    answers = ranks.run(_hangs, 2)
+    for message, seconds in answers[:2]:
+        assert "rank 2 does not answer" in message and str(timedelta(seconds=3)) in message
+        assert seconds < 12
+
+
+def _disagrees(rank: int) -> None:
+    net = _net()
+    with pytest.raises(sft.InputError, match=r"called with another shape"):
+        net(image(1, 3, 24 + 4 * (rank == 1), 8))
+
+
+def test_ranks_that_are_asked_different_things(ranks: Ranks) -> None:
+    ranks.run(_disagrees)

@@ -18,6 +18,7 @@ from sft.analysis.operators import differentiable_operands
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
+from sft.backends.select import backend_for
 from sft.errors import InputError, UnsupportedError
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
@@ -287,6 +288,7 @@ class Engine:
             outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
             on_host=kind.traced.device.type in ("cpu", "meta"),
+            backend=backend_for(self.options.backend, kind.traced.device),
         )
         self._check_sources(problem)
         self.destination.check([problem.dtypes[name] for name in graph.outputs])

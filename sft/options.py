@@ -6,10 +6,13 @@ from dataclasses import dataclass
 
 from sft.errors import InputError
 
-__all__ = ["STRATEGIES", "Options"]
+__all__ = ["BACKENDS", "STRATEGIES", "Options"]
 
 #: The strategies by name.
 STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg")
+
+#: What may run the operators.
+BACKENDS = ("auto", "aten", "triton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,9 @@ class Options:
             ``"sqrt"``, ``"revolve"``, ``"bisect"``, ``"optimal"``, ``"acg"`` (``sft.plan.chain.strategies``).
         halo: how neighbouring strips get the rows between them: ``"carry"`` from strip to strip (``"auto"`` means the same), or
             ``"recompute"``: independent tiles that each compute their halo.
-        backend: what runs the operators: ``"aten"`` (``"auto"`` means the same for now).
+        backend: what runs the operators: ``"aten"`` for PyTorch's own; ``"triton"`` for our kernels wherever one computes the same
+            (on the CPU only under Triton's interpreter, ``TRITON_INTERPRET=1``); ``"auto"`` for the kernels that were measured to be
+            faster on this GPU (``python -m sft tune``), and PyTorch's own operators everywhere else.
         tile: strip height and panel width in pixels of the input, ``(rows, cols)``; forces streaming also where all would fit.
             A ``cols`` of ``None`` is the full width.
         state_every: keep the walk's state every so many strips.
@@ -52,8 +57,8 @@ class Options:
             problems.append(f"halo {self.halo!r}: choose 'auto', 'carry' or 'recompute'")
         if self.strategy == "sft" and self.halo == "carry":
             problems.append("strategy 'sft' computes halos again, halo 'carry' forbids it: drop one")
-        if self.backend not in ("auto", "aten"):
-            problems.append(f"backend {self.backend!r}: choose 'auto' or 'aten'")
+        if self.backend not in BACKENDS:
+            problems.append(f"backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.profile not in ("auto", "measure"):
             problems.append(f"profile {self.profile!r}: choose 'auto' or 'measure'")
         if self.tile is not None:

@@ -16,6 +16,7 @@ from sft.analysis.masks import SEED
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
+from sft.lower.backend import Backend
 from sft.lower.context import grad_dtype_of
 
 __all__ = ["Problem", "at_size"]
@@ -36,6 +37,7 @@ class Problem:
         outputs_on_host: whether the model's outputs go to the host.
         splits_batch: whether the batch may be taken in parts.
         on_host: whether the device's memory is the host's.
+        backend: what runs parts of programs in its own way; ``None`` for ATen alone.
         memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples.
     """
 
@@ -47,6 +49,7 @@ class Problem:
     outputs_on_host: bool = False
     splits_batch: bool = True
     on_host: bool = True
+    backend: Backend | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def remembered(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:

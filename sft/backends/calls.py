@@ -1,0 +1,88 @@
+"""What a kernel call in a program is.
+
+A call is data: a frozen value that says all that a launch must know besides its tensors, with a method that takes these. Its bound method
+is the function of an instruction, so a program with kernels prints, has a signature, and is counted like any other. A call allocates
+nothing: outputs and workspaces are slots of the program, made by instructions in front of it.
+
+Two more rules hold for every call. On meta tensors it does nothing, since a program on meta tensors is a dry run. And its floating-point
+operations are those of what it replaces: an operator without any effect, ``sft::kernel_flops``, tells them to whoever counts at the
+dispatcher (``torch.utils.flop_counter``), which never sees a Triton launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from sft.analysis.capture import CHANNELS_LAST
+from sft.kernels.geometry import is_channels_last
+from sft.lower.program import DEVICE, Instruction, Slot
+
+__all__ = ["KernelCall", "allocation", "as_image", "call_of", "instruction", "note_flops", "workspace"]
+
+_LIBRARY = torch.library.Library("sft", "FRAGMENT")
+_LIBRARY.define("kernel_flops(Tensor like, int flops) -> ()")
+_LIBRARY.impl("kernel_flops", lambda like, flops: None, "CompositeExplicitAutograd")
+
+
+@register_flop_formula(torch.ops.sft.kernel_flops, get_raw=True)  # type: ignore[untyped-decorator]  # torch leaves it unannotated
+def _kernel_flops(like: Any, flops: int, *arguments: Any, **keywords: Any) -> int:
+    return flops
+
+
+def note_flops(like: Tensor, flops: int) -> None:
+    """Tell whoever counts that a kernel on the device of ``like`` does so many operations."""
+    if flops and torch._C._len_torch_dispatch_stack():
+        torch.ops.sft.kernel_flops.default(like, flops)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelCall:
+    """A launch of one kernel or a few.
+
+    Attributes:
+        flops: floating-point operations that it stands for.
+    """
+
+    flops: int = 0
+
+    def begins(self, like: Tensor) -> bool:
+        """Say the operations, and whether there is anything to do: not on the meta device."""
+        note_flops(like, self.flops)
+        return like.device.type != "meta"
+
+
+def as_image(tensor: Tensor) -> Tensor:
+    """The tensor channels-last, as kernels take it. Programs lay it out so; this is for a tensor that came otherwise all the same."""
+    return tensor if is_channels_last(tensor) else tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
+
+
+def call_of(function: Callable[..., Any]) -> KernelCall | None:
+    """The call whose method is an instruction's function; None for anything else."""
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, KernelCall) else None
+
+
+def instruction(function: Callable[..., Any], *arguments: Any, writes: tuple[Slot, ...], owner: str, scratch_bytes: int = 0) -> Instruction:
+    """A call as an instruction that writes into slots."""
+    call = call_of(function)
+    flops = 0 if call is None else call.flops
+    return Instruction(function, arguments, {}, (), writes, flops, 0, scratch_bytes, owner)
+
+
+def allocation(slot: Slot, owner: str) -> Instruction:
+    """Memory for a slot, uninitialised; channels-last where it is an image."""
+    layout = CHANNELS_LAST.get(len(slot.shape), torch.contiguous_format)
+    keywords = {"dtype": slot.dtype, "device": DEVICE, "memory_format": layout}
+    return Instruction(torch.empty, (slot.shape,), keywords, (slot,), (), 0, slot.num_bytes, 0, owner)
+
+
+def workspace(slot: Slot, owner: str) -> tuple[Instruction, Instruction]:
+    """Memory for a slot of one dimension, and zeros in it."""
+    zero = torch.ops.aten.zero_.default
+    return allocation(slot, owner), Instruction(zero, (slot,), {}, (), (slot,), 0, 0, 0, owner)

@@ -20,12 +20,14 @@ from sft.analysis.phases import Phases, find_phases
 from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
 from sft.backends.select import backend_for
 from sft.errors import InputError, UnsupportedError
+from sft.execute.costs import table_folders
 from sft.execute.function import Leaves, autocast_off, run_region
 from sft.execute.reading import Reading
 from sft.execute.stopwatch import time_step
 from sft.fingerprint import Fingerprint, fingerprint
 from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
 from sft.kernels.philox import draw_seed
+from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination, HostOutputs
 from sft.plan.describe import describe
@@ -100,8 +102,10 @@ class Engine:
         optimizer: torch.optim.Optimizer | None,
         plan: Plan | None,
         destination: Destination | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.destination = destination or Destination()
+        self._backend = backend  # in the place of what the options ask for
         self.model, self.budget_bytes, self.options = model, budget_bytes, options
         self.optimizer, self.given_plan = optimizer, plan
         self.last_plan: Plan | None = None
@@ -288,7 +292,7 @@ class Engine:
             outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
             on_host=kind.traced.device.type in ("cpu", "meta"),
-            backend=backend_for(self.options.backend, kind.traced.device),
+            backend=self._backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
         )
         self._check_sources(problem)
         self.destination.check([problem.dtypes[name] for name in graph.outputs])

@@ -11,7 +11,7 @@ dispatcher (``torch.utils.flop_counter``), which never sees a Triton launch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.kernels.geometry import is_channels_last
-from sft.lower.program import DEVICE, Instruction, Slot
+from sft.lower.program import DEVICE, Instruction, Program, Slot
 
-__all__ = ["KernelCall", "allocation", "as_image", "call_of", "instruction", "note_flops", "workspace"]
+__all__ = ["KernelCall", "allocation", "as_image", "call_of", "instruction", "kernel_operators", "note_flops", "workspace"]
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("kernel_flops(Tensor like, int flops) -> ()")
@@ -68,10 +68,15 @@ def call_of(function: Callable[..., Any]) -> KernelCall | None:
     return owner if isinstance(owner, KernelCall) else None
 
 
+def kernel_operators(programs: Iterable[Program]) -> tuple[str, ...]:
+    """Operators of the graph that programs run by kernels, sorted; what is fused into one counts under its name."""
+    return tuple(sorted({i.owner for program in programs for i in program.instructions if call_of(i.function) is not None}))
+
+
 def instruction(function: Callable[..., Any], *arguments: Any, writes: tuple[Slot, ...], owner: str, scratch_bytes: int = 0) -> Instruction:
-    """A call as an instruction that writes into slots."""
+    """A call as an instruction that writes into slots. Its operations are those of ``run``; other methods only hand results on."""
     call = call_of(function)
-    flops = 0 if call is None else call.flops
+    flops = call.flops if call is not None and getattr(function, "__name__", "") == "run" else 0
     return Instruction(function, arguments, {}, (), writes, flops, 0, scratch_bytes, owner)
 
 

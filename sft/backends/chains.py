@@ -91,6 +91,8 @@ class Chain:
         if not listing.moves_to(positions, at):
             return False
         is_new = made.root == made.number and listing.makers.get(made.number) == at
+        if not is_new and made != self.value and not question.is_image(made):
+            return False  # a buffer of the caller's
         self.positions = positions
         self.residual, self.relu = residual or self.residual, relu or self.relu
         if made != self.value:

@@ -9,7 +9,7 @@ ATen would round a strip's share to half precision first.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,25 +123,27 @@ def backward_convolutions(question: Question) -> Iterator[Replacement]:
 
 
 def _replacement(question: Question, found: Backward) -> Replacement | None:
-    mask = mask_before(question, found.gradient, found.positions)
+    """All of it with the mask, or else each part as it is."""
+    dx, dw, db = found.out
     num_pixels = math.prod(found.gradient.shape) // found.gradient.shape[1]
-    fused = () if mask is None else ("relu",)
-    takes = {
-        operator: question.chooser.takes_kernel(found.layer.shape_class(f"conv {operator} gradient", num_pixels, fused))
-        for operator, out in (("data", found.out[0]), ("weight", found.out[1]))
-        if out is not None
-    }
-    if not any(takes.values()):
-        return None
-    if mask is not None and (not all(takes.values()) or (found.out[1] is None and found.out[2] is not None)):
-        mask = None  # somebody else reads the masked gradient
-    return _kernels(question, found, mask, takes)
+    parts = [name for name, out in (("data", dx), ("weight", dw)) if out is not None]
+
+    def takes(*wanted: str, fused: tuple[str, ...] = ()) -> bool:
+        operator = f"conv {' and '.join(wanted)} gradient"
+        return question.chooser.takes_kernel(found.layer.shape_class(operator, num_pixels, fused))
+
+    # A bias's gradient alone is ATen's, which reads the masked one.
+    mask = mask_before(question, found.gradient, found.positions) if dw is not None or db is None else None
+    if mask is not None and takes(*parts, fused=("relu",)):
+        return _kernels(question, found, mask, parts)
+    taken = [part for part in parts if takes(part)]
+    return _kernels(question, found, None, taken) if taken else None
 
 
-def _kernels(question: Question, found: Backward, mask: Mask | None, takes: dict[str, bool]) -> Replacement:
+def _kernels(question: Question, found: Backward, mask: Mask | None, taken: Collection[str]) -> Replacement:
     """The call's gradients by kernels as far as they take them, by ATen otherwise."""
     call, owner, given = found.call, found.call.owner, found.gradient if mask is None else mask.gradient
-    takes_data, takes_weight = takes.get("data", False), takes.get("weight", False)
+    takes_data, takes_weight = "data" in taken, "weight" in taken
     gradient, body = question.image(given, owner)
     output: Slot | None = None
     if mask is not None:

@@ -125,7 +125,7 @@ def _affine(question: Question, at: int, call: Instruction) -> Replacement | Non
     if cast is not None:
         return _half_affine(question, at, call, cast, num_keys)
     made = call.writes[0] if call.writes else call.outputs[0]
-    if made is None or made.root == x.root or made.dtype != x.dtype:
+    if made is None or made.root == x.root or made.dtype != x.dtype or (call.writes and not question.is_image(made)):
         return None
     chain = Chain(value=made, positions=[at], made=None) if call.writes else Chain.of(question, made, at)
     if any(question.listing.writes_between(slot, at, chain.last) for slot in (x, scale, shift)):
@@ -167,6 +167,8 @@ def _half_affine(question: Question, at: int, call: Instruction, cast: int, num_
         made, memory = final.outputs[0], last
     elif final.function is aten.copy_.default and final.arguments[1] == wide:
         made, memory = final.writes[0], None
+        if not question.is_image(made):
+            return None
     else:
         return None
     positions = [cast, at, last]

@@ -162,13 +162,12 @@ def _readers_of_indices(question: Question, at: int) -> list[int]:
 
 
 def _is_wanted(question: Question, found: _Forward, back: _Backward | None) -> bool:
-    fused = (*(("bias",) if found.layer.bias is not None else ()), "relu", "pool")
+    """The group is taken or left as a whole."""
+    fused = [*(("bias",) if found.layer.bias is not None else ()), "relu", "pool"]
+    for name, out in () if back is None else zip(("data gradient", "weight gradient"), back.convolution.out[:2], strict=True):
+        fused += [name] if out is not None else []
     num_pixels = math.prod(found.value.shape) // found.value.shape[1]
-    wanted = [found.layer.shape_class("conv", num_pixels, fused)]
-    for operator, out in () if back is None else (("data", back.convolution.out[0]), ("weight", back.convolution.out[1])):
-        if out is not None:
-            wanted.append(found.layer.shape_class(f"conv {operator} gradient", num_pixels, ("relu", "pool")))
-    return all([question.chooser.takes_kernel(one) for one in wanted])
+    return question.chooser.takes_kernel(found.layer.shape_class("conv", num_pixels, tuple(fused)))
 
 
 def _replacement(question: Question, call: Instruction, found: _Forward, back: _Backward | None) -> Replacement:

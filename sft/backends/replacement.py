@@ -30,6 +30,11 @@ class Replacement:
     gone: frozenset[int]
     inserted: dict[int, tuple[Instruction, ...]]
 
+    @property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """All that is inserted, in order."""
+        return tuple(one for at in sorted(self.inserted) for one in self.inserted[at])
+
 
 @dataclass(kw_only=True)
 class Question:
@@ -62,9 +67,13 @@ class Question:
         """Whether a position holds this function and is nobody's."""
         return at not in self.taken and self.listing.instructions[at].function is function
 
+    def is_image(self, slot: Slot) -> bool:
+        """Whether a slot is surely channels-last."""
+        return slot.number in self.last or slot.shape[1] == 1
+
     def image(self, slot: Slot, owner: str) -> tuple[Slot, tuple[Instruction, ...]]:
         """The slot channels-last: itself, or a copy with what makes it."""
-        if slot.number in self.last or slot.shape[1] == 1:
+        if self.is_image(slot):
             return slot, ()
         copied = self.emitter.slot(slot.shape, slot.dtype)
         return copied, (allocation(copied, owner), Instruction(aten.copy_.default, (copied, slot), {}, (), (copied,), 0, 0, 0, owner))

@@ -7,7 +7,7 @@ disappears by itself. Matchers are asked in order, the largest groups first; wha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from sft.backends.choice import Chooser
@@ -18,7 +18,7 @@ from sft.backends.listing import Listing
 from sft.backends.norms import affine_gradients, affines, frozen_norm_gradients, frozen_norms, moments
 from sft.backends.pooled import pooled_convolutions
 from sft.backends.pools import average_pools, max_pools
-from sft.backends.replacement import Matcher, Question
+from sft.backends.replacement import Matcher, Question, Replacement
 from sft.backends.resizes import resizes
 from sft.backends.rows import carried_rows
 from sft.errors import InternalError
@@ -67,6 +67,19 @@ class Kernels:
             The same number afterwards.
         """
         listing = Listing(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
+        taken: set[int] = set()
+        inserted: dict[int, tuple[Instruction, ...]] = {}
+        for replacement in self.replacements(listing, emitter, laid_out):
+            taken |= replacement.gone
+            inserted |= replacement.inserted
+        if not taken:
+            return turn
+        kept = [inserted.get(at, ()) if at in taken else (one,) for at, one in enumerate(listing.instructions)]
+        emitter.instructions[:] = _joined(kept)
+        return None if turn is None else len(_joined(kept[:turn]))
+
+    def replacements(self, listing: Listing, emitter: Emitter, laid_out: Collection[Port]) -> Iterator[Replacement]:
+        """What is replaced, group by group; arguments as for :meth:`rewrite`."""
         question = Question(
             listing=listing,
             chooser=self.chooser,
@@ -74,18 +87,12 @@ class Kernels:
             last=channels_last_slots(listing, laid_out),
             computes_operands=self.computes_operands,
         )
-        inserted: dict[int, tuple[Instruction, ...]] = {}
         for matcher in _MATCHERS:
             for replacement in matcher(question):
                 if not question.taken.isdisjoint(replacement.gone) or not replacement.gone.issuperset(replacement.inserted):
                     raise InternalError(f"{matcher}: two groups share an instruction, at {sorted(replacement.gone)}")
                 question.taken |= replacement.gone
-                inserted |= replacement.inserted
-        if not question.taken:
-            return turn
-        kept = [inserted.get(at, ()) if at in question.taken else (one,) for at, one in enumerate(listing.instructions)]
-        emitter.instructions[:] = _joined(kept)
-        return None if turn is None else len(_joined(kept[:turn]))
+                yield replacement
 
 
 def _joined(parts: Sequence[Sequence[Instruction]]) -> list[Instruction]:

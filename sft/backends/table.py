@@ -1,9 +1,9 @@
 """Tables of what was measured to be fastest: for one GPU and one Triton, an entry for each class of operations.
 
-An entry is there only because the kernel was right: `TableEntry` holds the error against fp64 that it was accepted with, and refuses
-one above the limit of its numbers. So a class without an entry (never measured, or measured to be wrong) runs by ATen. A table is for one
-name of a GPU and one version of Triton, whose compiler and assembler decide both what a kernel costs and whether it is right; another
-version's table is not looked at.
+An entry is there only because the kernel was right: `TableEntry` holds the error against fp64 that it was accepted with, and refuses one
+above the limit of its numbers and above ATen's own. So a class without an entry (never measured, or measured to be wrong) runs by ATen. A
+table is for one name of a GPU and one version of Triton, whose compiler and assembler decide both what a kernel costs and whether it is
+right; another version's table is not looked at.
 
 A file is JSON: a heading, and a list of entries. It is written beside its place and renamed, so there is never half a table.
 """
@@ -25,15 +25,22 @@ from sft.backends.choice import Numbers, ShapeClass, storage_numbers
 from sft.errors import InputError
 from sft.files import replacing
 
-__all__ = ["ERROR_LIMITS", "KernelTable", "Measured", "TableEntry", "find_table", "table_name"]
+__all__ = ["ERROR_LIMITS", "KernelTable", "Measured", "TableEntry", "error_limit", "find_table", "table_name"]
 
 _FORMAT = 1
 
 #: Largest relative L2 error against fp64 of a kernel's results, by numbers. A half precision rounds results, and what lies between two
 #: kernels of a backward pass; ten bits of a product are as many as PyTorch's own.
 ERROR_LIMITS: dict[Numbers, float] = {"float32": 2e-5, "tf32": 2e-3, "bfloat16": 8e-3, "float16": 2e-3}
+#: Of ATen's own error: where rounding is a lottery (equal maxima in half precision), a kernel may be so much further off.
+_AS_GOOD = 1.1
 #: How far in pixels, in powers of four, a class may be from one that was measured.
 _NEAR = 2
+
+
+def error_limit(numbers: Numbers, aten_error: float) -> float:
+    """What error a kernel may have where ATen's calls have this one."""
+    return max(ERROR_LIMITS[numbers], _AS_GOOD * aten_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,17 +50,19 @@ class TableEntry:
     Attributes:
         shape_class: what was measured.
         error: relative L2 error of the kernel's results against fp64, on the GPU of the table.
+        aten_error: the same of ATen's.
         triton_seconds: median time of the kernel.
         aten_seconds: median time of ATen's operators for the same, with all that is fused into the kernel.
     """
 
     shape_class: ShapeClass
     error: float
+    aten_error: float
     triton_seconds: float
     aten_seconds: float
 
     def __post_init__(self) -> None:
-        limit = ERROR_LIMITS[self.shape_class.numbers]
+        limit = error_limit(self.shape_class.numbers, self.aten_error)
         problems = []
         if not 0 <= self.error <= limit:
             problems.append(f"its error {self.error:g} is above {limit:g}: a kernel that is wrong has no place in a table")

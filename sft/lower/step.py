@@ -112,7 +112,7 @@ class _StepLowering:
         turn = self.emitter.prune(turn)  # readers that will be gone must keep nothing from being replaced
         # Strips, states and cuts are laid out by us; outputs and their gradients by the caller.
         cuts = scope.streamed.difference(scope.graph.results)
-        ours = {"source": scope.in_layout, "grad_carry": scope.streamed, "carry": scope.streamed, "grad_out": cuts}
+        ours = {"source": scope.in_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
         laid_out = [port for port in self.emitter.ports if port.name in ours.get(port.role, ())]
         return scope.backend.rewrite(self.emitter, laid_out, turn)
 

@@ -12,7 +12,7 @@ from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 6
+_FORMAT = 7
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -70,6 +70,7 @@ class SegmentPlan:
         working_bytes: most bytes that one strip's program adds.
         output_bytes: bytes of the values it hands on.
         flops: forward, recomputations and backward.
+        kernels: operators that run as Triton kernels, with what is fused into them; all others run by ATen.
         formulas: what the symbolic analysis says: halo, receptive field, carried rows, footprint.
     """
 
@@ -91,7 +92,13 @@ class SegmentPlan:
     working_bytes: int
     output_bytes: int
     flops: int
+    kernels: tuple[str, ...]
     formulas: tuple[tuple[str, str], ...]
+
+    @property
+    def backend(self) -> Literal["aten", "mixed"]:
+        """What runs its operators: ``"aten"`` alone, or kernels as well."""
+        return "mixed" if self.kernels else "aten"
 
     @property
     def choice(self) -> SegmentChoice:

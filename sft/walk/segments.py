@@ -152,6 +152,11 @@ class TiledSegment:
         return len(walk.chunk) * math.prod(shape[1:]) * self.scope.graph[name].itemsize_bytes
 
     @property
+    def lowered(self) -> tuple[Program, ...]:
+        """The programs lowered so far."""
+        return tuple(self._programs.values())
+
+    @property
     def working_bytes(self) -> int:
         """The largest peak of the programs lowered so far."""
         return max((program.peak_bytes for program in self._programs.values()), default=0)

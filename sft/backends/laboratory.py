@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from sft.backends.trials import Trial
+from sft.errors import InputError
 from sft.kernels.dispatch import has_triton
 
 __all__ = ["CudaLaboratory", "Errors", "Laboratory", "relative_error", "verified_on"]
@@ -85,11 +86,9 @@ class CudaLaboratory:
 
     def __post_init__(self) -> None:
         if self.device.type != "cuda" or not torch.cuda.is_available():
-            raise UnsupportedError(
-                [f"{self.device}: kernels are timed on a CUDA device, and there is none; run this on a machine with a GPU"]
-            )
+            raise InputError(f"kernels are timed on a CUDA device, {self.device} is none that is here; run this on a machine with a GPU")
         if not has_triton():
-            raise UnsupportedError(['Triton is not installed, so there are no kernels to time; pip install "sft-engine[triton]"'])
+            raise InputError('Triton is not installed, so there are no kernels to time; pip install "sft-engine[triton]"')
 
     @property
     def device_name(self) -> str:

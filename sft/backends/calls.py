@@ -30,7 +30,7 @@ _LIBRARY.define("kernel_flops(Tensor like, int flops) -> ()")
 _LIBRARY.impl("kernel_flops", lambda like, flops: None, "CompositeExplicitAutograd")
 
 
-@register_flop_formula(torch.ops.sft.kernel_flops, get_raw=True)  # type: ignore[untyped-decorator]  # torch leaves it unannotated
+@register_flop_formula(torch.ops.sft.kernel_flops, get_raw=True)
 def _kernel_flops(like: Any, flops: int, *arguments: Any, **keywords: Any) -> int:
     return flops
 

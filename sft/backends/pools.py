@@ -170,9 +170,9 @@ def _average_pool(question: Question, at: int, call: Instruction) -> Replacement
     kernel, stride, padding, _, count_padding, divisor = call.arguments[2 if is_backward else 1 :]
     made, owner = call.outputs[0], call.owner
     windows = Windows.of(kernel, stride or kernel, padding, [1, 1])
-    output = made if gradient is None else gradient
     if made is None or made.root != made.number or not isinstance(x, Slot):
         return None
+    output = made if gradient is None else gradient
     operator = "average pool gradient" if is_backward else "average pool"
     if not _is_taken(question, operator, windows, x, math.prod(output.shape) // max(1, output.shape[1])):
         return None

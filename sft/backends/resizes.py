@@ -174,7 +174,7 @@ def _grow(question: Question, found: _Pass) -> None:
             if found.origin is not None and other.origin is not None and found.origin != other.origin:
                 return
             spans, origin = [a or b for a, b in zip(found.spans, other.spans, strict=True)], found.origin or other.origin
-            made = other.value
+            made: Slot | None = other.value
         elif call.function is aten._to_copy.default and call.keywords.keys() == {"dtype"}:
             spans, origin, made = found.spans, found.origin, call.outputs[0]
         else:

@@ -35,7 +35,7 @@ class _Block(nn.Module):
             nn.Conv2d(width, width, 3, padding=1, bias=False),
             nn.BatchNorm2d(width),
         )
-        self.short = nn.Identity()
+        self.short: nn.Module = nn.Identity()
         if stride != 1 or num_in != width:
             self.short = nn.Sequential(nn.Conv2d(num_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["NETWORKS", "relative_l2", "seeded_network", "training_step"]
+__all__ = ["relative_l2", "seeded_network", "training_step"]
 
 
 class _Residual(nn.Module):
@@ -76,18 +76,6 @@ def _network(name: str) -> nn.Module:
         return _Residual(nn.BatchNorm2d)
     plain = {"vgg": _vgg, "branches": _Branches, "u-net": _UNet, "windows": _windows, "volume": _volume}
     return plain[name]()
-
-
-#: By name, with the shape of its input.
-NETWORKS: dict[str, tuple[int, ...]] = {
-    "vgg": (2, 3, 18, 12),
-    "branches": (1, 3, 14, 10),
-    "residual, eval norm": (1, 3, 16, 12),
-    "residual, train norm": (2, 3, 16, 12),
-    "u-net": (1, 3, 16, 12),
-    "windows": (1, 3, 18, 14),
-    "volume": (1, 2, 8, 6, 5),
-}
 
 
 def seeded_network(name: str, seed: int) -> nn.Module:

@@ -12,6 +12,7 @@ import gc
 import importlib.util
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime.interpreter import GridExecutor
 
 import sft
+from sft.backends.laboratory import verified_on
+from sft.backends.trials import Collector
+from sft.engine import Engine
 from sft.kernels import blocks, conv2d_gradient_triton, conv2d_triton, conv3d_triton
 from sft.memory import measure_peak
 
@@ -62,59 +66,66 @@ def _calls(net: Any) -> dict[str, int]:
     return found
 
 
-def _compiled(name: str, seed: int, shape: tuple[int, ...], options: dict[str, Any]) -> tuple[Any, Any]:
-    model = _networks.seeded_network(name, seed)
-    return model, sft.compile(copy.deepcopy(model), shape, options=sft.Options(backend="triton", **options))
-
-
-def errors(name: str, shape: tuple[int, ...], options: dict[str, Any], seeds: int) -> dict[str, Any]:
-    """Medians over seeds of our relative L2 error and of eager PyTorch's, against fp64; and the kernels that ran."""
-    ours, eager, net = [], [], None
+def steps(name: str, shape: tuple[int, ...], options: dict[str, Any], seeds: int) -> dict[str, Any]:
+    """Training steps of a network: medians over seeds of our relative L2 error and of eager PyTorch's, against fp64; bytes and operations
+    of a step, measured and planned; whether another has the same bits; and the kernels that ran."""
+    ours, eager, found = [], [], {}
     for seed in range(seeds):
-        model, net = _compiled(name, seed, shape, options)
+        model = _networks.seeded_network(name, seed)
+        net = sft.compile(copy.deepcopy(model), shape, options=sft.Options(backend="triton", **options))
         x = torch.randn(shape)
         gradient = torch.randn(model(x).shape)
         model.load_state_dict(net.state_dict())
         reference = _networks.training_step(copy.deepcopy(model).double(), x.double(), gradient)
         eager.append(_networks.relative_l2(_networks.training_step(copy.deepcopy(model), x, gradient), reference))
-        ours.append(_networks.relative_l2(_networks.training_step(net, x, gradient), reference))
-    return {"ours": statistics.median(ours), "eager": statistics.median(eager), "calls": _calls(net), "plan": net.plan.to_json()}
+        before = copy.deepcopy(net.state_dict())
+        with FlopCounterMode(display=False) as counter:
+            results = _networks.training_step(net, x, gradient)
+        ours.append(_networks.relative_l2(results, reference))
+        if seed == 0:
+            net.load_state_dict(before)
+            found = _measured(net, x, gradient, results) | {"flops": counter.get_total_flops(), "planned_flops": net.plan.flops}
+            found |= {"calls": _calls(net), "plan": net.plan.to_json()}
+    return found | {"ours": statistics.median(ours), "eager": statistics.median(eager)}
 
 
-def accounts(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Bytes and operations of one step, measured and planned; whether a second step has the same bits."""
-    _, net = _compiled(name, 0, shape, options)
-    x = torch.randn(shape)
-    steps = []
+def _measured(net: Any, x: torch.Tensor, gradient: torch.Tensor, before: list[torch.Tensor]) -> dict[str, Any]:
+    """Bytes of another step, and whether it has the bits of the one before."""
     launch = GridExecutor.__call__
 
     def launch_and_collect(*args: Any, **kwargs: Any) -> None:
         launch(*args, **kwargs)
         gc.collect()
 
+    net.zero_grad(set_to_none=True)
     gc.collect()
     gc.freeze()
     with patch.object(GridExecutor, "__call__", launch_and_collect), measure_peak("cpu") as peak:
-        steps.append(_measured(net, x))
+        leaf, arriving = x.clone().requires_grad_(), gradient.clone()
+        y = net(leaf)
+        y.backward(arriving)
     gc.unfreeze()
-    with FlopCounterMode(display=False) as counter:
-        steps.append(_measured(net, x))
-    same = all(torch.equal(a, b) for a, b in zip(*steps, strict=True))
-    plan = net.plan
-    found = {"measured": peak.num_bytes, "projected": plan.projected_peak_bytes, "total": plan.total_bytes}
-    return found | {"flops": counter.get_total_flops(), "planned_flops": plan.flops, "same": same}
-
-
-def _measured(net: Any, x: torch.Tensor) -> list[torch.Tensor]:
-    net.zero_grad(set_to_none=True)
-    leaf = x.clone().requires_grad_()
-    y = net(leaf)
-    y.backward(torch.ones_like(y))
     assert leaf.grad is not None
-    return [y.detach(), leaf.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+    results = [y.detach(), leaf.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+    same = all(torch.equal(a, b) for a, b in zip(results, before, strict=True))
+    return {"measured": peak.num_bytes, "projected": net.plan.projected_peak_bytes, "total": net.plan.total_bytes, "same": same}
 
 
-def run(job: dict[str, Any]) -> dict[str, Any]:
+def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: str) -> list[tuple[str, str, float, float]]:
+    """Every class of operations that a network has a kernel for, with the kernel's error against fp64 and ATen's."""
+    collector = Collector()
+    model = _networks.seeded_network(name, 0).to(getattr(torch, dtype))
+    engine = Engine(model, budget_bytes=2**40, options=sft.Options(**options), optimizer=None, plan=None, backend=collector)
+    engine.plan_for_shapes([shape])
+    found = []
+    for wanted, trial in collector.trials.items():
+        errors = verified_on(trial, torch.device("cpu"))
+        found.append((wanted.operator, wanted.label, errors.kernels, errors.aten))
+    return found
+
+
+def run(job: dict[str, Any]) -> Any:
     """One job."""
     torch.set_num_threads(1)
-    return {"errors": errors, "accounts": accounts}[job.pop("run")](**job)
+    functions: dict[str, Callable[..., Any]] = {"steps": steps, "trials": trials}
+    return functions[job.pop("run")](**job)

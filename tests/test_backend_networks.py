@@ -32,7 +32,8 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], set[str]]] = {
     ),
     "train norm": ("residual, train norm", (2, 3, 12, 8), {"tile": (8, None)}, {"Moments.run", "Affine.run", "Affine.sum"}),
     "u-net": ("u-net", (1, 3, 12, 8), {"tile": (8, None)}, {"Resize.run", "MaxPool.run", "MaxPool.differentiate"}),
-    "whole": ("branches", (1, 3, 9, 7), {"strategy": "none"}, {"Convolution.run", "WeightGradient.run"}),
+    "sums of branches": ("branches", (1, 3, 10, 6), {"tile": (8, None)}, {"Convolution.run", "WeightGradient.run"}),
+    "whole": ("vgg", (1, 3, 9, 8), {"strategy": "none"}, {"PooledConvolution.run", "DataGradient.run", "WeightGradient.add_weight"}),
     "windows": ("windows", (1, 3, 13, 10), {"tile": (9, None)}, {"AveragePool.run", "AveragePool.differentiate", "MaxPool.differentiate"}),
     "volume": ("volume", (1, 2, 6, 5, 4), {"tile": (4, None)}, {"Convolution.run", "DataGradient.run", "WeightGradient.run"}),
 }

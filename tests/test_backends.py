@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,9 @@ def _block() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
 
 
-def _problem(make: Callable[[], nn.Module] = _block, size: int = 32) -> Problem:
-    return problem_of(make(), (1, 3, size, 20), training=True)
+@cache
+def _problem(size: int = 32) -> Problem:
+    return problem_of(_block(), (1, 3, size, 20), training=True)
 
 
 def _segment(problem: Problem, backend: Any, mode: Any = "tiled") -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from sft.analysis.capture import CHANNELS_LAST
+from sft.errors import InternalError
 from sft.kernels.geometry import is_channels_last
 from sft.lower.program import DEVICE, Instruction, Program, Slot
 
@@ -52,9 +53,17 @@ class KernelCall:
     flops: int = 0
 
     def begins(self, like: Tensor) -> bool:
-        """Say the operations, and whether there is anything to do: not on the meta device."""
+        """Say the operations, and whether there is anything to do: not on the meta device.
+
+        Args:
+            like: what is written first. Kernels take its channels for neighbours, so an image that is laid out otherwise would be garbage.
+        """
         note_flops(like, self.flops)
-        return like.device.type != "meta"
+        if like.device.type == "meta":
+            return False
+        if like.dim() in CHANNELS_LAST and not is_channels_last(like):
+            raise InternalError(f"{type(self).__name__}: a result of strides {like.stride()} is not channels-last; use backend='aten'")
+        return True
 
 
 def as_image(tensor: Tensor) -> Tensor:

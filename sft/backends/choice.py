@@ -89,20 +89,14 @@ def storage_numbers(dtype: torch.dtype, *, allows_tf32: bool) -> Numbers | None:
     return "tf32" if allows_tf32 and dtype == torch.float32 else _NUMBERS.get(dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Always:
-    """Takes every kernel that computes the same.
-
-    Attributes:
-        allows_tf32: whether products of fp32 numbers may be rounded.
-    """
-
-    allows_tf32: bool = False
+    """Takes every kernel that computes the same; products of fp32 numbers exactly, since rounded ones differ from ATen's rounded ones."""
 
     def takes_kernel(self, wanted: ShapeClass) -> bool:
         """Always."""
         return True
 
     def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
-        """As the elements are, or rounded where that is allowed."""
-        return storage_numbers(dtype, allows_tf32=self.allows_tf32)
+        """As the elements are."""
+        return storage_numbers(dtype, allows_tf32=False)

@@ -33,10 +33,12 @@ def slot_splits(weight: tuple[int, ...], num_pixels: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OfConvolution(KernelCall):
-    """Attributes:
-    geometry: of the buffers.
-    groups: of channels.
-    numbers: how products are formed.
+    """A call about a convolution.
+
+    Attributes:
+        geometry: of the buffers: a `Geometry`, or a `VolumeGeometry`.
+        groups: of channels.
+        numbers: how products are formed.
     """
 
     geometry: Any
@@ -60,7 +62,7 @@ class _OfConvolution(KernelCall):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convolution(_OfConvolution):
-    """``relu(scale * conv(x) + bias + residual)``, each part where there is one.
+    """``relu(conv(x) + bias + residual)``, each part where there is one.
 
     Attributes:
         relu: whether there is a ReLU.
@@ -68,7 +70,7 @@ class Convolution(_OfConvolution):
 
     relu: bool = False
 
-    def run(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, scale: Tensor | None) -> None:
+    def run(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None) -> None:
         """Write to ``out``."""
         if not self.begins(out):
             return
@@ -94,7 +96,6 @@ class Convolution(_OfConvolution):
                 groups=self.groups,
                 relu=self.relu,
                 precision=self.precision,
-                scale=scale,
             )
 
 

@@ -125,5 +125,5 @@ def _replacement(question: Question, at: int, call: Instruction, layer: Layer) -
     made = Convolution(
         flops=call.flops, geometry=layer.geometry(out.shape[2:]), groups=layer.groups, numbers=layer.numbers, relu=chain.relu
     )
-    launch = instruction(made.run, chain.value, x, layer.weight, layer.bias, residual, None, writes=(chain.value,), owner=owner)
+    launch = instruction(made.run, chain.value, x, layer.weight, layer.bias, residual, writes=(chain.value,), owner=owner)
     return chain.replacement(owner, (*body, *copied, launch))

@@ -37,7 +37,7 @@ def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -
     """
     if name == "triton":
         _check_triton(device)
-        return Kernels(chooser=Always(allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device))
+        return Kernels(chooser=Always(), computes_operands=computes_operands(device))
     if name == "auto" and device.type == "cuda" and has_triton():
         table = find_table(folders, torch.cuda.get_device_name(device), importlib.metadata.version("triton"))
         if table is not None:
@@ -59,7 +59,10 @@ def _check_triton(device: torch.device) -> None:
 
 def allows_tf32(device: torch.device) -> bool:
     """Whether the user lets convolutions round fp32 operands to ten bits, as PyTorch does by default on a GPU."""
-    return device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    if device.type != "cuda":
+        return False
+    precision: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # it makes itself an object
+    return precision == "tf32"
 
 
 def computes_operands(device: torch.device) -> bool:

@@ -80,15 +80,11 @@ def test_a_program_stays_as_it_is_where_nothing_is_taken(mode: str) -> None:
 
 def test_a_strip_of_a_vgg_block_is_two_kernels_forwards_and_four_back() -> None:
     forward, restore, joint = _programs(_segment(_problem(), Kernels(chooser=Always())))
-    assert _calls(forward) == ["Convolution.run", "LoadRows.run", "PooledConvolution.run"] or _calls(forward) == [
-        "LoadRows.run",
-        "Convolution.run",
-        "PooledConvolution.run",
-    ]
+    assert _calls(forward) == ["LoadRows.run", "Convolution.run", "PooledConvolution.run"]
     assert sorted(_calls(restore)) == ["Convolution.run", "LoadRows.run"]
     of_conv = ["WeightGradient.add_bias", "WeightGradient.add_weight", "WeightGradient.run"]
     assert sorted(_calls(joint)) == sorted([*_calls(forward), "DataGradient.run", *of_conv, *of_conv])
-    names = {str(i.function) for i in joint.instructions}
+    names = {str(i.function) for i in joint.instructions if call_of(i.function) is None}
     # Neither the convolution's output nor indices, masked gradients or padded copies are ever in memory.
     assert not any(word in name for name in names for word in ("convolution", "max_pool", "threshold", "constant_pad", "relu"))
 
@@ -110,7 +106,7 @@ def test_a_whole_segment_keeps_taps_instead_of_images() -> None:
 def test_without_computed_operands_no_mask_is_fused() -> None:
     """On Hopper with an old Triton kernels would make masked gradients in memory, which a program could not count."""
     _, _, joint = _programs(_segment(_problem(), Kernels(chooser=Always(), computes_operands=False)))
-    names = [str(i.function) for i in joint.instructions]
+    names = [str(i.function) for i in joint.instructions if call_of(i.function) is None]
     assert "PooledConvolution.run" not in _calls(joint)
     assert sum("threshold_backward" in name for name in names) == 2
     assert _calls(joint).count("DataGradient.run") == 1

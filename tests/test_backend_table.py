@@ -69,7 +69,7 @@ def test_the_nearest_number_of_pixels_answers_within_reason() -> None:
         ({"aten_seconds": float("inf")}, "are no times"),
     ],
 )
-def test_an_entry_that_cannot_be_trusted_is_refused(change: dict[str, float], message: str) -> None:
+def test_an_entry_that_cannot_be_trusted_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(sft.InputError, match=message):
         replace(_ENTRY, **change)
     data = json.loads(_TABLE.to_json())
@@ -164,7 +164,8 @@ def _request(folder: Path | None, **changes: Any) -> TuneRequest:
 def test_every_class_is_verified_then_timed_once(tmp_path: Path) -> None:
     trials = collect_trials(_request(None), torch.device("cpu"))
     assert len({trial.shape_class for trial in trials}) == len(trials)
-    laboratory, seen = ListLaboratory(slow=frozenset({"max pool"})), []
+    laboratory = ListLaboratory(slow=frozenset({"max pool"}))
+    seen: list[str] = []
     found = tune(trials, laboratory, tmp_path, advance=seen.append)
     assert seen == [trial.shape_class.label for trial in trials]
     assert laboratory.verified == laboratory.timed == [trial.shape_class.operator for trial in trials]

@@ -23,13 +23,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("kernel_steps")
 
 
-@pytest.mark.parametrize("word", ["steps", "tune"])
-def test_without_a_gpu_it_says_so(word: str, tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [str(_ROOT / "benchmarks" / "gpu.sh"), word, "--out", str(tmp_path)]
+    command = [str(_ROOT / "benchmarks" / "gpu.sh"), "steps", "--out", str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == {"steps": 2, "tune": 1}[word]
-    assert "run it on a machine with a GPU" in done.stderr or "run this on a machine with a GPU" in done.stderr
+    assert done.returncode == 2
+    assert "run it on a machine with a GPU" in done.stderr
     assert not list(tmp_path.iterdir())
 
 

@@ -115,7 +115,11 @@ def _input(case: StepCase, size: int, dtype: torch.dtype, device: torch.device, 
 
 def _network(case: StepCase, dtype: torch.dtype, device: torch.device, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return case.make().to(device, dtype, memory_format=torch.channels_last)
+    module = case.make().to(device, dtype)
+    for parameter in module.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
+    return module
 
 
 def verify_step(case: StepCase, dtype: torch.dtype, backend: str, device: torch.device, size: int) -> tuple[float, float]:

@@ -43,6 +43,8 @@ class Chain:
         residual: what is added.
         relu: whether a ReLU is at its end.
         fused: names of what was taken in.
+        takes_norm: whether a frozen norm may follow at once.
+        norm: the call of that norm.
     """
 
     value: Slot
@@ -51,11 +53,13 @@ class Chain:
     residual: Slot | None = None
     relu: bool = False
     fused: list[str] = field(default_factory=list)
+    takes_norm: bool = False
+    norm: Instruction | None = None
 
     @classmethod
-    def of(cls, question: Question, value: Slot, at: int, fused: Sequence[str] = ()) -> Chain:
+    def of(cls, question: Question, value: Slot, at: int, fused: Sequence[str] = (), *, takes_norm: bool = False) -> Chain:
         """What follows the call at a position, which makes a value."""
-        chain = cls(value=value, positions=[at], made=at, fused=list(fused))
+        chain = cls(value=value, positions=[at], made=at, fused=list(fused), takes_norm=takes_norm)
         while chain._step(question):
             pass
         return chain
@@ -95,6 +99,7 @@ class Chain:
             return False  # a buffer of the caller's
         self.positions = positions
         self.residual, self.relu = residual or self.residual, relu or self.relu
+        self.norm = call if name == "norm" else self.norm
         if made != self.value:
             self.made = at if is_new else None
         self.value = made
@@ -106,6 +111,9 @@ class Chain:
         """What the following call makes of the value, with what it adds, whether it is a ReLU, and its name."""
         if (made := ends_in_relu(question, self.value, at)) is not None:
             return (None if self.relu else made), None, True, "relu"
+        if call.function is aten._native_batch_norm_legit_no_training.default and call.arguments[0] == self.value:
+            is_first = self.takes_norm and self.norm is None and not self.relu and self.residual is None
+            return (call.outputs[0] if is_first and call.outputs[1:] == (None, None) else None), None, False, "norm"
         if call.function is aten.copy_.default and call.arguments[1] == self.value:
             return call.writes[0], None, False, ""
         if call.function in (aten.add.Tensor, aten.add.out) and not self.relu and self.residual is None and len(self.value.shape) == 4:

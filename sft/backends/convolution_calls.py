@@ -11,7 +11,7 @@ from torch import Tensor
 from sft.backends.calls import KernelCall, as_image
 from sft.kernels.geometry import Geometry
 
-__all__ = ["Convolution", "DataGradient", "PooledConvolution", "WeightGradient", "slot_splits"]
+__all__ = ["Convolution", "DataGradient", "NormedConvolution", "PooledConvolution", "WeightGradient", "slot_splits"]
 
 _PRECISIONS = {"float32": "ieee", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 #: programs that fill any GPU of today a few times over, the most slots of a weight, and the least pixels that one sums up
@@ -97,6 +97,61 @@ class Convolution(_OfConvolution):
                 relu=self.relu,
                 precision=self.precision,
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormedConvolution(_OfConvolution):
+    """``relu(norm(conv(x) + bias) + residual)`` with a frozen norm: a scale and a shift of each channel.
+
+    Attributes:
+        eps: added to the variance.
+        relu: whether there is a ReLU.
+    """
+
+    eps: float
+    relu: bool = False
+
+    def run(
+        self,
+        out: Tensor,
+        space: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+    ) -> None:
+        """Write to ``out``; the workspace is fp32 ``[2 * outputs]``."""
+        if not self.begins(out):
+            return
+        from sft.kernels.conv2d_triton import launch_conv2d  # not above: it imports Triton
+
+        scale, shift = space.view(2, -1).unbind()
+        scale.copy_(variance).add_(self.eps).rsqrt_()
+        shift.copy_(mean).neg_()
+        if bias is not None:
+            shift.add_(bias)
+        if norm_weight is not None:
+            scale.mul_(norm_weight)
+        shift.mul_(scale)
+        if norm_bias is not None:
+            shift.add_(norm_bias)
+        residual = None if residual is None else as_image(residual)
+        launch_conv2d(
+            as_image(x),
+            weight,
+            shift,
+            residual,
+            out,
+            self.geometry,
+            groups=self.groups,
+            relu=self.relu,
+            precision=self.precision,
+            scale=scale,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """Convolutions of a program, forwards: with the bias, the sum of two branches, the ReLU and the copy into a buffer that follow.
 
 Each of these reads a whole image and writes one, and a kernel has the numbers in its registers already. The group grows along the one value
-that it makes, for as long as nobody else reads what lies between.
+that it makes, for as long as nobody else reads what lies between. Where no backward pass follows, a frozen norm joins it as a scale and a
+shift; where one does, the strip that is recomputed needs the norm's input, and both must be made of the same numbers.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 
 import torch
 
-from sft.backends.calls import instruction
+from sft.backends.calls import allocation, instruction
 from sft.backends.chains import Chain
 from sft.backends.choice import Numbers, ShapeClass, pixel_class
-from sft.backends.convolution_calls import Convolution
+from sft.backends.convolution_calls import Convolution, NormedConvolution
 from sft.backends.geometry import Padded, Windows, geometry_of, unpadded
 from sft.backends.replacement import Question, Replacement
 from sft.lower.program import Instruction, Slot
@@ -114,7 +115,8 @@ def convolutions(question: Question) -> Iterator[Replacement]:
 def _replacement(question: Question, at: int, call: Instruction, layer: Layer) -> Replacement | None:
     out, owner = call.outputs[0], call.owner
     assert out is not None
-    chain = Chain.of(question, out, at, ["bias"] if layer.bias is not None else [])
+    takes_norm = question.folds_norms and len(out.shape) == 4 and not (layer.groups > 1 and layer.weight.shape[1] == 1)
+    chain = Chain.of(question, out, at, ["bias"] if layer.bias is not None else [], takes_norm=takes_norm)
     if question.listing.writes_between(layer.padded.slot, at, chain.last):
         return None
     num_pixels = math.prod(out.shape) // out.shape[1]
@@ -122,8 +124,14 @@ def _replacement(question: Question, at: int, call: Instruction, layer: Layer) -
         return None
     x, body = question.image(layer.padded.slot, owner)
     residual, copied = (None, ()) if chain.residual is None else question.image(chain.residual, owner)
-    made = Convolution(
-        flops=call.flops, geometry=layer.geometry(out.shape[2:]), groups=layer.groups, numbers=layer.numbers, relu=chain.relu
-    )
-    launch = instruction(made.run, chain.value, x, layer.weight, layer.bias, residual, writes=(chain.value,), owner=owner)
-    return chain.replacement(owner, (*body, *copied, launch))
+    common: dict[str, Any] = {"geometry": layer.geometry(out.shape[2:]), "groups": layer.groups, "numbers": layer.numbers}
+    operands = (x, layer.weight, layer.bias, residual)
+    if chain.norm is None:
+        plain = Convolution(flops=call.flops, relu=chain.relu, **common)
+        launch = instruction(plain.run, chain.value, *operands, writes=(chain.value,), owner=owner)
+        return chain.replacement(owner, (*body, *copied, launch))
+    _, *statistics, _, eps = chain.norm.arguments
+    normed = NormedConvolution(flops=call.flops, relu=chain.relu, eps=eps, **common)
+    space = question.emitter.slot((2 * out.shape[1],), torch.float32)
+    launch = instruction(normed.run, chain.value, space, *operands, *statistics, writes=(chain.value, space), owner=owner)
+    return chain.replacement(owner, (*body, *copied, allocation(space, owner), launch))

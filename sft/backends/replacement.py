@@ -47,6 +47,7 @@ class Question:
         last: numbers of the slots that are channels-last.
         computes_operands: whether products of numbers that a kernel computes itself come out right on the device (see
             ``kernels/blocks_triton.py``); where not, kernels would make them in memory first, which a program counts better.
+        folds_norms: whether a frozen norm may become part of the convolution in front of it: no backward pass follows.
         taken: positions that belong to a replacement already.
     """
 
@@ -55,6 +56,7 @@ class Question:
     emitter: Emitter
     last: frozenset[int]
     computes_operands: bool = True
+    folds_norms: bool = False
     taken: set[int] = field(default_factory=set)
 
     def free(self, function: object) -> Iterator[tuple[int, Instruction]]:

@@ -55,12 +55,13 @@ class Kernels:
     chooser: Chooser
     computes_operands: bool = True
 
-    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], turn: int | None = None) -> int | None:
+    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
         """Replace instructions of an emitter.
 
         Args:
             emitter: holds the lowered program; its instructions are exchanged.
             laid_out: ports bound to images that are channels-last.
+            training: whether a backward pass follows.
             turn: number of instructions of the first of two halves.
 
         Returns:
@@ -69,7 +70,7 @@ class Kernels:
         listing = Listing(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
         taken: set[int] = set()
         inserted: dict[int, tuple[Instruction, ...]] = {}
-        for replacement in self.replacements(listing, emitter, laid_out):
+        for replacement in self.replacements(listing, emitter, laid_out, training=training):
             taken |= replacement.gone
             inserted |= replacement.inserted
         if not taken:
@@ -78,7 +79,7 @@ class Kernels:
         emitter.instructions[:] = _joined(kept)
         return None if turn is None else len(_joined(kept[:turn]))
 
-    def replacements(self, listing: Listing, emitter: Emitter, laid_out: Collection[Port]) -> Iterator[Replacement]:
+    def replacements(self, listing: Listing, emitter: Emitter, laid_out: Collection[Port], *, training: bool) -> Iterator[Replacement]:
         """What is replaced, group by group; arguments as for :meth:`rewrite`."""
         question = Question(
             listing=listing,
@@ -86,6 +87,7 @@ class Kernels:
             emitter=emitter,
             last=channels_last_slots(listing, laid_out),
             computes_operands=self.computes_operands,
+            folds_norms=not training,
         )
         for matcher in _MATCHERS:
             for replacement in matcher(question):

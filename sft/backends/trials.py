@@ -90,8 +90,8 @@ class Trial:
             device = next(value.device for value in held.values() if isinstance(value, Tensor))
             arguments = [_resolved(value, held, device) for value in call.arguments]
             result = call.function(*arguments, **{name: _resolved(value, held, device) for name, value in call.keywords.items()})
-            made = (result,) if len(call.outputs) == 1 else result
-            for slot, value in zip(call.outputs, made or (), strict=False):
+            made = () if not call.outputs else (result,) if len(call.outputs) == 1 else result
+            for slot, value in zip(call.outputs, made, strict=True):
                 if slot is not None:
                     held[slot.number] = value
         return [held[slot.number] for slot in self.results]
@@ -142,15 +142,16 @@ class Collector:
     computes_operands: bool = True
     trials: dict[ShapeClass, Trial] = field(default_factory=dict)
 
-    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], turn: int | None = None) -> int | None:
+    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
         """Look at a program, and leave it as it is."""
         listing = Listing(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
         asked = _Only(None, self.allows_tf32)
-        for _ in self._kernels(asked).replacements(listing, emitter, laid_out):
+        for _ in self._kernels(asked).replacements(listing, emitter, laid_out, training=training):
             raise AssertionError("nothing was to be taken")
         for wanted in asked.asked:
             if wanted not in self.trials:
-                one = next(self._kernels(_Only(wanted, self.allows_tf32)).replacements(listing, emitter, laid_out), None)
+                chosen = self._kernels(_Only(wanted, self.allows_tf32))
+                one = next(chosen.replacements(listing, emitter, laid_out, training=training), None)
                 if one is not None:
                     self.trials[wanted] = _trial(wanted, listing, one.gone, one.instructions)
         return turn

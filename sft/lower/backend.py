@@ -17,12 +17,13 @@ __all__ = ["Backend"]
 class Backend(Protocol):
     """Replaces instructions of a program."""
 
-    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], turn: int | None = None) -> int | None:
+    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
         """Exchange instructions of the emitter.
 
         Args:
             emitter: holds the lowered program.
             laid_out: ports bound to images that are channels-last.
+            training: whether a backward pass follows.
             turn: number of instructions of the first of two halves.
 
         Returns:

@@ -114,7 +114,7 @@ class _StepLowering:
         cuts = scope.streamed.difference(scope.graph.results)
         ours = {"source": scope.in_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
         laid_out = [port for port in self.emitter.ports if port.name in ours.get(port.role, ())]
-        return scope.backend.rewrite(self.emitter, laid_out, turn)
+        return scope.backend.rewrite(self.emitter, laid_out, training=bool(scope.requires_grad), turn=turn)
 
     def _enter(self, name: str) -> None:
         """What is emitted from now on belongs to this operator."""

@@ -44,7 +44,7 @@ _networks = _sibling("backend_networks")
 def _large_blocks() -> None:
     large = blocks.Blocks(pixels=256, channels=16, inner=16)
     for module in (conv2d_triton, conv3d_triton):
-        module.default_blocks = lambda *_: large
+        vars(module)["default_blocks"] = lambda *_: large
     gradient, volume = conv2d_gradient_triton.launch_weight_gradient, conv3d_triton.launch_volume_weight_gradient
     conv2d_gradient_triton.launch_weight_gradient = functools.partial(gradient, block=(256, 16, 128))
     conv3d_triton.launch_volume_weight_gradient = functools.partial(volume, block=(256, 16, 128))
@@ -111,6 +111,17 @@ def _measured(net: Any, x: torch.Tensor, gradient: torch.Tensor, before: list[to
     return {"measured": peak.num_bytes, "projected": net.plan.projected_peak_bytes, "total": net.plan.total_bytes, "same": same}
 
 
+def inference(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The output without gradients: relative L2 errors, ours and eager PyTorch's, bytes, and the kernels that ran."""
+    model = _networks.seeded_network(name, 0)
+    net = sft.compile(copy.deepcopy(model), shape, options=sft.Options(backend="triton", **options))
+    x = torch.randn(shape)
+    with torch.no_grad():
+        truth = copy.deepcopy(model).double()(x.double())
+        ours, eager = (_networks.relative_l2([module(x)], [truth]) for module in (net, model))
+    return {"ours": ours, "eager": eager, "calls": _calls(net), "flops": net.plan.flops, "plain_flops": net.plan.plain_flops}
+
+
 def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: str) -> list[tuple[str, str, float, float]]:
     """Every class of operations that a network has a kernel for, with the kernel's error against fp64 and ATen's."""
     collector = Collector()
@@ -127,5 +138,5 @@ def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: st
 def run(job: dict[str, Any]) -> Any:
     """One job."""
     torch.set_num_threads(1)
-    functions: dict[str, Callable[..., Any]] = {"steps": steps, "trials": trials}
+    functions: dict[str, Callable[..., Any]] = {"steps": steps, "inference": inference, "trials": trials}
     return functions[job.pop("run")](**job)

@@ -22,6 +22,7 @@ from sft.backends.select import backend_for
 from sft.errors import InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import Leaves, autocast_off, run_region
+from sft.execute.graphs import CudaRecorder, GraphStore, repeated_programs
 from sft.execute.reading import Reading
 from sft.execute.stopwatch import time_step
 from sft.fingerprint import Fingerprint, fingerprint
@@ -88,6 +89,7 @@ class _Ready:
     plan: Plan
     region: Region
     captured: _Captured
+    graphs: GraphStore | None = None
 
 
 class Engine:
@@ -150,6 +152,7 @@ class Engine:
         given, lacking = self._resolve(inputs, input_grad)
         ready = self._prepare(self._kind_of(given, lacking))
         self.last_plan = ready.plan
+        self._forget_recordings(ready)
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)
         self.last_reading = leaves.reading if leaves.sources else None
@@ -168,6 +171,12 @@ class Engine:
             for name, path in graph.updates:
                 self.model.get_buffer(path).copy_(outputs[name])
         return pytree.tree_unflatten(results, ready.captured.capture.out_spec)
+
+    def _forget_recordings(self, ready: _Ready) -> None:
+        """Give back the memory of recordings of other plans: a plan knows only of its own."""
+        for other in self._ready.values():
+            if other is not ready and other.graphs is not None:
+                other.graphs.clear()
 
     def _bind(self, ready: _Ready, inputs: Sequence[Given]) -> Leaves:
         graph = ready.captured.phases.graph
@@ -196,6 +205,7 @@ class Engine:
             sources={name: value.source for name, value in by_name.items() if value.source is not None},
             witnesses=tuple(value.witness for value in inputs if value.witness is not None),
             sinks={name: value.make_sink for name, value in by_name.items() if value.make_sink is not None},
+            graphs=ready.graphs,
         )
 
     def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
@@ -302,7 +312,18 @@ class Engine:
             with autocast_off(kind.traced.device):
                 seconds = time_step(problem, planned.region, kind.traced.device, progress=self.options.progress)
             plan = replace(plan, projected_seconds=sum(seconds, 0.0), timeline=plan.timeline.measured(seconds))
-        return _Ready(plan, planned.region, captured)
+        graphs = self._recordings(planned.region, plan, kind.traced.device)
+        if graphs is not None:
+            plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
+        return _Ready(plan, planned.region, captured, graphs)
+
+    def _recordings(self, region: Region, plan: Plan, device: torch.device) -> GraphStore | None:
+        """What is replayed as CUDA graphs: what the budget has left decides how much."""
+        if not self.options.cuda_graphs or device.type != "cuda":
+            return None
+        spare_bytes = self.budget_bytes - plan.total_bytes
+        store = GraphStore.within(repeated_programs(region, training=plan.training), spare_bytes, CudaRecorder(device))
+        return store if store.programs else None
 
     def _check_sources(self, problem: Problem) -> None:
         returned = sorted(problem.from_source.intersection(problem.graph.results))

@@ -36,6 +36,9 @@ class Options:
         profile: ``"measure"`` to time the step that is planned, on the device, by running each distinct program of it for a moment
             (``Plan.projected_seconds``); ``"auto"`` leaves that out. Times are kept in files, so that programs that were timed before
             are not run again (``sft.execute.costs``).
+        cuda_graphs: on a CUDA device, record strips that repeat and replay them, as far as the budget has room for that when everything
+            else is planned; ``Plan.projected_peak_bytes`` counts it. Of use where strips are so small that starting their kernels takes
+            longer than running them.
         progress: whether planning shows a bar on the terminal where it takes long: while programs are timed.
     """
 
@@ -47,6 +50,7 @@ class Options:
     state_slots: int | None = None
     batch_tile: int | None = None
     profile: str = "auto"
+    cuda_graphs: bool = False
     progress: bool = False
 
     def __post_init__(self) -> None:

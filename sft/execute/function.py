@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from sft.errors import UnsupportedError
+from sft.execute.graphs import GraphStore
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
@@ -53,6 +54,7 @@ class Leaves:
         witnesses: tensors behind such sources: changing them between forward and backward raises, as for all others.
         sinks: make what takes the gradients of such inputs, where they are wanted, afresh for each backward pass.
         reading: gains what is read.
+        graphs: recordings of programs of the region.
     """
 
     names: tuple[str, ...]
@@ -63,6 +65,7 @@ class Leaves:
     witnesses: tuple[torch.Tensor, ...] = ()
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
+    graphs: GraphStore | None = None
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
@@ -79,7 +82,7 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     made = [name for name in region.outputs if name not in given]
     if not keep:
         with torch.no_grad(), autocast_off(leaves.device):
-            machine = TorchMachine(leaves.device, account=leaves.reading.forward)
+            machine = TorchMachine(leaves.device, account=leaves.reading.forward, graphs=leaves.graphs)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
         return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
@@ -99,7 +102,7 @@ class _RegionFunction(torch.autograd.Function):
         ctx: Any, region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
-        machine = TorchMachine(leaves.device, account=leaves.reading.forward)
+        machine = TorchMachine(leaves.device, account=leaves.reading.forward, graphs=leaves.graphs)
         with autocast_off(leaves.device):
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
         made = [name for name in region.outputs if name not in given]
@@ -177,7 +180,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     grads.clear()
     by_output.clear()
     sinks = {name: make() for name, make in leaves.sinks.items()}
-    machine = TorchMachine(leaves.device, account=leaves.reading.backward)
+    machine = TorchMachine(leaves.device, account=leaves.reading.backward, graphs=leaves.graphs)
     with autocast_off(leaves.device):
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
     for sink in sinks.values():

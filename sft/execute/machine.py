@@ -11,6 +11,7 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
+from sft.execute.graphs import GraphStore
 from sft.execute.heap import Heap
 from sft.execute.host import copy_in_order
 from sft.execute.reading import PassReading, SourceStrips, load_whole
@@ -33,12 +34,14 @@ class TorchMachine:
         trace: called with each executed instruction, for tests.
         account: gains what is read of inputs that are not resident.
         heap: is trimmed now and then, on the CPU.
+        graphs: recordings of programs that are replayed instead of run.
     """
 
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
     account: PassReading = field(default_factory=PassReading)
     heap: Heap = field(default_factory=Heap)
+    graphs: GraphStore | None = None
 
     def begin(self, move: Move) -> None:
         pass
@@ -110,6 +113,13 @@ class TorchMachine:
         return out
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+        if self.graphs is not None and saved is None:
+            found = self.graphs.run(program, bindings, lambda one, given: self._run(one, given, None)[0])
+            if found is not None:
+                return found, Saved({})
+        return self._run(program, bindings, saved)
+
+    def _run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None) -> tuple[dict[Port, Handle], Saved]:
         tensors: dict[int, Any] = {} if saved is None else saved.values
         for port, slot in program.ports.items():
             if port in bindings:

@@ -61,12 +61,12 @@ def _vgg() -> nn.Module:
 
 def _windows() -> nn.Module:
     """Depthwise, dilated and strided convolutions, averages, overlapping maxima."""
-    first = nn.Conv2d(3, 8, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.AvgPool2d(3, 1, 1)
+    first = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.AvgPool2d(3, 1, 1)
     return nn.Sequential(*first, nn.Conv2d(8, 8, 3, padding=2, dilation=2), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 4, 1))
 
 
 def _volume() -> nn.Module:
-    return nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, 1))
+    return nn.Sequential(nn.Conv3d(2, 4, 3, padding=1), nn.ReLU(), nn.Conv3d(4, 3, (2, 3, 1), padding=(0, 1, 0)))
 
 
 def _network(name: str) -> nn.Module:

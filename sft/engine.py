@@ -21,12 +21,15 @@ from sft.analysis.operators import differentiable_operands
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
+from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape, refuse_on_mesh
 from sft.bands.party import Party
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
 from sft.errors import InputError, UnsupportedError
+from sft.execute.costs import table_folders
 from sft.execute.function import Leaves, autocast_off, run_region
+from sft.execute.graphs import CudaRecorder, GraphStore, repeated_programs
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
 from sft.execute.room import HostRoom
@@ -35,6 +38,7 @@ from sft.execute.stopwatch import time_step
 from sft.fingerprint import Fingerprint, fingerprint
 from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
 from sft.kernels.philox import draw_seed
+from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination, HostOutputs
 from sft.plan.describe import describe
@@ -96,7 +100,8 @@ class _Ready:
     plan: Plan
     region: Region
     captured: _Captured
-    slabs: Slabs | None
+    slabs: Slabs | None = None
+    graphs: GraphStore | None = None
 
 
 class Engine:
@@ -112,10 +117,12 @@ class Engine:
         plan: Plan | None,
         destination: Destination | None = None,
         mesh: LiveMesh | MeshShape | None = None,
+        backend: Backend | None = None,
     ) -> None:
         self.mesh = mesh
         self.party: Party | None = None
         self.destination = destination or Destination()
+        self._backend = backend  # in the place of what the options ask for
         self.model, self.budget_bytes, self.options = model, budget_bytes, options
         self.optimizer, self.given_plan = optimizer, plan
         self.last_plan: Plan | None = None
@@ -189,6 +196,7 @@ class Engine:
             self.party.agree(same)
         ready = self._prepare(kind)
         self.last_plan = ready.plan
+        self._forget_recordings(ready)
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)
         self.last_reading = leaves.reading if leaves.sources else None
@@ -210,6 +218,12 @@ class Engine:
             for (_, path), update in zip(graph.updates, updates, strict=True):
                 self.model.get_buffer(path).copy_(update)
         return pytree.tree_unflatten(results, ready.captured.capture.out_spec)
+
+    def _forget_recordings(self, ready: _Ready) -> None:
+        """Give back the memory of recordings of other plans: a plan knows only of its own."""
+        for other in self._ready.values():
+            if other is not ready and other.graphs is not None:
+                other.graphs.clear()
 
     def _bind(self, ready: _Ready, inputs: Sequence[Given]) -> Leaves:
         graph = ready.captured.phases.graph
@@ -242,6 +256,7 @@ class Engine:
             slabs=ready.slabs,
             room=self._room,
             make_machine=TorchMachine if self.party is None else self.party.machine,
+            graphs=ready.graphs,
         )
 
     @property
@@ -358,6 +373,7 @@ class Engine:
             on_host=kind.traced.device.type in ("cpu", "meta"),
             host_budget_bytes=self._host_budget_bytes(kind.traced.device),
             link=Rates(kind.traced.device.type).link(self.options.link_bytes_per_second),
+            backend=self._backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
         )
         self._check_sources(problem)
         self.destination.check([problem.dtypes[name] for name in graph.outputs])
@@ -373,7 +389,10 @@ class Engine:
             plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
         copies = any(move.is_copy for move in planned.region.moves)
         slabs = Slabs(planned.projection.slab_bytes, kind.traced.device, self._room) if copies else None
-        return _Ready(plan, planned.region, captured, slabs)
+        graphs = self._recordings(planned.region, plan, kind.traced.device)
+        if graphs is not None:
+            plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
+        return _Ready(plan, planned.region, captured, slabs, graphs)
 
     def _plan_on_mesh(self, problem: Problem, captured: _Captured, rates: Rates) -> _Ready:
         """The plan for a mesh, and this rank's region (without processes that of the band that needs most)."""
@@ -392,11 +411,19 @@ class Engine:
         region = found.planned.region
         if isinstance(self.mesh, LiveMesh):
             region = found.bands.region(self.mesh.band, self._together)
-        return _Ready(plan, region, captured, None)
+        return _Ready(plan, region, captured)
 
     def _together(self) -> AbstractContextManager[None]:
         """What the backward pass runs in."""
         return self._joined().together()
+
+    def _recordings(self, region: Region, plan: Plan, device: torch.device) -> GraphStore | None:
+        """What is replayed as CUDA graphs: what the budget has left decides how much."""
+        if not self.options.cuda_graphs or device.type != "cuda":
+            return None
+        spare_bytes = self.budget_bytes - plan.total_bytes
+        store = GraphStore.within(repeated_programs(region, training=plan.training), spare_bytes, CudaRecorder(device))
+        return store if store.programs else None
 
     def _check_sources(self, problem: Problem) -> None:
         returned = sorted(problem.from_source.intersection(problem.graph.results))

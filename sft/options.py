@@ -9,10 +9,13 @@ from datetime import timedelta
 from sft.errors import InputError
 from sft.units import parse_bytes
 
-__all__ = ["STRATEGIES", "Options"]
+__all__ = ["BACKENDS", "STRATEGIES", "Options"]
 
 #: The strategies by name.
 STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
+
+#: What may run the operators.
+BACKENDS = ("auto", "aten", "triton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +29,9 @@ class Options:
             ``"offload-greedy"``, ``"offload-dp"``, ``"vdnn"`` (``sft.plan.chain.strategies``).
         halo: how neighbouring strips get the rows between them: ``"carry"`` from strip to strip (``"auto"`` means the same), or
             ``"recompute"``: independent tiles that each compute their halo.
-        backend: what runs the operators: ``"aten"`` (``"auto"`` means the same for now).
+        backend: what runs the operators: ``"aten"`` for PyTorch's own; ``"triton"`` for our kernels wherever one computes the same
+            (on the CPU only under Triton's interpreter, ``TRITON_INTERPRET=1``); ``"auto"`` for the kernels that were measured to be
+            faster on this GPU (``python -m sft tune``), and PyTorch's own operators everywhere else.
         tile: strip height and panel width in pixels of the input, ``(rows, cols)``; forces streaming also where all would fit.
             A ``cols`` of ``None`` is the full width.
         state_every: keep the walk's state every so many strips.
@@ -43,6 +48,9 @@ class Options:
             (``Plan.projected_seconds``); ``"auto"`` leaves that out. Times are kept in files, so that programs that were timed before
             are not run again (``sft.execute.costs``).
         mesh_timeout_seconds: how long a rank of a mesh waits for another before it gives up the step.
+        cuda_graphs: on a CUDA device, record strips that repeat and replay them, as far as the budget has room for that when everything
+            else is planned; ``Plan.projected_peak_bytes`` counts it. Of use where strips are so small that starting their kernels takes
+            longer than running them.
         progress: whether planning shows a bar on the terminal where it takes long: while programs are timed.
     """
 
@@ -57,6 +65,7 @@ class Options:
     link_bandwidth: float | str | None = None
     host_folder: str | None = None
     profile: str = "auto"
+    cuda_graphs: bool = False
     progress: bool = False
     mesh_timeout_seconds: float = 1800.0
 
@@ -73,8 +82,8 @@ class Options:
             problems.append(f"halo {self.halo!r}: choose 'auto', 'carry' or 'recompute'")
         if self.strategy == "sft" and self.halo == "carry":
             problems.append("strategy 'sft' computes halos again, halo 'carry' forbids it: drop one")
-        if self.backend not in ("auto", "aten"):
-            problems.append(f"backend {self.backend!r}: choose 'auto' or 'aten'")
+        if self.backend not in BACKENDS:
+            problems.append(f"backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.profile not in ("auto", "measure"):
             problems.append(f"profile {self.profile!r}: choose 'auto' or 'measure'")
         if self.tile is not None:

@@ -92,5 +92,7 @@ def _segment(number: int, segment: SegmentPlan) -> list[str]:
         f"  working set       {format_bytes(segment.working_bytes):>12}",
         f"  FLOPs             {segment.flops:>12.4g}",
     ]
+    if segment.kernels:
+        lines.append(f"  kernels           {len(segment.kernels):>12}  operators run as Triton kernels, with what is fused into them")
     lines += [f"  {name}: {value}" for name, value in segment.formulas]
     return lines

@@ -1,1 +1,1 @@
-"""The command line: ``python -m sft doctor | check | plan``."""
+"""The command line: ``python -m sft doctor | check | plan | tune``."""

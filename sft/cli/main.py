@@ -17,6 +17,7 @@ from rich.console import Console
 from sft.cli.doctor import show_doctor
 from sft.cli.models import load_model, parse_shape, parse_tile
 from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
+from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_request
 from sft.errors import InputError, SftError
 from sft.options import STRATEGIES, Options
 from sft.units import parse_rate
@@ -43,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, console: Console) -> int:
     if args.command == "doctor":
         return show_doctor(console, as_json=args.json)
+    if args.command == "tune":
+        return show_tune(_tune_request(args), console, as_json=args.json)
     # A model without memory can be planned, but not timed.
     model = load_model(args.model, _model_arguments(args.model_args), meta=not getattr(args, "time", False))
     model.train(not args.inference)
@@ -97,6 +100,22 @@ def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:
     return args.replicas, args.ranks
 
 
+def _tune_request(args: argparse.Namespace) -> TuneRequest:
+    """What ``tune`` is asked: about a model, or about layers that most networks have."""
+    options = Options(tile=parse_tile(args.tile) if args.tile else None)
+    dtypes = tuple(args.dtype)
+    if args.model is None:
+        if args.input or args.model_args:
+            raise InputError("--input and --model-args are about a model; name one")
+        return standard_request(dtypes, options, args.budget, args.out, again=args.again)
+    if not args.input:
+        raise InputError(f"tune {args.model}: give the shape of its input, such as --input 1x3x2048x2048")
+    model = load_model(args.model, _model_arguments(args.model_args))
+    model.train(not args.inference)
+    models = [(model, tuple(parse_shape(text) for text in args.input))]
+    return TuneRequest(models=models, dtypes=dtypes, options=options, budget=args.budget, folder=args.out, again=args.again)
+
+
 def _model_arguments(given: Sequence[str]) -> dict[str, Any]:
     """Read ``num_classes=2 width=0.5 name=text``."""
     found = {}
@@ -146,12 +165,26 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--replicas", type=int, default=1, metavar="N", help="so many images at once, each on --ranks ranks (default: 1)")
     plan.add_argument("--link", metavar="RATE", help="of a rank to the others, such as 400Gbit or 50GB a second")
     plan.add_argument("--out", type=Path, metavar="FILE", help="write the plan as JSON, for sft.Plan.from_json")
+
+    tune = commands.add_parser("tune", help="measure on this machine's GPU which kernels are faster than PyTorch's own operators")
+    _add_model(tune, is_needed=False)
+    tune.add_argument(
+        "--dtype", nargs="+", default=("bfloat16", "float32"), choices=DTYPES, help="element types (default: bfloat16 float32)"
+    )
+    tune.add_argument("--budget", default="11GiB", metavar="BYTES", help="for the plans whose programs are measured (default: 11GiB)")
+    tune.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
+    tune.add_argument("--again", action="store_true", help="measure what is in the table, too")
+    tune.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the table (default: where backend='auto' looks for it)")
     return parser
 
 
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="package.module:callable, or the name of a model of torchvision or timm")
-    parser.add_argument("--input", nargs="+", required=True, metavar="SHAPE", help="such as 1x3x20480x20480; one for each input")
+def _add_model(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> None:
+    about = "package.module:callable, or the name of a model of torchvision or timm"
+    if is_needed:
+        parser.add_argument("model", metavar="MODEL", help=about)
+    else:
+        parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{about}; none for layers that most networks have")
+    parser.add_argument("--input", nargs="+", required=is_needed, metavar="SHAPE", help="such as 1x3x20480x20480; one for each input")
     parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments for making the model")
     parser.add_argument("--frozen-norms", action="store_true", help="norms with running statistics keep them, as in evaluation mode")
     parser.add_argument("--inference", action="store_true", help="in evaluation mode and without gradients")

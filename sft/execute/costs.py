@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CACHE_VARIABLE", "Costs", "cache_folder", "environment_of", "open_costs"]
+__all__ = ["CACHE_VARIABLE", "Costs", "cache_folder", "environment_of", "open_costs", "table_folders"]
 
 CACHE_VARIABLE = "SFT_CACHE_DIR"
 _FORMAT = 1
@@ -83,6 +83,12 @@ def cache_folder() -> Path | None:
         return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sft"
     except RuntimeError:  # there is no home
         return None
+
+
+def table_folders() -> tuple[Path, ...]:
+    """Where tables of measured kernels are looked for, and kept (``python -m sft tune``)."""
+    folder = cache_folder()
+    return () if folder is None else (folder / "kernels",)
 
 
 def environment_of(device: torch.device) -> dict[str, str | int | bool]:

@@ -23,6 +23,7 @@ import torch
 
 from sft.errors import UnsupportedError
 from sft.execute.copies import HostCopies
+from sft.execute.graphs import GraphStore
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import PassReading, Reading
@@ -59,6 +60,7 @@ class Leaves:
         slabs: room on the host for copies; none where there are none.
         room: where cuts are that are never whole on the device.
         make_machine: makes what runs a pass, of what the plain machine is made of.
+        graphs: recordings of programs of the region.
     """
 
     names: tuple[str, ...]
@@ -75,7 +77,9 @@ class Leaves:
 
     def machine(self, account: PassReading, copies: HostCopies | None = None) -> TorchMachine:
         """What runs a pass; ``account`` gains what it reads."""
-        return self.make_machine(self.device, account=account, copies=copies, room=self.room)
+        return self.make_machine(self.device, account=account, copies=copies, room=self.room, graphs=self.graphs)
+
+    graphs: GraphStore | None = None
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
 from sft.execute.boundary import CutStrips, HostCut, HostGradient
 from sft.execute.copies import HostCopies
+from sft.execute.graphs import GraphStore
 from sft.execute.heap import Heap
 from sft.execute.host import copy_in_order
 from sft.execute.reading import PassReading, SourceStrips, load_whole
@@ -39,6 +40,7 @@ class TorchMachine:
         heap: is trimmed now and then, on the CPU.
         copies: where what leaves for the host goes, in orders that have such moves.
         room: where cuts are that are never whole on the device.
+        graphs: recordings of programs that are replayed instead of run.
     """
 
     device: torch.device
@@ -47,6 +49,7 @@ class TorchMachine:
     heap: Heap = field(default_factory=Heap)
     copies: HostCopies | None = None
     room: HostRoom = field(default_factory=HostRoom)
+    graphs: GraphStore | None = None
 
     def begin(self, move: Move) -> None:
         pass
@@ -134,6 +137,13 @@ class TorchMachine:
         return out
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+        if self.graphs is not None and saved is None:
+            found = self.graphs.run(program, bindings, lambda one, given: self._run(one, given, None)[0])
+            if found is not None:
+                return found, Saved({})
+        return self._run(program, bindings, saved)
+
+    def _run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None) -> tuple[dict[Port, Handle], Saved]:
         tensors: dict[int, Any] = {} if saved is None else saved.values
         for port, slot in program.ports.items():
             if port in bindings:

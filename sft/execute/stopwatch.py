@@ -28,7 +28,7 @@ from sft.analysis.interval import Interval
 from sft.execute.costs import Costs, open_costs
 from sft.execute.machine import TorchMachine
 from sft.execute.signature import signature
-from sft.lower.program import Port, Program, Slot, load_rows
+from sft.lower.program import Port, Program, Slot
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
 from sft.walk.copies import Copy
@@ -179,7 +179,7 @@ class Stopwatch(PhantomMachine):
         tensor = self._real.allocate(slot.shape, slot.dtype, zero=True)
         if slot.dtype.is_floating_point:
             tensor.uniform_(generator=torch.Generator(self.device).manual_seed(0))  # the caller's random state stays as it is
-        dim = _carried_dim(program, slot)
+        dim = _carried_dim(program, slot) if port.role == "carry" else None
         return tensor if dim is None else [(0, Interval(0, slot.shape[dim]), tensor)]
 
     def _wait(self) -> None:
@@ -188,10 +188,9 @@ class Stopwatch(PhantomMachine):
 
 
 def _carried_dim(program: Program, slot: Slot) -> int | None:
-    """The dimension along which rows come in pieces; ``None`` where a port is one tensor."""
-    loads: Callable[..., Any] = load_rows
+    """The dimension along which rows come in pieces, by the call that loads them, whichever it is."""
     for instruction in program.instructions:
-        if instruction.function is loads and instruction.arguments[2] == slot:
+        if len(instruction.arguments) == 3 and instruction.arguments[2] == slot:
             return int(instruction.arguments[1])
     return None
 

@@ -20,6 +20,7 @@ from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator, Window, window_of
 from sft.analysis.schedule import NodeRows, Read, Step
+from sft.lower.backend import Backend
 from sft.lower.program import Emitter, Slot
 
 __all__ = ["NodeContext", "Patch", "Scope", "grad_dtype_of", "sum_dtype"]
@@ -79,6 +80,7 @@ class Scope:
         per_sample: global values with an entry for each batch element, in their first dimension.
         columns: what the panel computes and reads along the width, for every streamed value and operator of the segment. A panel
             carries nothing: it computes its own halo.
+        backend: runs parts of programs in its own way; ``None`` for ATen alone.
     """
 
     graph: Graph
@@ -93,6 +95,7 @@ class Scope:
     batch: int
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
+    backend: Backend | None = None
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
 
     def windows(self, name: str) -> tuple[Window, ...]:

@@ -273,6 +273,13 @@ class Emitter:
         instruction = Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes, scratch_bytes, self.owner)
         self.instructions.append(instruction)
 
+    def prune(self, turn: int | None = None) -> int | None:
+        """Drop instructions that matter to nobody; returns how many of the first ``turn`` are left."""
+        wanted = {slot.root for slot in (*self.ports.values(), *self.results.values())}
+        keep = _live(self.instructions, [slots_of(instruction) for instruction in self.instructions], wanted)
+        self.instructions[:] = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
+        return None if turn is None else sum(keep[:turn])
+
     def finish(self) -> Program:
         """The program: dead instructions dropped, frees placed."""
         return self.split(len(self.instructions))[0]

@@ -36,6 +36,7 @@ def lower_strip(scope: Scope, step: Step, kind: StripKind) -> Program:
     lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
     if kind == "joint":
         lowering.backward()
+    lowering.hand_to_backend()
     return lowering.emitter.finish()
 
 
@@ -44,9 +45,11 @@ def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, P
     lowering = _StepLowering(scope, step, whole=True)
     lowering.forward(write_outputs=True, write_rows=False)
     if not training:
+        lowering.hand_to_backend()
         return lowering.emitter.finish(), None
     turn = len(lowering.emitter.instructions)
     lowering.backward()
+    turn = lowering.hand_to_backend(turn) or turn
     return lowering.emitter.split(turn)
 
 
@@ -100,6 +103,18 @@ class _StepLowering:
                     low, high = borders.get(read.operand, (0, 0))
                     borders[read.operand] = (max(low, read.pad_low), max(high, read.pad_high))
         return borders
+
+    def hand_to_backend(self, turn: int | None = None) -> int | None:
+        """Let the backend, where there is one, replace what it does in its own way; ``turn`` as :meth:`Backend.rewrite` has it."""
+        scope = self.scope
+        if scope.backend is None:
+            return turn
+        turn = self.emitter.prune(turn)  # readers that will be gone must keep nothing from being replaced
+        # Strips, states and cuts are laid out by us; outputs and their gradients by the caller.
+        cuts = scope.streamed.difference(scope.graph.results)
+        ours = {"source": scope.in_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
+        laid_out = [port for port in self.emitter.ports if port.name in ours.get(port.role, ())]
+        return scope.backend.rewrite(self.emitter, laid_out, training=bool(scope.requires_grad), turn=turn)
 
     def _enter(self, name: str) -> None:
         """What is emitted from now on belongs to this operator."""

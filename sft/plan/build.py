@@ -140,6 +140,7 @@ def _new_segment(
         batch=choice.batch_tile if tiled else problem.num_batch,
         per_sample=problem.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
+        backend=problem.backend,
     )
     from_source = problem.from_source.intersection(sources)
     if not tiled:

@@ -8,6 +8,7 @@ import numpy as np
 
 from sft.analysis.footprint import run_footprint
 from sft.analysis.formulas import run_formulas
+from sft.backends.calls import kernel_operators
 from sft.plan.clock import timeline_of
 from sft.plan.planner import Planned
 from sft.plan.problem import Problem
@@ -94,6 +95,7 @@ def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) 
         working_bytes=working_bytes,
         output_bytes=sum(problem.value_bytes(name) for name in makes),
         flops=flops,
+        kernels=kernel_operators(segment.lowered),
         formulas=formulas,
         streamed=choice.streamed,
     )

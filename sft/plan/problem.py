@@ -16,6 +16,7 @@ from sft.analysis.masks import SEED
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
+from sft.lower.backend import Backend
 from sft.lower.context import grad_dtype_of
 from sft.plan.chain.link import Link
 
@@ -39,6 +40,7 @@ class Problem:
         on_host: whether the device's memory is the host's.
         host_budget_bytes: most bytes that a step may take on the host for what leaves the device meanwhile; ``None`` is no limit.
         link: how fast that goes.
+        backend: what runs parts of programs in its own way; ``None`` for ATen alone.
         memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples.
     """
 
@@ -52,6 +54,7 @@ class Problem:
     on_host: bool = True
     host_budget_bytes: int | None = None
     link: Link = field(default_factory=Link)
+    backend: Backend | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def fits_host(self, num_bytes: int) -> bool:

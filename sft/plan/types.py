@@ -73,6 +73,7 @@ class SegmentPlan:
         working_bytes: most bytes that one strip's program adds.
         output_bytes: bytes of the values it hands on.
         flops: forward, recomputations and backward.
+        kernels: operators that run as Triton kernels, with what is fused into them; all others run by ATen.
         formulas: what the symbolic analysis says: halo, receptive field, carried rows, footprint.
         streamed: values that it hands on over the host, strip by strip: they are never whole on the device.
     """
@@ -95,8 +96,14 @@ class SegmentPlan:
     working_bytes: int
     output_bytes: int
     flops: int
+    kernels: tuple[str, ...]
     formulas: tuple[tuple[str, str], ...]
     streamed: tuple[str, ...] = ()
+
+    @property
+    def backend(self) -> Literal["aten", "mixed"]:
+        """What runs its operators: ``"aten"`` alone, or kernels as well."""
+        return "mixed" if self.kernels else "aten"
 
     @property
     def choice(self) -> SegmentChoice:

@@ -168,6 +168,11 @@ class TiledSegment:
         return self.scope.grad_dtype(name) if self.scope.graph[name].kind == "operator" else self.scope.dtype_of(name)
 
     @property
+    def lowered(self) -> tuple[Program, ...]:
+        """The programs lowered so far."""
+        return tuple(self._programs.values())
+
+    @property
     def working_bytes(self) -> int:
         """The largest peak of the programs lowered so far."""
         return max((program.peak_bytes for program in self._programs.values()), default=0)

@@ -44,6 +44,11 @@ class WholeSegment:
             self._programs[training] = lower_whole(self.scope, self.step, training=training)
         return self._programs[training]
 
+    @property
+    def lowered(self) -> tuple[Program, ...]:
+        """The programs lowered so far."""
+        return tuple(program for pair in self._programs.values() for program in pair if program is not None)
+
     def hands_on(self, keep: bool) -> frozenset[str]:
         """Outputs that its forward program makes itself, and that need no buffer beforehand."""
         program, _ = self.programs(keep)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["compile_kernels", "interpret", "needs_triton"]
+__all__ = ["compile_kernels", "interpret", "interpret_networks", "needs_triton"]
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 
@@ -27,6 +27,11 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def interpret(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
     """Run the jobs of ``interpret_triton`` on the CPU, by Triton's interpreter."""
     return _run("interpret_triton.py", jobs, folder)
+
+
+def interpret_networks(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
+    """Run the jobs of ``interpret_networks_triton`` on the CPU, by Triton's interpreter."""
+    return _run("interpret_networks_triton.py", jobs, folder)
 
 
 def compile_kernels(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:

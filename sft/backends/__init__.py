@@ -1,0 +1,1 @@
+"""Which implementation runs an operation of a program, and the pass that puts kernels into programs."""

@@ -1,0 +1,125 @@
+"""What follows a value that a kernel makes, as far as the kernel can do it as well: a sum of two branches, a ReLU, a copy into a buffer.
+
+Each of these would read the whole value and write one again. A chain grows for as long as the next call makes one value of it that the
+kernel can write instead, and nobody else reads what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from sft.backends.calls import allocation
+from sft.backends.replacement import Question, Replacement
+from sft.lower.program import Instruction, Slot
+
+__all__ = ["Chain", "ends_in_relu"]
+
+aten = torch.ops.aten
+
+
+def ends_in_relu(question: Question, value: Slot, at: int) -> Slot | None:
+    """What the ReLU at a position makes of a value; None if there is none of it."""
+    call = question.listing.instructions[at]
+    if call.function is aten.relu_.default and call.arguments[0] == value:
+        return value
+    if call.function is aten.relu.default and call.arguments[0] == value:
+        return call.outputs[0]
+    if call.function is aten.clamp_min.out and call.arguments[0] == value and call.arguments[1] == 0:
+        return call.writes[0]
+    return None
+
+
+@dataclass(slots=True)
+class Chain:
+    """A group that grows along its value.
+
+    Attributes:
+        value: what it makes so far.
+        positions: of what belongs to it.
+        made: where memory for ``value`` is to be made; None for a buffer that is there.
+        residual: what is added.
+        relu: whether a ReLU is at its end.
+        fused: names of what was taken in.
+        takes_norm: whether a frozen norm may follow at once.
+        norm: the call of that norm.
+    """
+
+    value: Slot
+    positions: list[int]
+    made: int | None
+    residual: Slot | None = None
+    relu: bool = False
+    fused: list[str] = field(default_factory=list)
+    takes_norm: bool = False
+    norm: Instruction | None = None
+
+    @classmethod
+    def of(cls, question: Question, value: Slot, at: int, fused: Sequence[str] = (), *, takes_norm: bool = False) -> Chain:
+        """What follows the call at a position, which makes a value."""
+        chain = cls(value=value, positions=[at], made=at, fused=list(fused), takes_norm=takes_norm)
+        while chain._step(question):
+            pass
+        return chain
+
+    @property
+    def last(self) -> int:
+        """Where the group stands."""
+        return self.positions[-1]
+
+    def replacement(self, owner: str, body: Sequence[Instruction]) -> Replacement:
+        """These instructions in the place of the chain, with memory for what it makes."""
+        inserted = {self.last: tuple(body)}
+        if self.made is not None:
+            inserted[self.made] = (allocation(self.value, owner), *inserted.get(self.made, ()))
+        return Replacement(gone=frozenset(self.positions), inserted=inserted)
+
+    def _step(self, question: Question) -> bool:
+        """Take in what follows, if it can be."""
+        if self.made is None:
+            return False  # what is in a buffer has readers enough
+        listing = question.listing
+        following = [at for at in listing.users(self.value) if at > self.positions[-1]]
+        if not following or following[0] in question.taken:
+            return False
+        at = following[0]
+        call = listing.instructions[at]
+        made, residual, relu, name = self._next(question, at, call)
+        if made is None or made.dtype != self.value.dtype or made.shape != self.value.shape:
+            return False
+        positions = [*self.positions, at]
+        if made != self.value and not listing.is_private(self.value, positions):
+            return False
+        if not listing.moves_to(positions, at):
+            return False
+        is_new = made.root == made.number and listing.makers.get(made.number) == at
+        if not is_new and made != self.value and not question.is_image(made):
+            return False  # a buffer of the caller's
+        self.positions = positions
+        self.residual, self.relu = residual or self.residual, relu or self.relu
+        self.norm = call if name == "norm" else self.norm
+        if made != self.value:
+            self.made = at if is_new else None
+        self.value = made
+        if name:
+            self.fused.append(name)
+        return True
+
+    def _next(self, question: Question, at: int, call: Instruction) -> tuple[Slot | None, Slot | None, bool, str]:
+        """What the following call makes of the value, with what it adds, whether it is a ReLU, and its name."""
+        if (made := ends_in_relu(question, self.value, at)) is not None:
+            return (None if self.relu else made), None, True, "relu"
+        if call.function is aten._native_batch_norm_legit_no_training.default and call.arguments[0] == self.value:
+            is_first = self.takes_norm and self.norm is None and not self.relu and self.residual is None
+            return (call.outputs[0] if is_first and call.outputs[1:] == (None, None) else None), None, False, "norm"
+        if call.function is aten.copy_.default and call.arguments[1] == self.value:
+            return call.writes[0], None, False, ""
+        if call.function in (aten.add.Tensor, aten.add.out) and not self.relu and self.residual is None and len(self.value.shape) == 4:
+            left, right = call.arguments[:2]
+            other = right if left == self.value else left
+            if isinstance(other, Slot) and other != self.value and other.shape == self.value.shape and "alpha" not in call.keywords:
+                made = call.writes[0] if call.writes else call.outputs[0]
+                return (made if other.dtype == self.value.dtype else None), other, False, "residual"
+        return None, None, False, ""

@@ -1,0 +1,102 @@
+"""What kind of operation a kernel would do, and who decides whether it does.
+
+A `ShapeClass` is what a measured time speaks of: the operation with what is fused into it, its channels and windows, its numbers' type,
+and about how many pixels it has. Two strips of one layer at almost the same height are of one class. `Chooser` is asked for each class
+that a program has a kernel for; :mod:`sft.backends.table` answers from measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import torch
+
+__all__ = ["Always", "Chooser", "Numbers", "ShapeClass", "pixel_class", "storage_numbers"]
+
+#: How numbers are stored and multiplied: fp32 exactly, or rounded to ten bits as PyTorch does where it is allowed to.
+Numbers = Literal["float32", "tf32", "bfloat16", "float16"]
+
+
+def pixel_class(num_pixels: int) -> int:
+    """About how many pixels: the nearest power of four.
+
+    >>> [pixel_class(n) for n in (1, 3, 1000, 2048 * 2048)]
+    [1, 4, 1024, 4194304]
+    """
+    return int(4 ** round(math.log(max(1, num_pixels), 4)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeClass:
+    """A class of operations that one measurement stands for.
+
+    Attributes:
+        operator: what is done, such as ``"conv2d"`` or ``"conv2d weight gradient"``.
+        fused: what is done in the same call: ``"bias"``, ``"residual"``, ``"relu"``, ``"pool"``.
+        numbers: type of the elements.
+        channels: of the input and of the output.
+        kernel, stride, dilation: of the window, for each axis; empty where there is none.
+        groups: of channels.
+        pixels: of the output, about: a power of four.
+    """
+
+    operator: str
+    fused: tuple[str, ...] = ()
+    numbers: Numbers
+    channels: tuple[int, int]
+    kernel: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
+    dilation: tuple[int, ...] = ()
+    groups: int = 1
+    pixels: int
+
+    def of_pixels(self, pixels: int) -> ShapeClass:
+        """The class of another number of pixels."""
+        return replace(self, pixels=pixels)
+
+    @property
+    def label(self) -> str:
+        """One line for people.
+
+        >>> ShapeClass(operator="conv2d", fused=("bias", "relu"), numbers="bfloat16", channels=(64, 64), kernel=(3, 3), pixels=4**11).label
+        'conv2d + bias + relu, bfloat16, 64 -> 64 channels, 3x3, about 4194304 pixels'
+        """
+        parts = [" + ".join((self.operator, *self.fused)), self.numbers, f"{self.channels[0]} -> {self.channels[1]} channels"]
+        parts += ["x".join(map(str, self.kernel))] if self.kernel else []
+        parts += [f"stride {'x'.join(map(str, self.stride))}"] if any(step != 1 for step in self.stride) else []
+        parts += [f"dilation {'x'.join(map(str, self.dilation))}"] if any(step != 1 for step in self.dilation) else []
+        parts += [f"{self.groups} groups"] if self.groups != 1 else []
+        return ", ".join((*parts, f"about {self.pixels} pixels"))
+
+
+class Chooser(Protocol):
+    """Says where a kernel runs."""
+
+    def takes_kernel(self, wanted: ShapeClass) -> bool:
+        """Whether the kernel is to run; ATen's operators do otherwise."""
+
+    def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
+        """How elements of this type are multiplied; None where kernels have no such type."""
+
+
+_NUMBERS: dict[torch.dtype, Numbers] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def storage_numbers(dtype: torch.dtype, *, allows_tf32: bool) -> Numbers | None:
+    """How elements of a type are multiplied; None where kernels have no such type."""
+    return "tf32" if allows_tf32 and dtype == torch.float32 else _NUMBERS.get(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Always:
+    """Takes every kernel that computes the same; products of fp32 numbers exactly, since rounded ones differ from ATen's rounded ones."""
+
+    def takes_kernel(self, wanted: ShapeClass) -> bool:
+        """Always."""
+        return True
+
+    def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
+        """As the elements are."""
+        return storage_numbers(dtype, allows_tf32=False)

@@ -1,0 +1,136 @@
+"""Where kernels are verified and timed: a GPU, or anything else that can answer two questions about a trial."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from sft.backends.trials import Trial
+from sft.errors import InputError
+from sft.kernels.dispatch import has_triton
+
+__all__ = ["CudaLaboratory", "Errors", "Laboratory", "relative_error", "verified_on"]
+
+#: a buffer larger than any cache of a GPU
+_FLUSH_BYTES = 512 * 2**20
+_WARM_UPS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Relative L2 errors of the results against fp64, the largest of each way.
+
+    Attributes:
+        kernels: of the kernels.
+        aten: of ATen's calls.
+    """
+
+    kernels: float
+    aten: float
+
+
+class Laboratory(Protocol):
+    """Verifies and times."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def device_name(self) -> str: ...
+    @property
+    def triton_version(self) -> str: ...
+    @property
+    def torch_version(self) -> str: ...
+    def verify(self, trial: Trial) -> Errors:
+        """How far both ways are from the truth."""
+
+    def time(self, trial: Trial) -> tuple[float, float]:
+        """Median seconds of the kernels and of ATen's calls."""
+
+
+def relative_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """The largest relative L2 error; infinite where a result is not finite, or of another shape."""
+    errors = [0.0]
+    for ours, exact in zip(results, truth, strict=True):
+        if ours.shape != exact.shape or not bool(ours.isfinite().all()):
+            return float("inf")
+        errors.append(float((ours.double() - exact.double()).norm()) / max(float(exact.double().norm()), 1e-30))
+    return max(errors)
+
+
+def verified_on(trial: Trial, device: torch.device) -> Errors:
+    """Run a trial both ways, each on operands of its own, and in fp64."""
+    with torch.no_grad():
+        truth = trial.run_truth(device)
+        kernels = relative_error(trial.run_kernels(trial.draw(device)), truth)
+        return Errors(kernels=kernels, aten=relative_error(trial.run_aten(trial.draw(device)), truth))
+
+
+@dataclass(slots=True)
+class CudaLaboratory:
+    """The GPU of this machine.
+
+    Attributes:
+        device: which one.
+        num_rounds: timed rounds; both ways take turns, and the cache is overwritten before each.
+    """
+
+    device: torch.device
+    num_rounds: int = 15
+
+    def __post_init__(self) -> None:
+        if self.device.type != "cuda" or not torch.cuda.is_available():
+            raise InputError(f"kernels are timed on a CUDA device, {self.device} is none that is here; run this on a machine with a GPU")
+        if not has_triton():
+            raise InputError('Triton is not installed, so there are no kernels to time; pip install "sft-engine[triton]"')
+
+    @property
+    def device_name(self) -> str:
+        """As torch has it."""
+        return torch.cuda.get_device_name(self.device)
+
+    @property
+    def triton_version(self) -> str:
+        """Of the installed Triton."""
+        return importlib.metadata.version("triton")
+
+    @property
+    def torch_version(self) -> str:
+        """Of the installed PyTorch."""
+        return torch.__version__
+
+    def verify(self, trial: Trial) -> Errors:
+        """How far both ways are from the truth."""
+        found = verified_on(trial, self.device)
+        torch.cuda.empty_cache()
+        return found
+
+    def time(self, trial: Trial) -> tuple[float, float]:
+        """Median seconds of the kernels and of ATen's calls."""
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
+        ways = [functools.partial(way, trial.draw(self.device)) for way in (trial.run_kernels, trial.run_aten)]
+        times: tuple[list[float], list[float]] = ([], [])
+        with torch.no_grad():
+            for number in range(self.num_rounds + _WARM_UPS):
+                for way, own in zip(ways, times, strict=True):
+                    taken = self._seconds(way, flush)
+                    if number >= _WARM_UPS:
+                        own.append(taken)
+        torch.cuda.empty_cache()
+        return statistics.median(times[0]), statistics.median(times[1])
+
+    def _seconds(self, call: Callable[[], object], flush: Tensor) -> float:
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush.zero_()
+        torch.cuda.synchronize(self.device)
+        start.record()
+        call()
+        stop.record()
+        stop.synchronize()
+        return float(start.elapsed_time(stop)) / 1000

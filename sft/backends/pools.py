@@ -1,0 +1,184 @@
+"""Maximum and average pools of a program.
+
+A maximum keeps the number of the element that it came from, in two or eight bits, where ATen keeps an index of eight bytes. A strip's
+program leaves ATen's indices out of its forward half, since they would be the largest thing that it keeps, and finds them again in its
+backward half; the numbers are small enough to keep, so here a pool runs once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sft.backends.calls import KernelCall, allocation, as_image, instruction
+from sft.backends.choice import ShapeClass, pixel_class
+from sft.backends.geometry import Padded, Windows, geometry_of, unpadded
+from sft.backends.replacement import Question, Replacement
+from sft.kernels.geometry import Geometry
+from sft.kernels.pool import tap_channels
+from sft.lower.program import Instruction, Slot
+
+__all__ = ["AveragePool", "MaxPool", "average_pools", "max_pools"]
+
+aten = torch.ops.aten
+
+#: a tap's number has one byte
+_MOST_TAPS = 255
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaxPool(KernelCall):
+    """Maxima, and where they came from.
+
+    Attributes:
+        geometry: of the buffers.
+    """
+
+    geometry: Geometry
+
+    def run(self, out: Tensor, taps: Tensor, x: Tensor) -> None:
+        """Write maxima and taps."""
+        if self.begins(out):
+            from sft.kernels.pool_triton import launch_max_pool  # not above: it imports Triton
+
+            launch_max_pool(as_image(x), out, taps, self.geometry)
+
+    def differentiate(self, out: Tensor, gradient: Tensor, taps: Tensor) -> None:
+        """Write the input's gradient."""
+        if self.begins(out):
+            from sft.kernels.pool_triton import launch_max_pool_gradient  # not above: it imports Triton
+
+            launch_max_pool_gradient(as_image(gradient), taps, out, self.geometry)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AveragePool(KernelCall):
+    """Averages.
+
+    Attributes:
+        geometry: of the buffers.
+        count_padding: whether elements of the padding count.
+        divisor: divides each sum instead of the number of elements.
+    """
+
+    geometry: Geometry
+    count_padding: bool
+    divisor: int | None
+
+    def run(self, out: Tensor, x: Tensor) -> None:
+        """Write the averages."""
+        if self.begins(out):
+            from sft.kernels.pool_triton import launch_average_pool  # not above: it imports Triton
+
+            launch_average_pool(as_image(x), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor)
+
+    def differentiate(self, out: Tensor, gradient: Tensor) -> None:
+        """Write the input's gradient."""
+        if self.begins(out):
+            from sft.kernels.pool_triton import launch_average_pool_gradient  # not above: it imports Triton
+
+            launch_average_pool_gradient(as_image(gradient), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor)
+
+
+def _is_taken(question: Question, operator: str, windows: Windows, image: Slot, num_pixels: int) -> bool:
+    numbers = question.chooser.numbers_of(image.dtype)
+    if numbers is None or len(image.shape) != 4 or not all(image.shape) or not num_pixels:
+        return False
+    wanted = ShapeClass(
+        operator=operator,
+        numbers=numbers,
+        channels=(image.shape[1], image.shape[1]),
+        kernel=windows.kernel,
+        stride=windows.stride,
+        dilation=windows.dilation,
+        pixels=pixel_class(num_pixels),
+    )
+    return question.chooser.takes_kernel(wanted)
+
+
+def max_pools(question: Question) -> Iterator[Replacement]:
+    """Maximum pools, with their gradients."""
+    listing = question.listing
+    for at, call in list(question.free(aten.max_pool2d_with_indices.default)):
+        if at in question.taken:
+            continue  # the second call of one that was found
+        x, kernel, stride, padding, dilation, _ = call.arguments
+        alike = [p for p in listing.users(x) if question.is_free(p, call.function) and listing.instructions[p].arguments == call.arguments]
+        if at != alike[0] or listing.writes_between(x, at, alike[-1]):
+            alike = [at]
+        indices = [slot for p in alike if (slot := listing.instructions[p].outputs[1]) is not None]
+        readers = sorted({p for slot in indices for p in listing.users(slot)})
+        if any(slot.root in listing.outside for slot in indices) or len(readers) > 1:
+            continue
+        if any(not question.is_free(p, aten.max_pool2d_with_indices_backward.default) for p in readers):
+            continue
+        if any(_reads_result(question, p) for p in alike[1:]):
+            continue
+        windows = Windows.of(kernel, stride, padding, dilation)
+        out = call.outputs[0]
+        if out is None or math.prod(windows.kernel) > _MOST_TAPS or out.root != out.number:
+            continue
+        num_pixels = math.prod(out.shape) // max(1, out.shape[1])
+        if _is_taken(question, "max pool", windows, x, num_pixels) and all(
+            [_is_taken(question, "max pool gradient", windows, x, num_pixels) for _ in readers]
+        ):
+            yield _max_pool(question, alike, readers, windows, unpadded(listing, x, at, float("-inf")))
+
+
+def _reads_result(question: Question, at: int) -> bool:
+    out = question.listing.instructions[at].outputs[0]
+    return out is not None and (bool(question.listing.users(out)) or out.root in question.listing.outside)
+
+
+def _max_pool(question: Question, pools: list[int], readers: list[int], windows: Windows, padded: Padded) -> Replacement:
+    call = question.listing.instructions[pools[0]]
+    x, out, owner = call.arguments[0], call.outputs[0], call.owner
+    assert out is not None
+    # Of a padded copy the gradient is of the copy: there its border is data like any other.
+    forward: Any = geometry_of(windows, padded.slot.shape[2:], out.shape[2:], padded.before)
+    backward: Any = geometry_of(windows, x.shape[2:], out.shape[2:])
+    taps = question.emitter.slot((out.shape[0], tap_channels(out.shape[1], forward), *out.shape[2:]), torch.uint8)
+    image, body = question.image(padded.slot, owner)
+    launch = instruction(MaxPool(geometry=forward).run, out, taps, image, writes=(out, taps), owner=owner)
+    inserted = {pools[0]: (*body, allocation(out, owner), allocation(taps, owner), launch)}
+    for at in readers:
+        reader = question.listing.instructions[at]
+        dx = reader.outputs[0]
+        assert dx is not None
+        gradient, body = question.image(reader.arguments[0], owner)
+        launch = instruction(MaxPool(geometry=backward).differentiate, dx, gradient, taps, writes=(dx,), owner=owner)
+        inserted[at] = (*body, allocation(dx, owner), launch)
+    return Replacement(gone=frozenset({*pools, *readers}), inserted=inserted)
+
+
+def average_pools(question: Question) -> Iterator[Replacement]:
+    """Average pools, and their gradients."""
+    for at, call in [*question.free(aten.avg_pool2d.default), *question.free(aten.avg_pool2d_backward.default)]:
+        found = _average_pool(question, at, call)
+        if found is not None:
+            yield found
+
+
+def _average_pool(question: Question, at: int, call: Instruction) -> Replacement | None:
+    is_backward = call.function is aten.avg_pool2d_backward.default
+    gradient, x = call.arguments[:2] if is_backward else (None, call.arguments[0])
+    kernel, stride, padding, _, count_padding, divisor = call.arguments[2 if is_backward else 1 :]
+    made, owner = call.outputs[0], call.owner
+    windows = Windows.of(kernel, stride or kernel, padding, [1, 1])
+    if made is None or made.root != made.number or not isinstance(x, Slot):
+        return None
+    output = made if gradient is None else gradient
+    operator = "average pool gradient" if is_backward else "average pool"
+    if not _is_taken(question, operator, windows, x, math.prod(output.shape) // max(1, output.shape[1])):
+        return None
+    # What counts in a mean is told by the buffer's own border, so a padded copy stays one.
+    pool = AveragePool(geometry=geometry_of(windows, x.shape[2:], output.shape[2:]), count_padding=count_padding, divisor=divisor)
+    image, body = question.image(x if gradient is None else gradient, owner)
+    run = pool.run if gradient is None else pool.differentiate
+    launch = instruction(run, made, image, writes=(made,), owner=owner)
+    return Replacement(gone=frozenset({at}), inserted={at: (*body, allocation(made, owner), launch)})

@@ -1,0 +1,101 @@
+"""The pass that puts kernels into a program.
+
+It runs once for each program, after the lowering and before dead instructions go and frees are placed. So workspaces, outputs and freed
+intermediate values are counted by the same sum as everything else, and what a group no longer needs (a padded copy, indices of a pool)
+disappears by itself. Matchers are asked in order, the largest groups first; what none of them takes stays as it was, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from sft.backends.choice import Chooser
+from sft.backends.convolutions import convolutions
+from sft.backends.gradients import backward_convolutions
+from sft.backends.layouts import channels_last_slots
+from sft.backends.listing import Listing
+from sft.backends.norms import affine_gradients, affines, frozen_norm_gradients, frozen_norms, moments
+from sft.backends.pooled import pooled_convolutions
+from sft.backends.pools import average_pools, max_pools
+from sft.backends.replacement import Matcher, Question, Replacement
+from sft.backends.resizes import resizes
+from sft.backends.rows import carried_rows
+from sft.errors import InternalError
+from sft.lower.program import Emitter, Instruction, Port
+
+__all__ = ["Kernels"]
+
+#: Larger groups first: what one has taken is not looked at again.
+_MATCHERS: tuple[Matcher, ...] = (
+    pooled_convolutions,
+    convolutions,
+    backward_convolutions,
+    frozen_norms,
+    frozen_norm_gradients,
+    affines,
+    affine_gradients,
+    moments,
+    max_pools,
+    average_pools,
+    resizes,
+    carried_rows,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """A backend of Triton kernels, where the chooser takes them.
+
+    Attributes:
+        chooser: who decides.
+        computes_operands: see :class:`sft.backends.replacement.Question`.
+    """
+
+    chooser: Chooser
+    computes_operands: bool = True
+
+    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
+        """Replace instructions of an emitter.
+
+        Args:
+            emitter: holds the lowered program; its instructions are exchanged.
+            laid_out: ports bound to images that are channels-last.
+            training: whether a backward pass follows.
+            turn: number of instructions of the first of two halves.
+
+        Returns:
+            The same number afterwards.
+        """
+        listing = Listing(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
+        taken: set[int] = set()
+        inserted: dict[int, tuple[Instruction, ...]] = {}
+        for replacement in self.replacements(listing, emitter, laid_out, training=training):
+            taken |= replacement.gone
+            inserted |= replacement.inserted
+        if not taken:
+            return turn
+        kept = [inserted.get(at, ()) if at in taken else (one,) for at, one in enumerate(listing.instructions)]
+        emitter.instructions[:] = _joined(kept)
+        return None if turn is None else len(_joined(kept[:turn]))
+
+    def replacements(self, listing: Listing, emitter: Emitter, laid_out: Collection[Port], *, training: bool) -> Iterator[Replacement]:
+        """What is replaced, group by group; arguments as for :meth:`rewrite`."""
+        question = Question(
+            listing=listing,
+            chooser=self.chooser,
+            emitter=emitter,
+            last=channels_last_slots(listing, laid_out),
+            computes_operands=self.computes_operands,
+            folds_norms=not training,
+        )
+        for matcher in _MATCHERS:
+            for replacement in matcher(question):
+                if not question.taken.isdisjoint(replacement.gone) or not replacement.gone.issuperset(replacement.inserted):
+                    raise InternalError(f"{matcher}: two groups share an instruction, at {sorted(replacement.gone)}")
+                question.taken |= replacement.gone
+                yield replacement
+
+
+def _joined(parts: Sequence[Sequence[Instruction]]) -> list[Instruction]:
+    return [one for part in parts for one in part]

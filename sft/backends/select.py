@@ -1,0 +1,74 @@
+"""From what the user asked for to the backend of a device.
+
+``"aten"`` is PyTorch alone. ``"triton"`` takes every kernel that computes the same as what it replaces; without a GPU that is for tests,
+under Triton's interpreter. ``"auto"`` takes the kernels that were measured to be faster on this very GPU with this very Triton, and
+verified there (:mod:`sft.backends.table`); where nobody has measured, it is PyTorch alone.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from sft.backends.choice import Always
+from sft.backends.rewrite import Kernels
+from sft.backends.table import Measured, find_table
+from sft.errors import InputError
+from sft.kernels.dispatch import has_triton
+from sft.lower.backend import Backend
+
+__all__ = ["allows_tf32", "backend_for", "computes_operands"]
+
+
+def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -> Backend | None:
+    """The backend; ``None`` for ATen alone.
+
+    Args:
+        name: ``"auto"``, ``"aten"`` or ``"triton"``.
+        device: where programs run. On the meta device nothing runs, and a GPU is assumed.
+        folders: where measured tables are looked for, the first one first.
+
+    Raises:
+        InputError: ``"triton"`` on a device on which no kernel can run.
+    """
+    if name == "triton":
+        _check_triton(device)
+        return Kernels(chooser=Always(), computes_operands=computes_operands(device))
+    if name == "auto" and device.type == "cuda" and has_triton():
+        table = find_table(folders, torch.cuda.get_device_name(device), importlib.metadata.version("triton"))
+        if table is not None:
+            return Kernels(chooser=Measured(table=table, allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device))
+    return None
+
+
+def _check_triton(device: torch.device) -> None:
+    if device.type == "meta":
+        return
+    if not has_triton():
+        raise InputError('backend "triton": Triton is not installed; pip install "sft-engine[triton]", or choose "aten"')
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise InputError(
+            f'backend "triton" on {device}: kernels need a CUDA device; move the model there, choose "aten", or set TRITON_INTERPRET=1 '
+            "before Triton is imported to try them slowly"
+        )
+
+
+def allows_tf32(device: torch.device) -> bool:
+    """Whether the user lets convolutions round fp32 operands to ten bits, as PyTorch does by default on a GPU."""
+    if device.type != "cuda":
+        return False
+    precision: str = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]  # it makes itself an object
+    return precision == "tf32"
+
+
+def computes_operands(device: torch.device) -> bool:
+    """Whether products of numbers that a kernel computes itself come out right on the device."""
+    if device.type != "cuda":
+        return True
+    from sft.kernels.blocks_triton import can_compute_operands  # not above: it imports Triton
+
+    return can_compute_operands(device)

@@ -1,0 +1,105 @@
+"""Makes a table of what is fastest, trial by trial: verified first, then timed, then written down.
+
+The table is saved after every trial, so that an interrupted run goes on where it stopped. A kernel that is wrong on this GPU gets no entry,
+and neither does one that does not run; both are named at the end, and tried again by the next run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from sft.backends.laboratory import Laboratory
+from sft.backends.table import KernelTable, TableEntry, error_limit, find_table, table_name
+from sft.backends.trials import Trial
+from sft.errors import SftError
+
+__all__ = ["Findings", "tune"]
+
+
+@dataclass(slots=True)
+class Findings:
+    """What a run has found.
+
+    Attributes:
+        path: of the table.
+        table: as it is now.
+        measured: classes that were measured now.
+        known: classes that were in the table before.
+        refused: classes without an entry, each with the reason.
+    """
+
+    path: Path
+    table: KernelTable
+    measured: list[TableEntry] = field(default_factory=list)
+    known: int = 0
+    refused: list[str] = field(default_factory=list)
+
+
+def _no_one(label: str) -> None:
+    pass
+
+
+def tune(
+    trials: Iterable[Trial],
+    laboratory: Laboratory,
+    folder: Path,
+    *,
+    again: bool = False,
+    advance: Callable[[str], None] = _no_one,
+) -> Findings:
+    """Measure trials that are not in the table yet, and extend it.
+
+    Args:
+        trials: what to measure.
+        laboratory: where.
+        folder: of the tables.
+        again: whether to measure what is in the table, too.
+        advance: is called before each trial with its label.
+
+    Raises:
+        InputError: the table that is there cannot be read.
+        SourceError: the table cannot be written.
+    """
+    device, triton = laboratory.device_name, laboratory.triton_version
+    table = find_table([folder], device, triton) or KernelTable(device=device, triton=triton, torch=laboratory.torch_version)
+    found = Findings(path=folder / table_name(device, triton), table=table)
+    present = {entry.shape_class for entry in table.entries}
+    for trial in trials:
+        advance(trial.shape_class.label)
+        if trial.shape_class in present and not again:
+            found.known += 1
+            continue
+        entry = _measured(trial, laboratory, found)
+        if entry is not None:
+            found.measured.append(entry)
+            found.table = found.table.including([entry])
+            found.table.save(found.path)
+    return found
+
+
+def _measured(trial: Trial, laboratory: Laboratory, found: Findings) -> TableEntry | None:
+    label = trial.shape_class.label
+    try:
+        errors = laboratory.verify(trial)
+        limit = error_limit(trial.shape_class.numbers, errors.aten)
+        if not errors.kernels <= limit:
+            found.refused.append(f"{label}: wrong, error {errors.kernels:.2g} against fp64 where {limit:.2g} is allowed")
+            return None
+        triton_seconds, aten_seconds = laboratory.time(trial)
+    except SftError:
+        raise
+    except (RuntimeError, ValueError, TypeError, KeyError, AssertionError, torch.OutOfMemoryError) as error:
+        # One kernel that does not compile or run on this GPU must not keep the others from being measured.
+        found.refused.append(f"{label}: {type(error).__name__}: {error}".splitlines()[0][:300])
+        return None
+    return TableEntry(
+        shape_class=trial.shape_class,
+        error=errors.kernels,
+        aten_error=errors.aten,
+        triton_seconds=triton_seconds,
+        aten_seconds=aten_seconds,
+    )

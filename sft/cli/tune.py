@@ -1,0 +1,149 @@
+"""``python -m sft tune``: measure on this machine's GPU which kernels are faster than PyTorch's own operators."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from torch import nn
+
+from sft.backends.laboratory import CudaLaboratory, Laboratory
+from sft.backends.select import allows_tf32, computes_operands
+from sft.backends.trials import Collector, Trial
+from sft.backends.tuning import Findings, tune
+from sft.cli.standard_networks import STANDARD_NETWORKS
+from sft.engine import Engine
+from sft.errors import InputError
+from sft.execute.costs import table_folders
+from sft.options import Options
+from sft.units import parse_bytes
+
+__all__ = ["DTYPES", "TuneRequest", "collect_trials", "show_tune", "standard_request"]
+
+#: What most layers are trained in.
+DTYPES = ("bfloat16", "float16", "float32")
+_STANDARD_SHAPE = (1, 3, 2048, 2048)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneRequest:
+    """What is asked.
+
+    Attributes:
+        models: with the shapes of their inputs, on the meta device or any other.
+        dtypes: element types to measure.
+        options: wishes about the plans whose programs are looked at.
+        budget: for these plans.
+        folder: of the table; ``None`` for the one that ``backend="auto"`` looks into.
+        again: whether to measure what is known, too.
+    """
+
+    models: Sequence[tuple[nn.Module, tuple[tuple[int, ...], ...]]]
+    dtypes: Sequence[str]
+    options: Options
+    budget: int | str
+    folder: Path | None = None
+    again: bool = False
+
+
+def standard_request(dtypes: Sequence[str], options: Options, budget: int | str, folder: Path | None, *, again: bool) -> TuneRequest:
+    """A request for layers that most networks have."""
+    with torch.device("meta"):
+        models = [(make(), (_STANDARD_SHAPE,)) for make in STANDARD_NETWORKS.values()]
+    return TuneRequest(models=models, dtypes=dtypes, options=options, budget=budget, folder=folder, again=again)
+
+
+def collect_trials(request: TuneRequest, device: torch.device) -> list[Trial]:
+    """A trial for each class of operations in the plans of the models; plans are made, nothing is run.
+
+    Raises:
+        UnsupportedError, BudgetError, InputError: as :func:`sft.plan`.
+    """
+    collector = Collector(allows_tf32=allows_tf32(device), computes_operands=computes_operands(device))
+    for model, shapes in request.models:
+        for name in request.dtypes:
+            if name not in DTYPES:
+                raise InputError(f"--dtype {name}: choose among {', '.join(DTYPES)}")
+            engine = Engine(
+                model.to(getattr(torch, name)),
+                budget_bytes=parse_bytes(request.budget),
+                options=request.options,
+                optimizer=None,
+                plan=None,
+                backend=collector,
+            )
+            engine.plan_for_shapes(shapes)
+    return list(collector.trials.values())
+
+
+def show_tune(request: TuneRequest, console: Console, *, as_json: bool, laboratory: Laboratory | None = None) -> int:
+    """Measure, extend the table, and say what was found; 1 where kernels were wrong or did not run.
+
+    Args:
+        request: what is asked.
+        console: where the answer goes.
+        as_json: for programs.
+        laboratory: where to measure; the first GPU of this machine by default.
+    """
+    place = laboratory or CudaLaboratory(torch.device("cuda", 0))
+    folder = request.folder or next(iter(table_folders()), None)
+    if folder is None:
+        raise InputError("there is no folder for the table: SFT_CACHE_DIR is empty; name one with --out")
+    trials = collect_trials(request, place.device)
+    with _bar(console, len(trials), is_shown=not as_json) as advance:
+        found = tune(trials, place, folder, again=request.again, advance=advance)
+    if as_json:
+        console.print(json.dumps(_summary(found), indent=2), markup=False, highlight=False, soft_wrap=True)
+    else:
+        _print(found, console)
+    return int(bool(found.refused))
+
+
+def _summary(found: Findings) -> dict[str, object]:
+    return {
+        "table": str(found.path),
+        "device": found.table.device,
+        "triton": found.table.triton,
+        "num_entries": len(found.table.entries),
+        "num_known": found.known,
+        "num_kernels_faster": sum(entry.fastest == "triton" for entry in found.table.entries),
+        "measured": [
+            {"class": entry.shape_class.label, "fastest": entry.fastest, "speedup": entry.aten_seconds / entry.triton_seconds}
+            for entry in found.measured
+        ],
+        "refused": found.refused,
+    }
+
+
+def _print(found: Findings, console: Console) -> None:
+    if found.measured:
+        table = Table("operation", box=None, pad_edge=False)
+        for header in ("error", "kernel µs", "ATen µs", "ATen / kernel"):
+            table.add_column(header, justify="right")
+        for entry in found.measured:
+            times = (f"{1e6 * entry.triton_seconds:.0f}", f"{1e6 * entry.aten_seconds:.0f}")
+            table.add_row(entry.shape_class.label, f"{entry.error:.1e}", *times, f"{entry.aten_seconds / entry.triton_seconds:.2f}")
+        console.print(table)
+    lines = [f"refused: {line}" for line in found.refused]
+    faster = sum(entry.fastest == "triton" for entry in found.table.entries)
+    lines.append(f"{len(found.measured)} measured, {found.known} known before, {len(found.refused)} refused")
+    lines.append(f"kernels are faster for {faster} of {len(found.table.entries)} classes; written: {found.path}")
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _bar(console: Console, num_trials: int, *, is_shown: bool) -> Iterator[Callable[[str], None]]:
+    """A bar on the terminal, with the class that is being measured."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+        task = bar.add_task("", total=num_trials)
+        begun = count()
+        yield lambda label: bar.update(task, completed=next(begun), description=label)

@@ -1,0 +1,227 @@
+"""Strips of one signature replayed as CUDA graphs: a strip's program is recorded once, and started again by a single call.
+
+A recorded program runs on the addresses that it was recorded on. What stays where it is during a walk (parameters, global values, running
+sums, gradient accumulators) is recorded as it is; what moves from strip to strip (rows of sources, of outputs and of their gradients,
+carried rows) goes through buffers of the recording: copied in before a replay, and out behind it. Results are copied into new
+tensors, since they live on and the next replay writes over them. Where an address changed that was to stay, as accumulators do from step to
+step, the program is recorded anew.
+
+The buffers, and the memory that the recorded program works in, stay for as long as the recording does. So recordings are chosen when
+everything else is planned, from what the budget has left, and their bytes are added to the projected peak. A program whose calls depend on
+where its strip lies (masks, interpolation) is not recorded: what it would upload is fixed then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sft.analysis.capture import CHANNELS_LAST
+from sft.analysis.interval import Interval
+from sft.lower.program import Port, Program, Slot, load_rows
+from sft.walk.region import Region
+from sft.walk.segments import TiledSegment
+
+__all__ = ["CudaRecorder", "GraphStore", "Recorder", "recording_bytes", "repeated_programs"]
+
+#: Ports whose tensors move from strip to strip, and those that are written.
+_MOVING = frozenset({"source", "carry", "out", "grad_out", "grad_carry", "grad_source"})
+_WRITTEN = frozenset({"out", "grad_source"})
+#: Ports that stay and are added to.
+_SUMS = frozenset({"partial", "grad_side"})
+#: A program that runs less often in a step is not worth its memory.
+_LEAST_RUNS = 4
+
+Bindings = Mapping[Port, Any]
+#: Runs a program on tensors; its results by port.
+Run = Callable[[Program, Bindings], dict[Port, Tensor]]
+
+
+class Recorder(Protocol):
+    """Records what is done on a device."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do the work, once or more, and return what does it again on the same memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class CudaRecorder:
+    """Records CUDA graphs.
+
+    Attributes:
+        device: the GPU.
+    """
+
+    device: torch.device
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Run once on a stream of its own (kernels are compiled and chosen then), then record."""
+        with torch.cuda.device(self.device):
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads, such as a reader's, may use the device meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                work()
+        return graph.replay
+
+
+def recording_bytes(program: Program) -> int:
+    """Bytes that a recording takes: buffers for what moves and for results, what the program works in, and sums to be put back."""
+    ports = sum(slot.num_bytes for port, slot in program.ports.items() if port.role in _MOVING | _SUMS)
+    return ports + sum(program.result_bytes.values()) + program.peak_bytes
+
+
+def repeated_programs(region: Region, *, training: bool) -> list[Program]:
+    """Programs that run often in a step and can be recorded, those that run most often first."""
+    runs: dict[int, int] = {}
+    programs: dict[int, Program] = {}
+    for segment in region.segments:
+        if not isinstance(segment, TiledSegment):
+            continue
+        first, kinds = segment.schedule.kinds
+        differentiate = training and not segment.scope.requires_grad.isdisjoint(segment.scope.names)
+        for walk in segment.walks:
+            for number, index in enumerate(first):
+                count = int((kinds == number).sum())
+                for kind in ("forward", "joint") if differentiate else ("forward",):
+                    program = segment.program(kind, int(index), walk)
+                    programs[id(program)] = program
+                    runs[id(program)] = runs.get(id(program), 0) + count
+    often = sorted((key for key, count in runs.items() if count >= _LEAST_RUNS), key=lambda key: -runs[key])
+    return [programs[key] for key in often if _is_recordable(programs[key])]
+
+
+def _is_recordable(program: Program) -> bool:
+    return not program.saved and all(port.role != "origin" for port in program.ports)
+
+
+@dataclass(slots=True)
+class _Recording:
+    """A recorded program.
+
+    Attributes:
+        fixed: addresses of what must stay where it is.
+        buffers: of what moves.
+        results: where results are.
+        replay: does it again.
+    """
+
+    fixed: tuple[tuple[Port, int], ...]
+    buffers: dict[Port, Tensor]
+    results: dict[Port, Tensor]
+    replay: Callable[[], None]
+
+
+@dataclass(slots=True)
+class GraphStore:
+    """Recordings of some programs.
+
+    Attributes:
+        programs: that are recorded.
+        recorder: records them.
+        num_bytes: that all recordings hold.
+        num_replays: so far, for tests.
+    """
+
+    programs: tuple[Program, ...]
+    recorder: Recorder
+    num_bytes: int = 0
+    num_replays: int = 0
+    _recordings: dict[int, _Recording] = field(default_factory=dict, repr=False)
+    _known: frozenset[int] = field(default_factory=frozenset, repr=False)
+
+    def __post_init__(self) -> None:
+        self.num_bytes = sum(map(recording_bytes, self.programs))
+        self._known = frozenset(map(id, self.programs))
+
+    @classmethod
+    def within(cls, programs: Iterable[Program], spare_bytes: int, recorder: Recorder) -> GraphStore:
+        """Recordings of as many of these programs, the first ones first, as so many bytes have room for."""
+        chosen = []
+        for program in programs:
+            if recording_bytes(program) <= spare_bytes:
+                chosen.append(program)
+                spare_bytes -= recording_bytes(program)
+        return cls(programs=tuple(chosen), recorder=recorder)
+
+    def run(self, program: Program, bindings: Bindings, run: Run) -> dict[Port, Tensor] | None:
+        """Run a program by its recording; None where it has none."""
+        if id(program) not in self._known:
+            return None
+        fixed = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if port.role not in _MOVING)
+        recording = self._recordings.get(id(program))
+        if recording is None or recording.fixed != fixed:
+            recording = self._recorded(program, bindings, fixed, run)
+        self._load(program, bindings, recording.buffers)
+        recording.replay()
+        self.num_replays += 1
+        for port, buffer in recording.buffers.items():
+            if port.role in _WRITTEN:
+                bindings[port].copy_(buffer)
+        return {port: result.clone() for port, result in recording.results.items()}
+
+    def _recorded(self, program: Program, bindings: Bindings, fixed: tuple[tuple[Port, int], ...], run: Run) -> _Recording:
+        """Record a program. The recording adds to sums when it is made, too, so these are put back."""
+        self._recordings.pop(id(program), None)  # the old one's memory first
+        device = next(tensor.device for tensor in _tensors(bindings.values()))
+        buffers = {
+            port: _empty(slot, device) if port.role == "carry" else torch.empty_like(bindings[port])
+            for port, slot in program.ports.items()
+            if port in bindings and port.role in _MOVING
+        }
+        results = {port: _empty(slot, device) for port, slot in program.results.items()}
+        self._load(program, bindings, buffers)
+        given = {**bindings, **buffers}
+        for port in (port for port in buffers if port.role == "carry"):
+            rows = Interval(0, buffers[port].shape[_carried_dim(program, program.ports[port])])
+            given[port] = [(0, rows, buffers[port])]
+
+        def work() -> None:
+            for port, result in run(program, given).items():
+                results[port].copy_(result)
+
+        kept = {port: bindings[port].clone() for port in bindings if port.role in _SUMS}
+        replay = self.recorder.record(work)
+        for port, value in kept.items():
+            bindings[port].copy_(value)
+        recording = _Recording(fixed=fixed, buffers=buffers, results=results, replay=replay)
+        self._recordings[id(program)] = recording
+        return recording
+
+    def clear(self) -> None:
+        """Forget all recordings, and give their memory back."""
+        self._recordings.clear()
+
+    @staticmethod
+    def _load(program: Program, bindings: Bindings, buffers: Mapping[Port, Tensor]) -> None:
+        """Copy what moves into its buffers; of what is only written, nothing."""
+        for port, buffer in buffers.items():
+            if port.role == "carry":
+                load_rows(buffer, _carried_dim(program, program.ports[port]), bindings[port])
+            elif port.role != "out":
+                buffer.copy_(bindings[port])
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def _empty(slot: Slot, device: torch.device) -> Tensor:
+    layout = CHANNELS_LAST.get(len(slot.shape), torch.contiguous_format)
+    return torch.empty(slot.shape, dtype=slot.dtype, device=device, memory_format=layout)
+
+
+def _carried_dim(program: Program, slot: Slot) -> int:
+    """The dimension along which a port's rows are carried."""
+    for instruction in program.instructions:
+        if len(instruction.arguments) == 3 and instruction.arguments[2] == slot:
+            return int(instruction.arguments[1])
+    raise AssertionError("a port of carried rows that nobody loads")

@@ -1,0 +1,142 @@
+"""Served by ``serve_triton``: training steps of networks with ``backend="triton"``, under Triton's interpreter.
+
+Blocks are large, since the interpreter takes its time by the block and not by the element. It also leaves its operands in cycles of
+references, which are collected after each launch, so that memory can be measured.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import importlib.util
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from triton.runtime.interpreter import GridExecutor
+
+import sft
+from sft.backends.laboratory import verified_on
+from sft.backends.trials import Collector
+from sft.engine import Engine
+from sft.kernels import blocks, conv2d_gradient_triton, conv2d_triton, conv3d_triton
+from sft.memory import measure_peak
+
+
+def _sibling(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+_networks = _sibling("backend_networks")
+
+
+def _large_blocks() -> None:
+    large = blocks.Blocks(pixels=256, channels=16, inner=16)
+    for module in (conv2d_triton, conv3d_triton):
+        vars(module)["default_blocks"] = lambda *_: large
+    gradient, volume = conv2d_gradient_triton.launch_weight_gradient, conv3d_triton.launch_volume_weight_gradient
+    conv2d_gradient_triton.launch_weight_gradient = functools.partial(gradient, block=(256, 16, 128))
+    conv3d_triton.launch_volume_weight_gradient = functools.partial(volume, block=(256, 16, 128))
+
+
+_large_blocks()
+
+
+def _calls(net: Any) -> dict[str, int]:
+    """How often each kernel call stands in the programs of the last plan."""
+    found: dict[str, int] = {}
+    for segment in list(net._sft_engine._ready.values())[-1].region.segments:
+        for held in segment._programs.values():
+            for program in held if isinstance(held, tuple) else (held,):
+                for instruction in () if program is None else program.instructions:
+                    name = getattr(instruction.function, "__qualname__", "")
+                    if ".backends." in getattr(instruction.function, "__module__", ""):
+                        found[name] = found.get(name, 0) + 1
+    return found
+
+
+def steps(name: str, shape: tuple[int, ...], options: dict[str, Any], seeds: int) -> dict[str, Any]:
+    """Training steps of a network: medians over seeds of our relative L2 error and of eager PyTorch's, against fp64; bytes and operations
+    of a step, measured and planned; whether another has the same bits; and the kernels that ran."""
+    ours, eager, found = [], [], {}
+    for seed in range(seeds):
+        model = _networks.seeded_network(name, seed)
+        net = sft.compile(copy.deepcopy(model), shape, options=sft.Options(backend="triton", **options))
+        x = torch.randn(shape)
+        gradient = torch.randn(model(x).shape)
+        model.load_state_dict(net.state_dict())
+        reference = _networks.training_step(copy.deepcopy(model).double(), x.double(), gradient)
+        eager.append(_networks.relative_l2(_networks.training_step(copy.deepcopy(model), x, gradient), reference))
+        before = copy.deepcopy(net.state_dict())
+        with FlopCounterMode(display=False) as counter:
+            results = _networks.training_step(net, x, gradient)
+        ours.append(_networks.relative_l2(results, reference))
+        if seed == 0:
+            net.load_state_dict(before)
+            found = _measured(net, x, gradient, results) | {"flops": counter.get_total_flops(), "planned_flops": net.plan.flops}
+            found |= {"calls": _calls(net), "plan": net.plan.to_json()}
+    return found | {"ours": statistics.median(ours), "eager": statistics.median(eager)}
+
+
+def _measured(net: Any, x: torch.Tensor, gradient: torch.Tensor, before: list[torch.Tensor]) -> dict[str, Any]:
+    """Bytes of another step, and whether it has the bits of the one before."""
+    launch = GridExecutor.__call__
+
+    def launch_and_collect(*args: Any, **kwargs: Any) -> None:
+        launch(*args, **kwargs)
+        gc.collect()
+
+    net.zero_grad(set_to_none=True)
+    gc.collect()
+    gc.freeze()
+    with patch.object(GridExecutor, "__call__", launch_and_collect), measure_peak("cpu") as peak:
+        leaf, arriving = x.clone().requires_grad_(), gradient.clone()
+        y = net(leaf)
+        y.backward(arriving)
+    gc.unfreeze()
+    assert leaf.grad is not None
+    results = [y.detach(), leaf.grad, *(p.grad for p in net.parameters() if p.grad is not None)]
+    same = all(torch.equal(a, b) for a, b in zip(results, before, strict=True))
+    return {"measured": peak.num_bytes, "projected": net.plan.projected_peak_bytes, "total": net.plan.total_bytes, "same": same}
+
+
+def inference(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> dict[str, Any]:
+    """The output without gradients: relative L2 errors, ours and eager PyTorch's, bytes, and the kernels that ran."""
+    model = _networks.seeded_network(name, 0)
+    net = sft.compile(copy.deepcopy(model), shape, options=sft.Options(backend="triton", **options))
+    x = torch.randn(shape)
+    with torch.no_grad():
+        truth = copy.deepcopy(model).double()(x.double())
+        ours, eager = (_networks.relative_l2([module(x)], [truth]) for module in (net, model))
+    return {"ours": ours, "eager": eager, "calls": _calls(net), "flops": net.plan.flops, "plain_flops": net.plan.plain_flops}
+
+
+def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: str) -> list[tuple[str, str, float, float]]:
+    """Every class of operations that a network has a kernel for, with the kernel's error against fp64 and ATen's."""
+    collector = Collector()
+    model = _networks.seeded_network(name, 0).to(getattr(torch, dtype))
+    engine = Engine(model, budget_bytes=2**40, options=sft.Options(**options), optimizer=None, plan=None, backend=collector)
+    engine.plan_for_shapes([shape])
+    found = []
+    for wanted, trial in collector.trials.items():
+        errors = verified_on(trial, torch.device("cpu"))
+        found.append((wanted.operator, wanted.label, errors.kernels, errors.aten))
+    return found
+
+
+def run(job: dict[str, Any]) -> Any:
+    """One job."""
+    torch.set_num_threads(1)
+    functions: dict[str, Callable[..., Any]] = {"steps": steps, "inference": inference, "trials": trials}
+    return functions[job.pop("run")](**job)

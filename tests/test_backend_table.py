@@ -1,0 +1,236 @@
+"""Tables of measured kernels, and how they are made: with a laboratory that answers from a list."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import sft
+from sft.backends.choice import ShapeClass
+from sft.backends.laboratory import Errors
+from sft.backends.table import KernelTable, Measured, TableEntry, find_table, table_name
+from sft.backends.trials import Trial
+from sft.backends.tuning import tune
+from sft.cli.main import main
+from sft.cli.tune import TuneRequest, collect_trials, show_tune
+
+_CLASS = ShapeClass(
+    operator="conv2d",
+    fused=("bias", "relu"),
+    numbers="bfloat16",
+    channels=(64, 64),
+    kernel=(3, 3),
+    stride=(1, 1),
+    dilation=(1, 1),
+    pixels=4**10,
+)
+_ENTRY = TableEntry(shape_class=_CLASS, error=1e-3, aten_error=1e-3, triton_seconds=1e-3, aten_seconds=2e-3)
+_TABLE = KernelTable(device="NVIDIA Test", triton="3.9.0", torch="2.13.0", entries=(_ENTRY,))
+
+
+def test_a_table_survives_json() -> None:
+    other = replace(_ENTRY, shape_class=replace(_CLASS, operator="max pool", fused=()), triton_seconds=3e-3)
+    table = _TABLE.including([other])
+    assert KernelTable.from_json(table.to_json()) == table
+    assert [entry.fastest for entry in table.entries] == ["triton", "aten"]
+
+
+def test_the_nearest_number_of_pixels_answers_within_reason() -> None:
+    slow = replace(_ENTRY, shape_class=replace(_CLASS, pixels=4**7), triton_seconds=9e-3)
+    chooser = Measured(table=_TABLE.including([slow]))
+    assert [chooser.takes_kernel(replace(_CLASS, pixels=4**power)) for power in (4, 5, 7, 8, 9, 10, 12, 13)] == [
+        False,  # nobody measured anything near
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
+    assert not chooser.takes_kernel(replace(_CLASS, numbers="float16"))
+    assert not chooser.takes_kernel(replace(_CLASS, fused=("relu",)))
+    assert chooser.numbers_of(torch.float64) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"error": 0.5}, "has no place in a table"),
+        ({"error": float("nan")}, "has no place in a table"),
+        ({"triton_seconds": 0.0}, "are no times"),
+        ({"aten_seconds": float("inf")}, "are no times"),
+    ],
+)
+def test_an_entry_that_cannot_be_trusted_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(sft.InputError, match=message):
+        replace(_ENTRY, **change)
+    data = json.loads(_TABLE.to_json())
+    data["entries"][0] |= change
+    with pytest.raises(sft.InputError, match=message):
+        KernelTable.from_json(json.dumps(data))
+
+
+def test_a_kernel_may_be_as_far_off_as_aten() -> None:
+    assert replace(_ENTRY, error=0.1, aten_error=0.095).fastest == "triton"
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data.pop("format"),
+        lambda data: data.update(format=99),
+        lambda data: data.pop("entries"),
+        lambda data: data.update(more=1),
+        lambda data: data["entries"][0].pop("error"),
+        lambda data: data["entries"][0]["shape_class"].update(numbers="int4"),
+        lambda data: data["entries"][0]["shape_class"].update(pixels="many"),
+        lambda data: data.update(device=3),
+        lambda data: data["entries"].append(data["entries"][0]),
+        lambda data: data.update(entries=[None]),
+    ],
+)
+def test_a_file_that_is_no_table_says_so(spoil: Any, tmp_path: Path) -> None:
+    data = json.loads(_TABLE.to_json())
+    spoil(data)
+    path = tmp_path / table_name(_TABLE.device, _TABLE.triton)
+    path.write_text(json.dumps(data))
+    with pytest.raises(sft.InputError, match="table"):
+        find_table([tmp_path], _TABLE.device, _TABLE.triton)
+
+
+def test_tables_are_found_by_device_and_version(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    _TABLE.save(second / table_name(_TABLE.device, _TABLE.triton))
+    assert find_table([first, second], _TABLE.device, _TABLE.triton) == _TABLE
+    assert find_table([first, second], _TABLE.device, "3.8.0") is None
+    assert find_table([first], _TABLE.device, _TABLE.triton) is None
+    (second / table_name("NVIDIA Other", "3.9.0")).write_text(_TABLE.to_json())
+    with pytest.raises(sft.InputError, match="is for NVIDIA Test"):
+        find_table([second], "NVIDIA Other", "3.9.0")
+    (second / table_name(_TABLE.device, _TABLE.triton)).write_bytes(b"\xff\xfe")
+    with pytest.raises(sft.InputError, match="cannot read"):
+        find_table([second], _TABLE.device, _TABLE.triton)
+
+
+@dataclass
+class ListLaboratory:
+    """Answers from lists: errors and times by operator."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    slow: frozenset[str] = frozenset()
+    fails: str = ""
+    stops: str = ""
+    verified: list[str] = field(default_factory=list)
+    timed: list[str] = field(default_factory=list)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device_name: str = "NVIDIA Test"
+    triton_version: str = "3.9.0"
+    torch_version: str = "2.13.0"
+
+    def verify(self, trial: Trial) -> Errors:
+        operator = trial.shape_class.operator
+        self.verified.append(operator)
+        if operator == self.stops:
+            raise KeyboardInterrupt
+        if operator == self.fails:
+            raise RuntimeError("out of registers")
+        return Errors(kernels=self.errors.get(operator, 1e-7), aten=1e-7)
+
+    def time(self, trial: Trial) -> tuple[float, float]:
+        self.timed.append(trial.shape_class.operator)
+        return (2e-3, 1e-3) if trial.shape_class.operator in self.slow else (1e-3, 2e-3)
+
+
+def _model() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2))
+
+
+def _request(folder: Path | None, **changes: Any) -> TuneRequest:
+    options = sft.Options(tile=(16, None))
+    return TuneRequest(
+        models=[(_model(), ((1, 3, 64, 64),))], dtypes=("float32",), options=options, budget="1GiB", folder=folder, **changes
+    )
+
+
+def test_every_class_is_verified_then_timed_once(tmp_path: Path) -> None:
+    trials = collect_trials(_request(None), torch.device("cpu"))
+    assert len({trial.shape_class for trial in trials}) == len(trials)
+    laboratory = ListLaboratory(slow=frozenset({"max pool"}))
+    seen: list[str] = []
+    found = tune(trials, laboratory, tmp_path, advance=seen.append)
+    assert seen == [trial.shape_class.label for trial in trials]
+    assert laboratory.verified == laboratory.timed == [trial.shape_class.operator for trial in trials]
+    assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == found.table
+    chooser = Measured(table=found.table)
+    assert all(chooser.takes_kernel(trial.shape_class) == (trial.shape_class.operator != "max pool") for trial in trials)
+
+
+def test_a_wrong_or_failing_kernel_gets_no_entry(tmp_path: Path) -> None:
+    trials = collect_trials(_request(None), torch.device("cpu"))
+    laboratory = ListLaboratory(errors={"conv2d data gradient": 0.3, "carried rows": float("nan")}, fails="conv2d weight gradient")
+    found = tune(trials, laboratory, tmp_path)
+    bad = {"conv2d data gradient", "carried rows", "conv2d weight gradient"}
+    assert bad.isdisjoint(laboratory.timed)
+    assert bad.isdisjoint(entry.shape_class.operator for entry in found.table.entries)
+    assert sum("wrong, error" in line for line in found.refused) == sum(t.shape_class.operator in bad - {laboratory.fails} for t in trials)
+    assert any("out of registers" in line for line in found.refused)
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    trials = collect_trials(_request(None), torch.device("cpu"))
+    last = trials[-1].shape_class.operator
+    first = ListLaboratory(stops=last)
+    with pytest.raises(KeyboardInterrupt):
+        tune(trials, first, tmp_path)
+    held = find_table([tmp_path], "NVIDIA Test", "3.9.0")
+    assert held is not None
+    assert len(held.entries) == len(first.timed) > 0
+    second = ListLaboratory()
+    found = tune(trials, second, tmp_path)
+    assert found.known == len(first.timed)
+    assert len(found.table.entries) == len(trials)
+    assert len(second.timed) == len(trials) - len(first.timed)
+    third = ListLaboratory()
+    assert tune(trials, third, tmp_path).known == len(trials)
+    assert third.verified == []
+    assert len(tune(trials, third, tmp_path, again=True).measured) == len(trials)
+
+
+def test_what_the_command_says(tmp_path: Path) -> None:
+    console = Console(record=True, width=200)
+    assert show_tune(_request(tmp_path), console, as_json=False, laboratory=ListLaboratory()) == 0
+    text = console.export_text()
+    assert "conv2d + bias + relu" in text
+    assert "0 refused" in text
+    console = Console(record=True, width=200)
+    wrong = ListLaboratory(errors={"max pool": 1.0})
+    assert show_tune(_request(tmp_path, again=True), console, as_json=True, laboratory=wrong) == 1
+    data = json.loads(console.export_text())
+    assert data["table"] == str(tmp_path / table_name("NVIDIA Test", "3.9.0"))
+    assert data["refused"]
+    assert all(line.startswith("max pool, ") for line in data["refused"])
+    assert all(item["speedup"] == 2.0 for item in data["measured"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_the_command_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune"]) == 1
+    assert "run this on a machine with a GPU" in capsys.readouterr().err
+    assert main(["tune", "sft.cli.standard_networks:_UNet"]) == 1
+    assert "give the shape of its input" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_table_of_this_gpu(tmp_path: Path) -> None:
+    console = Console(record=True)
+    assert show_tune(_request(tmp_path), console, as_json=True) == 0

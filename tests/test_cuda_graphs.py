@@ -1,0 +1,118 @@
+"""Strips that are recorded and replayed. On the CPU a recording is the work done again: all that surrounds a CUDA graph is the same."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sft
+from sft.execute.graphs import GraphStore, recording_bytes, repeated_programs
+
+_SHAPE = (1, 3, 80, 14)
+
+
+@dataclass
+class Again:
+    """Records by remembering what to do; counts."""
+
+    num_records: int = 0
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.num_records += 1
+        work()
+        return work
+
+
+def _model(*, train_norm: bool = False) -> nn.Module:
+    norm = nn.BatchNorm2d(6) if train_norm else nn.Identity()
+    first = nn.Conv2d(3, 6, 3, padding=1), norm, nn.ReLU(), nn.Conv2d(6, 6, 3, padding=2, dilation=2)
+    return nn.Sequential(*first, nn.MaxPool2d(2), nn.Conv2d(6, 4, 3, padding=1)).double()
+
+
+def _with_recordings(net: Any, spare_bytes: int = 2**40) -> tuple[GraphStore, Again]:
+    """Give the last plan of a compiled module recordings, as the engine does on a GPU."""
+    engine, recorder = net._sft_engine, Again()
+    key = next(reversed(engine._ready))
+    ready = engine._ready[key]
+    store = GraphStore.within(repeated_programs(ready.region, training=ready.plan.training), spare_bytes, recorder)
+    engine._ready[key] = replace(ready, graphs=store)
+    return store, recorder
+
+
+def _step(net: nn.Module, x: Tensor) -> list[Tensor]:
+    net.zero_grad(set_to_none=True)
+    x = x.clone().requires_grad_()
+    y = net(x)
+    y.square().sum().backward()
+    assert x.grad is not None
+    return [y.detach(), x.grad, *(p.grad for p in net.parameters() if p.grad is not None), *(b.clone() for b in net.buffers())]
+
+
+@pytest.mark.parametrize("train_norm", [False, True])
+@pytest.mark.parametrize("tile", [(8, None), (8, 9)])
+def test_replayed_steps_are_the_same(train_norm: bool, tile: tuple[int, int | None]) -> None:
+    torch.manual_seed(0)
+    plain = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=tile))
+    replayed = copy.deepcopy(plain)
+    for net in (plain, replayed):
+        net.plan_for(torch.zeros(_SHAPE, dtype=torch.float64, requires_grad=True))
+    store, recorder = _with_recordings(replayed)
+    assert store.programs
+    for seed in range(3):
+        x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        before = copy.deepcopy(replayed.state_dict())
+        ours = _step(replayed, x)
+        # A buffer is no part of a larger image: ATen sums its pixels in another order.
+        torch.testing.assert_close(ours, _step(plain, x), rtol=1e-12, atol=1e-12)
+        replayed.load_state_dict(before)
+        assert all(torch.equal(a, b) for a, b in zip(ours, _step(replayed, x), strict=True))
+    assert store.num_replays >= 6 * 4
+    assert 0 < recorder.num_records < store.num_replays
+
+
+def test_what_the_budget_has_left_decides() -> None:
+    torch.manual_seed(0)
+    net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
+    everything, _ = _with_recordings(net)
+    sizes = [recording_bytes(program) for program in everything.programs]
+    assert everything.num_bytes == sum(sizes)
+    some, _ = _with_recordings(net, sizes[0])
+    assert some.programs == everything.programs[:1]
+    none, _ = _with_recordings(net, min(sizes) - 1)
+    assert none.programs == ()
+    assert _step(net, torch.zeros(_SHAPE, dtype=torch.float64))
+    assert none.num_replays == 0
+
+
+def test_programs_that_depend_on_their_place_are_not_recorded() -> None:
+    torch.manual_seed(0)
+    net = sft.compile(nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.5)).double(), _SHAPE, options=sft.Options(tile=(8, None)))
+    store, _ = _with_recordings(net)
+    assert store.programs == ()
+
+
+def test_on_the_cpu_nothing_is_recorded() -> None:
+    net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
+    assert [ready.graphs for ready in net._sft_engine._ready.values()] == [None]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_graphs_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    model = _model(train_norm=True).cuda()
+    nets = [sft.compile(copy.deepcopy(model), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=on)) for on in (False, True)]
+    for seed in range(3):
+        x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).cuda()
+        torch.testing.assert_close(_step(nets[1], x), _step(nets[0], x), rtol=1e-10, atol=1e-10)
+    store = list(nets[1]._sft_engine._ready.values())[-1].graphs
+    assert store is not None and store.num_replays > 0
+    with sft.measure_peak("cuda") as peak:
+        _step(nets[1], x)
+    assert peak.num_bytes <= nets[1].plan.projected_peak_bytes

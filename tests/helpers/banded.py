@@ -63,7 +63,7 @@ def check_bands(
     model = copy.deepcopy(seeded(make).train(training))
     if synchronized:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    options = replace(options or sft.Options(), mesh_timeout_seconds=25)
+    options = replace(options or sft.Options(), mesh_timeout_seconds=240)
     net: Any = sft.compile(model, shape, budget="1GiB", options=options, mesh=mesh, output=output)
     worst = dict.fromkeys(("output", "input_grad", "param_grad", "buffer", "param"), 0.0)
     for step in range(steps):

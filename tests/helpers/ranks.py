@@ -40,7 +40,7 @@ class Ranks:
             self.connections.append(ours)
             self.processes.append(process)
 
-    def run(self, case: Callable[..., Any], *arguments: Any, timeout_seconds: float = 90.0) -> list[Any]:
+    def run(self, case: Callable[..., Any], *arguments: Any, timeout_seconds: float = 300.0) -> list[Any]:
         """What ``case(rank, *arguments)`` returns on each rank.
 
         Raises:

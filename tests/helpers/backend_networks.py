@@ -61,7 +61,7 @@ def _vgg() -> nn.Module:
 
 def _windows() -> nn.Module:
     """Depthwise, dilated and strided convolutions, averages, overlapping maxima."""
-    first = nn.Conv2d(3, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.AvgPool2d(3, 1, 1)
+    first = nn.Conv2d(3, 8, 5, stride=2, padding=2), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.AvgPool2d(3, 1, 1)
     return nn.Sequential(*first, nn.Conv2d(8, 8, 3, padding=2, dilation=2), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 4, 1))
 
 

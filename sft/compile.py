@@ -324,7 +324,8 @@ class _Compiled:
 
 
 def _settings(engine: Engine) -> tuple[int, Options, Plan | None, Destination, LiveMesh | MeshShape | None]:
-    return engine.budget_bytes, engine.options, engine.given_plan, engine.destination, engine.mesh
+    asked = engine.preparation
+    return asked.budget_bytes, asked.options, asked.given_plan, asked.destination, asked.mesh
 
 
 def _rebuild(

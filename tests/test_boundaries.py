@@ -63,7 +63,7 @@ def _choices(plan: sft.Plan) -> list[Any]:
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """What the planner is asked, in order."""
     found: list[Problem] = []
-    engine = import_module("sft.engine")
+    engine = import_module("sft.preparing")
     plan_segments = engine.plan_segments
 
     def noting(problem: Problem, *arguments: Any) -> Any:

@@ -38,10 +38,10 @@ def _model(*, train_norm: bool = False) -> nn.Module:
 def _with_recordings(net: Any, spare_bytes: int = 2**40) -> tuple[GraphStore, Again]:
     """Give the last plan of a compiled module recordings, as the engine does on a GPU."""
     engine, recorder = net._sft_engine, Again()
-    key = next(reversed(engine._ready))
-    ready = engine._ready[key]
+    key = next(reversed(engine.preparation.ready))
+    ready = engine.preparation.ready[key]
     store = GraphStore.within(repeated_programs(ready.region, training=ready.plan.training), spare_bytes, recorder)
-    engine._ready[key] = replace(ready, graphs=store)
+    engine.preparation.ready[key] = replace(ready, graphs=store)
     return store, recorder
 
 
@@ -99,7 +99,7 @@ def test_programs_that_depend_on_their_place_are_not_recorded() -> None:
 
 def test_on_the_cpu_nothing_is_recorded() -> None:
     net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
-    assert [ready.graphs for ready in net._sft_engine._ready.values()] == [None]
+    assert [ready.graphs for ready in net._sft_engine.preparation.ready.values()] == [None]
 
 
 @pytest.mark.gpu
@@ -111,7 +111,7 @@ def test_cuda_graphs_on_a_gpu() -> None:
     for seed in range(3):
         x = torch.randn(_SHAPE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).cuda()
         torch.testing.assert_close(_step(nets[1], x), _step(nets[0], x), rtol=1e-10, atol=1e-10)
-    store = list(nets[1]._sft_engine._ready.values())[-1].graphs
+    store = list(nets[1]._sft_engine.preparation.ready.values())[-1].graphs
     assert store is not None and store.num_replays > 0
     with sft.measure_peak("cuda") as peak:
         _step(nets[1], x)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import sft
-import sft.engine
+import sft.preparing
 from sft.execute.slab import Slabs
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.simulate import simulate
@@ -114,7 +114,7 @@ def _problem_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Problem:
         seen.append(problem)
         return plan_segments(problem, *arguments)
 
-    monkeypatch.setattr(sft.engine, "plan_segments", noting)
+    monkeypatch.setattr(sft.preparing, "plan_segments", noting)
     _plain(model)
     return seen[-1]
 
@@ -257,7 +257,7 @@ def _offloading(name: str = "normed") -> tuple[Any, nn.Module]:
 
 
 def _slabs(net: Any) -> Slabs:
-    ready = next(reversed(net._sft_engine._ready.values()))
+    ready = next(reversed(net._sft_engine.preparation.ready.values()))
     assert ready.slabs is not None
     found: Slabs = ready.slabs
     return found

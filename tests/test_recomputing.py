@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import sft
-import sft.engine
+import sft.preparing
 from sft.plan.chain.reversal import reversal
 from sft.plan.planner import Planned, plan_segments
 from sft.plan.problem import Problem
@@ -123,7 +123,7 @@ def _problem_of(model: nn.Module, shape: tuple[int, ...], monkeypatch: pytest.Mo
         seen.append(problem)
         return plan_segments(problem, *arguments)
 
-    monkeypatch.setattr(sft.engine, "plan_segments", noting)
+    monkeypatch.setattr(sft.preparing, "plan_segments", noting)
     _plain(model, shape)
     return seen[-1]
 

@@ -131,11 +131,11 @@ def test_a_model_that_changes_after_its_first_step(what: str) -> None:
 
 
 def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.engine._MAX_CAPTURES", 2)
-    monkeypatch.setattr("sft.engine._MAX_PLANS", 3)
+    monkeypatch.setattr("sft.preparing._MAX_CAPTURES", 2)
+    monkeypatch.setattr("sft.preparing._MAX_PLANS", 3)
     model, net = pair(lambda: nn.Conv2d(3, 2, 3))
     for step in range(4):
         cast(Any, net).epoch = step
         assert relative_error(net(image(*SHAPE)), model(image(*SHAPE))) <= 1e-12
     engine = cast(Any, net)._sft_engine
-    assert (len(engine._captured), len(engine._ready)) == (2, 3)
+    assert (len(engine.preparation.captured), len(engine.preparation.ready)) == (2, 3)

@@ -39,7 +39,7 @@ def remembered_captures(about: str = "") -> Iterator[None]:
         return found
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.engine.capture", remembered)
+        patches.setattr("sft.preparing.capture", remembered)
         yield
 
 

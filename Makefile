@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench fuzz test-zoo test-kernels clean
+.PHONY: help setup demo test lint types format unit package bench fuzz test-slow test-zoo test-kernels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,7 +39,10 @@ types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
 unit: $(READY) ## The tests and doctests alone, on all cores
-	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n auto --dist worksteal --durations=25
+	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n auto --dist worksteal --durations=25 -m "not slow"
+
+test-slow: $(READY) ## The tests that `make test` has no time for: large networks, many networks at once
+	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n auto --dist worksteal --durations=25 -m slow
 
 package: $(READY) ## Build the sdist and from it the wheel, and import the wheel elsewhere
 	$(BIN)/python tests/packaging/check_wheel.py

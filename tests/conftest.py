@@ -14,6 +14,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+from .slow import SLOW
+
 # For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must
 # not hide installed packages of the same name.
 _ROOT = Path(__file__).resolve().parents[1]
@@ -38,3 +40,14 @@ settings.register_profile("ci", settings.get_profile("default"), max_examples=25
 settings.register_profile("quick", settings.get_profile("default"), max_examples=15)
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what takes long; a name that is no test any more is an error where its file was collected."""
+    found = {f"{item.path.name}::{item.name}": item for item in items}
+    for name in SLOW & found.keys():
+        found[name].add_marker(pytest.mark.slow)
+    files = {item.path.name for item in items if "[" in item.name}
+    unknown = sorted(name for name in SLOW - found.keys() if name.partition("::")[0] in files)
+    if unknown and len(items) > 1000:
+        raise pytest.UsageError(f"tests/slow.py names what is no test: {', '.join(unknown)}")

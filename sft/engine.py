@@ -114,9 +114,13 @@ class Engine:
         given, lacking = self._resolve(inputs, input_grad)
         kind = self._kind_of(given, lacking)
         if self.party is not None:
-            same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, kind.traced.dtypes, kind.traced.training_flags)
-            self.party.agree(same)
+            traced = kind.traced
+            same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, traced.dtypes, traced.training_flags)
+            self.party.agree((*same, traced.autocast, traced.default_dtype), "call all ranks of one image with the same inputs and modes")
         ready = self.preparation.prepare(kind)
+        if self.party is not None:  # where a run is cut, and so what is sent, depends on the budget
+            cuts = [(segment.mode, segment.nodes[-1]) for segment in ready.plan.segments]
+            self.party.agree(cuts, "their plans cut the model at other places: compile with the same budget and options on all ranks")
         self.last_plan = ready.plan
         self._forget_recordings(ready)
         generator_state = torch.get_rng_state()

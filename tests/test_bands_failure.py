@@ -138,9 +138,28 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(ranks: Ranks) -> None:
 
 def _disagrees(rank: int) -> None:
     net = _net()
-    with pytest.raises(sft.InputError, match=r"called with another shape"):
+    with pytest.raises(sft.InputError, match="call all ranks of one image with the same inputs"):
         net(image(1, 3, 24 + 4 * (rank == 1), 8))
+
+
+def _chain() -> nn.Module:
+    return nn.Sequential(*(layer for i in range(5) for layer in (nn.Conv2d(4 if i else 3, 4, 3, padding=1), nn.ReLU())))
+
+
+def _plans_otherwise(rank: int) -> str:
+    shape = (1, 3, 48, 32)
+    with pytest.raises(sft.BudgetError) as caught:
+        sft.plan(seeded(_chain), shape, mesh=(1, 3), budget=1)
+    least = caught.value.needed_bytes
+    budget = least * 3 if rank == 1 else least
+    assert len(sft.plan(seeded(_chain), shape, mesh=(1, 3), budget=budget).segments) == (5 if rank == 1 else 1)
+    net = sft.compile(seeded(_chain), shape, mesh=mesh_of(1, 3), budget=budget)
+    with pytest.raises(sft.SftError) as refused:
+        net(image(*shape))
+    return str(refused.value)
 
 
 def test_ranks_that_are_asked_different_things(ranks: Ranks) -> None:
     ranks.run(_disagrees)
+    messages = ranks.run(_plans_otherwise)
+    assert all("compile with the same budget and options on all ranks" in message for message in messages), messages

@@ -159,6 +159,8 @@ def test_a_budget_too_small_for_any_band_is_refused() -> None:
         ({"mesh": "2x2"}, "give a DeviceMesh"),
         ({"mesh": (1, 2), "output": "host"}, "output='host' and output files are for one device"),
         ({"mesh": (1, 2), "options": sft.Options(halo="recompute")}, "are for one device"),
+        ({"mesh": (1, 2), "options": sft.Options(host_budget="1GiB")}, "host_budget is for one device"),
+        ({"mesh": (1, 2), "options": sft.Options(cuda_graphs=True)}, "cuda_graphs is for one device"),
         ({"mesh": (1, 65)}, "use at most 64 bands"),
         ({"output": "band"}, "give a mesh"),
     ],

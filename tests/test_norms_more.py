@@ -21,6 +21,13 @@ from .helpers.models import image, seeded
 captures = one_capture_a_model("options")
 
 
+class _Rectified(nn.SyncBatchNorm):
+    """One whose forward is its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.3, self.eps).relu()
+
+
 class _Twice(nn.Module):
     """One norm called twice in a step, with other statistics each time."""
 
@@ -69,6 +76,7 @@ _NORMS: dict[str, tuple[int, Callable[[], Callable[[Tensor], Tensor]]]] = {
     "batch of signals": (1, lambda: nn.BatchNorm1d(4)),
     "batch of volumes": (3, lambda: nn.BatchNorm3d(4, momentum=0.2)),
     "batch on several devices": (2, lambda: nn.SyncBatchNorm(4)),
+    "batch on several devices, of one's own": (2, lambda: _Rectified(4)),
     "layer": (3, lambda: _ChannelsLast(nn.LayerNorm(4))),
     "layer, groups": (2, lambda: _norm_of_groups),
     "layer, groups and channels": (2, lambda: _norm_of_groups_and_channels),

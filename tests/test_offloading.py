@@ -177,6 +177,12 @@ def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed:
     for (key, buffer), other in zip(model.named_buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-10, msg=key)
     assert_within_budget(net, x.detach(), budget="4GiB")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        loss = sum(y.square().sum() for y in pytree.tree_leaves(net(x)))
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
 
 
 def _step(net: Any, x: Tensor, seed: int) -> None:

@@ -18,7 +18,7 @@ from sft.errors import InputError
 
 __all__ = ["Party"]
 
-#: Links made so far between the same ranks: all of them count alike, as they compile the same models in the same order.
+#: Links made so far between the same ranks: all of them count alike, as they call the same models first in the same order.
 _num_links: Counter[tuple[int, ...]] = Counter()
 
 
@@ -63,8 +63,8 @@ class Party:
         """What runs a pass on this rank, of what a plain machine is made of."""
         return BandTorchMachine(device=device, comm=self.comm, **parts)
 
-    def agree(self, what: Any) -> None:
-        """Make sure that all bands of this image are asked the same.
+    def agree(self, what: Any, remedy: str) -> None:
+        """Make sure that all bands of this image are asked the same, or do the same.
 
         Raises:
             InputError: they are not.
@@ -73,10 +73,7 @@ class Party:
         own = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(self.device)
         differing = [band for band, other in enumerate(self.link.gathered("band", own)) if not torch.equal(other, own)]
         if differing:
-            raise InputError(
-                f"bands {differing} of this image were called with another shape, type or mode than band {self.mesh.band} ({what}); "
-                "call all ranks of one image with the same inputs"
-            )
+            raise InputError(f"bands {differing} of this image differ from band {self.mesh.band} ({what}); {remedy}")
 
     def shared_seed(self, seed: torch.Tensor) -> torch.Tensor:
         """The seed of the first rank of this image, so that all bands draw parts of one mask."""

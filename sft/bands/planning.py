@@ -227,6 +227,11 @@ def _check(problem: Problem, shape: MeshShape, options: Options, height: int) ->
         problems.append(f"an image of {height} rows for {shape.num_bands} bands; use at most {height} bands")
     if options.profile != "auto":
         problems.append(f"profile {options.profile!r} is for one device; leave it out with mesh")
+    for name in ("host_budget", "host_folder", "link_bandwidth"):
+        if getattr(options, name) is not None:
+            problems.append(f"{name} is for one device, as a step on a mesh keeps nothing on the host; leave it out with mesh")
+    if options.cuda_graphs:
+        problems.append("cuda_graphs is for one device; leave it out with mesh")
     if problem.host_outputs:
         problems.append("output='host' and output files are for one device; use output='device' or output='band' with mesh")
     if problems:

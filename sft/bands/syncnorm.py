@@ -25,7 +25,11 @@ class _Plain(nn.modules.batchnorm._BatchNorm):
 
 
 def _norms(model: nn.Module) -> dict[str, Any]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.SyncBatchNorm, _Plain))}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is _Plain or (isinstance(module, nn.SyncBatchNorm) and type(module).forward is nn.SyncBatchNorm.forward)
+    }
 
 
 @contextmanager

@@ -62,11 +62,15 @@ class HostCopies:
     Attributes:
         device: where buffers leave.
         lease: where they go.
+        exceeds: whether copies that the slab has no room for get memory of their own. A plan's slab is for a backward pass that ends the
+            use of what it has read; where the graph is retained, that stays.
     """
 
     device: torch.device
     lease: Lease
+    exceeds: bool = False
     _space: HostSpace = field(default_factory=HostSpace)
+    _own: dict[int, Tensor] = field(default_factory=dict)
 
     def offload(self, target: str, tensors: Sequence[Tensor]) -> Copy:
         """Begin to copy the storages of these tensors, each once."""
@@ -74,6 +78,8 @@ class HostCopies:
         buffers = [_bytes_of(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
         sizes = tuple(buffer.numel() for buffer in buffers)
         copy = Copy(target, buffers, sizes, self._space.take(sum(sizes)))
+        if self.exceeds and self.device.type != "meta" and copy.start + copy.num_bytes > self.lease.data.numel():
+            self._own[copy.start] = torch.empty(copy.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         with self._beside("down") as stream:
             for buffer, part in self._pairs(copy):
                 part.copy_(buffer, non_blocking=True)
@@ -105,6 +111,7 @@ class HostCopies:
         """End the use of a copy: what it touches may go."""
         self._await(copy)
         copy.buffers.clear()
+        self._own.pop(copy.start, None)
         self._space.give_back(copy.start)
 
     def quiesce(self) -> None:
@@ -116,11 +123,11 @@ class HostCopies:
 
     def _pairs(self, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
         """Each buffer, and its part of the slab; in a dry run there is nothing to copy."""
-        start = copy.start
+        own, offset = self._own.get(copy.start), 0
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
             if self.device.type != "meta":
-                yield buffer, self.lease.part(start, size)
-            start += size
+                yield buffer, self.lease.part(copy.start + offset, size) if own is None else own[offset : offset + size]
+            offset += size
 
     def _await(self, copy: Copy) -> None:
         for event in (copy.down, copy.up):

@@ -120,6 +120,8 @@ class _RegionFunction(torch.autograd.Function):
         machine = leaves.machine(leaves.reading.forward, copies)
         with autocast_off(leaves.device), _settled(copies):
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
+            # The graph may be dropped before its backward pass: no copy may then still fill a buffer that is somebody else's.
+            tape.copies.settle(machine, tuple(tape.copies.by_target))
         made = [name for name in region.outputs if name not in given]
         # The tape holds only what the region made: leaves come back through saved tensors, which autograd checks. Outputs on the tape
         # are aliases: the result itself would hold its own graph alive. An alias shares the version, so a change in place is noticed.
@@ -197,6 +199,8 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     grads.clear()
     by_output.clear()
     sinks = {name: make() for name, make in leaves.sinks.items()}
+    if copies is not None:
+        copies.exceeds = not consume
     machine = leaves.machine(leaves.reading.backward, copies)
     with autocast_off(leaves.device), _settled(copies):
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)

@@ -130,7 +130,8 @@ class Copies:
                 machine.forget(copy)
 
     def restore(self, machine: Machine) -> None:
-        """Bring what lasts to where it was."""
+        """Bring what lasts to where it was, and end the rest, which a pass that failed has left."""
+        self.end(machine, [target for target, copy in self.by_target.items() if self.lasting.get(target, (None, False))[0] is not copy])
         for copy, was_away in self.lasting.values():
             if copy.is_away and not was_away:
                 machine.prefetch(copy)

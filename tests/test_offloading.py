@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.utils import _pytree as pytree
 
 import sft
@@ -21,8 +20,6 @@ from sft.execute.slab import Slabs
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.simulate import simulate
 from sft.plan.copies import without_idle_copies
-from sft.plan.planner import Planned, plan_segments
-from sft.plan.problem import Problem
 from sft.plan.project import run_step
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
@@ -33,57 +30,22 @@ from sft.walk.order import COPIES, Move, Order, parse_order
 
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact, assert_within_budget
-from .helpers.models import Branches, Residual, TinyUNet, image, seeded
+from .helpers.models import TinyUNet, image, seeded
+from .helpers.staged import MODELS, Normed, least_budget, plain_plan, problem_of, staged_models, step
 
 captures = one_capture_a_model("name", "strategy")
 
 _SHAPE = (2, 3, 24, 20)
 
 
-class Normed(nn.Module):
-    """Norms with running statistics, dropout, a skip, and a shared layer, of which stages save what the next ones read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
-        self.shared = nn.Conv2d(6, 6, 3, padding=1)
-        self.norm = nn.BatchNorm2d(6)
-        self.drop = nn.Dropout(0.3)
-        self.down = nn.Sequential(nn.Conv2d(6, 8, 3, stride=2), nn.BatchNorm2d(8), nn.SiLU(), nn.Dropout2d(0.2))
-        self.last = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Sigmoid(), nn.Conv2d(8, 5, 1))
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(x)
-        y = torch.relu(self.norm(self.shared(y)) + y)
-        y = self.drop(torch.relu(self.shared(y)))
-        y = self.last(self.down(y))
-        found: Tensor = self.head(y.mean((2, 3)))
-        return found
-
-
 #: Each example plans and takes several steps.
 _FEW = settings(max_examples=max(6, (settings.default or settings()).max_examples // 4))
 
-_MODELS: dict[str, Callable[[], nn.Module]] = {"residual": Residual, "branches": Branches, "unet": TinyUNet, "normed": Normed}
 
-
-def _least(model: nn.Module, strategy: str) -> int:
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, _SHAPE, budget=1, options=sft.Options(strategy=strategy))
-    return refused.value.needed_bytes
-
-
-def _plain(model: nn.Module) -> sft.Plan:
-    return sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="none"))
-
-
-@pytest.mark.parametrize(
-    ("name", "strategy"), [*((name, "offload-dp") for name in _MODELS), ("normed", "vdnn"), ("unet", "offload-greedy")]
-)
+@pytest.mark.parametrize(("name", "strategy"), [*((name, "offload-dp") for name in MODELS), ("normed", "vdnn"), ("unet", "offload-greedy")])
 def test_published_placements_are_exact(name: str, strategy: str) -> None:
-    model, options = seeded(_MODELS[name]), sft.Options(strategy=strategy)
-    least_bytes, plain = _least(model, strategy), _plain(model)
+    model, options = seeded(MODELS[name]), sft.Options(strategy=strategy)
+    least_bytes, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
     report = assert_exact(model, image(*_SHAPE), budget=least_bytes, options=options, input_grad=False)
     assert report.plan.total_bytes == least_bytes <= 1.005 * plain.total_bytes
     assert report.plan.flops == plain.flops
@@ -97,7 +59,7 @@ def test_published_placements_are_exact(name: str, strategy: str) -> None:
 def test_budgets_of_the_errors_work_and_more_of_it_never_takes_longer(strategy: str) -> None:
     model = seeded(Normed)
     options = sft.Options(strategy=strategy, link_bandwidth=1e8)
-    least_bytes, plain = _least(model, strategy), _plain(model)
+    least_bytes, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
     with pytest.raises(sft.BudgetError, match=str(least_bytes)):
         sft.plan(model, _SHAPE, budget=least_bytes - 1, options=options)
     budgets = [least_bytes + (plain.total_bytes - least_bytes) * i // 2 for i in range(3)]
@@ -107,22 +69,9 @@ def test_budgets_of_the_errors_work_and_more_of_it_never_takes_longer(strategy: 
     assert all(plan.host_bytes > 0 for plan in plans[:2])
 
 
-def _problem_of(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> Problem:
-    seen: list[Problem] = []
-
-    def noting(problem: Problem, *arguments: Any) -> Planned:
-        seen.append(problem)
-        return plan_segments(problem, *arguments)
-
-    monkeypatch.setattr(sft.preparing, "plan_segments", noting)
-    _plain(model)
-    return seen[-1]
-
-
 @pytest.fixture(scope="module")
-def staged() -> Iterator[dict[str, StagedModel]]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield {name: StagedModel(_problem_of(seeded(make), patch), Rates("cpu")) for name, make in _MODELS.items()}
+def staged() -> dict[str, StagedModel]:
+    return staged_models(MODELS, _SHAPE)
 
 
 def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Order:
@@ -153,19 +102,19 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Order:
 
 
 @_FEW
-@given(name=st.sampled_from(sorted(_MODELS)), seed=st.integers(0, 2**20), recomputes=st.booleans())
+@given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20), recomputes=st.booleans())
 def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed: int, recomputes: bool) -> None:
     found = staged[name]
     order = _random_order(found, seed, recomputes=recomputes)
-    model = seeded(_MODELS[name])
+    model = seeded(MODELS[name])
     net = sft.compile(model, _SHAPE, budget="4GiB", plan=_given(model, order))
     assert net.plan.host_bytes > 0 or not any(move.is_copy for move in order)
-    eager = sft.compile(seeded(_MODELS[name]), _SHAPE, budget="4GiB")  # plain, and with the same dropout
+    eager = sft.compile(seeded(MODELS[name]), _SHAPE, budget="4GiB")  # plain, and with the same dropout
     x = image(*_SHAPE, seed=seed).requires_grad_()
     y = x.detach().clone().requires_grad_()
-    for step in range(2):
-        _step(net, x, seed + step)
-        _step(eager, y, seed + step)
+    for again in range(2):
+        step(net, x, seed + again)
+        step(eager, y, seed + again)
     assert x.grad is not None
     assert y.grad is not None
     assert torch.equal(x.grad, y.grad) or not recomputes  # the very same operations on the very same numbers
@@ -183,12 +132,6 @@ def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed:
     (first,) = torch.autograd.grad(loss, x, retain_graph=True)
     (second,) = torch.autograd.grad(loss, x)
     assert torch.equal(first, second)
-
-
-def _step(net: Any, x: Tensor, seed: int) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        sum(y.square().sum() for y in pytree.tree_leaves(net(x))).backward()
 
 
 def _given(model: nn.Module, order: Order) -> sft.Plan:
@@ -225,7 +168,7 @@ class _Noting(PhantomMachine):
 
 
 @_FEW
-@given(name=st.sampled_from(sorted(_MODELS)), seed=st.integers(0, 2**20))
+@given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20))
 def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str, StagedModel], name: str, seed: int) -> None:
     found = staged[name]
     region = replace(found.region, order=_random_order(found, seed, recomputes=True))
@@ -258,8 +201,8 @@ def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str,
 
 
 def _offloading(name: str = "normed") -> tuple[Any, nn.Module]:
-    model = seeded(_MODELS[name])
-    return sft.compile(model, _SHAPE, budget=_least(model, "offload-dp"), options=sft.Options(strategy="offload-dp")), model
+    model = seeded(MODELS[name])
+    return sft.compile(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=sft.Options(strategy="offload-dp")), model
 
 
 def _slabs(net: Any) -> Slabs:
@@ -271,9 +214,9 @@ def _slabs(net: Any) -> Slabs:
 
 def test_a_graph_may_be_retained_and_two_steps_interleaved() -> None:
     model = seeded(Normed).eval()
-    net = sft.compile(model, _SHAPE, budget=_least(model, "offload-dp"), options=sft.Options(strategy="offload-dp"))
+    net = sft.compile(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=sft.Options(strategy="offload-dp"))
     assert net.plan.host_bytes
-    plain = seeded(_MODELS["normed"]).eval()
+    plain = seeded(MODELS["normed"]).eval()
     x, z = (image(*_SHAPE, seed=seed).requires_grad_() for seed in (1, 2))
     y, w = net(x).square().sum(), net(z).square().sum()
     y.backward(retain_graph=True)
@@ -323,7 +266,7 @@ def _raise(*arguments: Any) -> None:
 
 def test_copies_are_hidden_where_the_link_is_fast_enough() -> None:
     model = seeded(TinyUNet)
-    budget = _least(model, "offload-dp")
+    budget = least_budget(model, "offload-dp", _SHAPE)
     fast, slow = (
         sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy="offload-dp", link_bandwidth=rate)) for rate in ("1TB", "1MB")
     )
@@ -343,24 +286,24 @@ def test_the_timeline_of_a_plan_is_the_simulation_of_its_chain(staged: dict[str,
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Sigmoid()) for _ in range(5)))
     options = sft.Options(strategy="offload-dp", link_bandwidth=1e8)
     with pytest.MonkeyPatch.context() as patch:
-        problem = replace(_problem_of(model, patch), link=Rates("cpu").link(1e8))
+        problem = replace(problem_of(model, _SHAPE, patch), link=Rates("cpu").link(1e8))
     chained = StagedModel(problem, Rates("cpu"))
     found = least(chained, "offload-dp")
     assert found.projection.host_bytes
     simulated = simulate(chained.chain, found.schedule, link=problem.link)
-    plan = sft.plan(model, _SHAPE, budget=_least(model, "offload-dp"), options=options)
+    plan = sft.plan(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=options)
     assert plan.order == tuple(map(str, found.order))
     assert plan.estimated_seconds == pytest.approx(simulated.seconds, rel=0.02)
 
 
 def test_a_budget_on_the_host_is_kept() -> None:
     model = seeded(Normed)
-    least_bytes = _least(model, "offload-dp")
+    least_bytes = least_budget(model, "offload-dp", _SHAPE)
     needed = sft.plan(model, _SHAPE, budget=least_bytes, options=sft.Options(strategy="offload-dp")).host_bytes
     options = sft.Options(strategy="offload-dp", host_budget=needed - 1)
     with pytest.raises(sft.BudgetError, match=rf"host_budget.*{needed} bytes"):
         sft.plan(model, _SHAPE, budget=least_bytes, options=options)
-    middle = (least_bytes + _plain(model).total_bytes) // 2
+    middle = (least_bytes + plain_plan(model, _SHAPE).total_bytes) // 2
     assert 0 < sft.plan(model, _SHAPE, budget=middle, options=options).host_bytes < needed
     made = sft.plan(model, _SHAPE, budget=least_bytes, options=sft.Options(strategy="offload-dp", host_budget=needed))
     with pytest.raises(sft.BudgetError, match="host_budget"):
@@ -434,8 +377,8 @@ def test_tiled_segments_may_leave_too() -> None:
     assert net.plan.host_bytes > 0
     other = sft.compile(seeded(Normed), _SHAPE, budget="4GiB", options=sft.Options(tile=(8, None)))
     x, y = (image(*_SHAPE).requires_grad_() for _ in range(2))
-    _step(net, x, 0)
-    _step(other, y, 0)
+    step(net, x, 0)
+    step(other, y, 0)
     assert x.grad is not None
     assert y.grad is not None
     assert torch.equal(x.grad, y.grad)

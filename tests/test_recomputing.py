@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,16 +12,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import nn
 
 import sft
 import sft.preparing
 from sft.plan.chain.reversal import reversal
-from sft.plan.planner import Planned, plan_segments
-from sft.plan.problem import Problem
 from sft.plan.project import run_step
-from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
 from sft.plan.strategy_chain import RECOMPUTING
 from sft.walk.machine import PhantomMachine
@@ -29,52 +25,15 @@ from sft.walk.order import parse_order, plain_order
 
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact, assert_within_budget
-from .helpers.models import Branches, ConvNet, Residual, TinyUNet, image, seeded
+from .helpers.models import ConvNet, Residual, image, seeded
+from .helpers.staged import MODELS, Normed, least_budget, plain_plan, staged_models, step
 
 captures = one_capture_a_model("name")
 
 _SHAPE = (2, 3, 40, 32)
 
 
-class Normed(nn.Module):
-    """Norms with running statistics, dropout, a skip, and a shared layer: what a second forward must not do twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
-        self.shared = nn.Conv2d(6, 6, 3, padding=1)
-        self.norm = nn.BatchNorm2d(6)
-        self.drop = nn.Dropout(0.3)
-        self.down = nn.Sequential(nn.Conv2d(6, 8, 3, stride=2), nn.BatchNorm2d(8), nn.SiLU(), nn.Dropout2d(0.2))
-        self.last = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.ReLU(), nn.Conv2d(8, 5, 1))
-        self.head = nn.Linear(5, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.stem(x)
-        y = torch.relu(self.norm(self.shared(y)) + y)
-        y = self.drop(torch.relu(self.shared(y)))
-        y = self.last(self.down(y))
-        found: Tensor = self.head(y.mean((2, 3)))
-        return found
-
-
-_MODELS: dict[str, Callable[[], nn.Module]] = {
-    "residual": Residual,
-    "branches": Branches,
-    "unet": TinyUNet,
-    "conv": ConvNet,
-    "normed": Normed,
-}
-
-
-def _least(model: nn.Module, name: str, shape: tuple[int, ...] = _SHAPE) -> int:
-    with pytest.raises(sft.BudgetError) as refused:
-        sft.plan(model, shape, budget=1, options=sft.Options(strategy=name))
-    return refused.value.needed_bytes
-
-
-def _plain(model: nn.Module, shape: tuple[int, ...] = _SHAPE) -> sft.Plan:
-    return sft.plan(model, shape, budget="4GiB", options=sft.Options(strategy="none"))
+_MODELS: dict[str, Callable[[], nn.Module]] = {**MODELS, "conv": ConvNet}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +41,7 @@ def _plain(model: nn.Module, shape: tuple[int, ...] = _SHAPE) -> sft.Plan:
 )
 def test_published_schedules_are_exact(name: str, strategy: str) -> None:
     model = seeded(_MODELS[name])
-    least, plain = _least(model, strategy), _plain(model)
+    least, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
     assert least <= 1.005 * plain.total_bytes
     options = sft.Options(strategy=strategy)
     report = assert_exact(model, image(*_SHAPE), budget=least, options=options, input_grad=False)
@@ -98,7 +57,7 @@ def test_published_schedules_are_exact(name: str, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", RECOMPUTING)
 def test_budgets_of_the_errors_work_and_more_of_it_never_costs_more(strategy: str) -> None:
     model, options = seeded(Normed), sft.Options(strategy=strategy)
-    least, plain = _least(model, strategy), _plain(model)
+    least, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
     with pytest.raises(sft.BudgetError, match=str(least)):
         sft.plan(model, _SHAPE, budget=least - 1, options=options)
     budgets = [least + (plain.total_bytes - least) * i // 4 for i in range(6)]
@@ -111,27 +70,14 @@ def test_budgets_of_the_errors_work_and_more_of_it_never_costs_more(strategy: st
 def test_optimal_needs_no_more_flops_than_any_other() -> None:
     model = seeded(Residual)
     for strategy in ("sqrt", "revolve", "bisect", "acg"):
-        budget = _least(model, strategy)
+        budget = least_budget(model, strategy, _SHAPE)
         flops = [sft.plan(model, _SHAPE, budget=budget, options=sft.Options(strategy=name)).flops for name in ("optimal", strategy)]
         assert flops[0] <= 1.1 * flops[1]  # it is optimal for the chain, which is not quite the model
 
 
-def _problem_of(model: nn.Module, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> Problem:
-    seen: list[Problem] = []
-
-    def noting(problem: Problem, *arguments: Any) -> Planned:
-        seen.append(problem)
-        return plan_segments(problem, *arguments)
-
-    monkeypatch.setattr(sft.preparing, "plan_segments", noting)
-    _plain(model, shape)
-    return seen[-1]
-
-
 @pytest.fixture(scope="module")
-def staged() -> Iterator[dict[str, StagedModel]]:
-    with pytest.MonkeyPatch.context() as patch:
-        yield {name: StagedModel(_problem_of(seeded(make), _SHAPE, patch), Rates("cpu")) for name, make in _MODELS.items()}
+def staged() -> dict[str, StagedModel]:
+    return staged_models(_MODELS, _SHAPE)
 
 
 def _random_order(staged: StagedModel, seed: int) -> tuple[str, ...]:
@@ -153,17 +99,17 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
     net = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
     assert net.plan.order in (order, ())  # nothing where it is the plain one
     x = image(*_SHAPE, seed=seed).requires_grad_()
-    _step(net, x, seed)
+    step(net, x, seed)
     if not any(isinstance(module, (nn.Dropout, nn.Dropout2d)) for module in eager.modules()):
         y = x.detach().clone().requires_grad_()
-        _step(eager, y, seed)
+        step(eager, y, seed)
         assert x.grad is not None
         assert y.grad is not None
         torch.testing.assert_close(x.grad, y.grad, rtol=1e-10, atol=1e-10)
     else:  # the whole model in the plain order has the same masks
         eager = sft.compile(eager, _SHAPE, budget="4GiB")
         y = x.detach().clone().requires_grad_()
-        _step(eager, y, seed)
+        step(eager, y, seed)
     for (key, ours), theirs in zip(model.named_parameters(), eager.parameters(), strict=True):
         assert ours.grad is not None
         assert theirs.grad is not None
@@ -171,12 +117,6 @@ def test_any_persistent_order_is_exact(staged: dict[str, StagedModel], name: str
     for (key, buffer), other in zip(model.named_buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-10, msg=key)
     assert_within_budget(net, x.detach(), budget="4GiB")
-
-
-def _step(net: Any, x: Tensor, seed: int) -> None:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        sum(y.square().sum() for y in pytree.tree_leaves(net(x))).backward()
 
 
 def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft.Plan:
@@ -251,7 +191,7 @@ def test_orders_that_cannot_run_are_refused(order: list[str], problem: str) -> N
 
 def test_a_step_may_be_repeated_and_its_graph_retained() -> None:
     model = seeded(Normed).eval()
-    net = sft.compile(model, _SHAPE, budget=_least(model, "optimal"), options=sft.Options(strategy="optimal"))
+    net = sft.compile(model, _SHAPE, budget=least_budget(model, "optimal", _SHAPE), options=sft.Options(strategy="optimal"))
     x = image(*_SHAPE).requires_grad_()
     y = net(x).square().sum()
     y.backward(retain_graph=True)

@@ -1,0 +1,85 @@
+"""Models as chains of stages: what the tests of recomputation and of copies to the host plan, order and step through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import sft
+import sft.preparing
+from sft.plan.planner import Planned, plan_segments
+from sft.plan.problem import Problem
+from sft.plan.rates import Rates
+from sft.plan.stages import StagedModel
+
+from .models import Branches, Residual, TinyUNet, seeded
+
+__all__ = ["MODELS", "Normed", "least_budget", "plain_plan", "problem_of", "staged_models", "step"]
+
+
+class Normed(nn.Module):
+    """Norms with running statistics, dropout, a skip, and a shared layer: what a second forward must not do twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU())
+        self.shared = nn.Conv2d(6, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.drop = nn.Dropout(0.3)
+        self.down = nn.Sequential(nn.Conv2d(6, 8, 3, stride=2), nn.BatchNorm2d(8), nn.SiLU(), nn.Dropout2d(0.2))
+        self.last = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Sigmoid(), nn.Conv2d(8, 5, 1))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        y = torch.relu(self.norm(self.shared(y)) + y)
+        y = self.drop(torch.relu(self.shared(y)))
+        y = self.last(self.down(y))
+        found: Tensor = self.head(y.mean((2, 3)))
+        return found
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {"residual": Residual, "branches": Branches, "unet": TinyUNet, "normed": Normed}
+
+
+def least_budget(model: nn.Module, strategy: str, shape: tuple[int, ...]) -> int:
+    """The budget that the error names when there is none, in bytes."""
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, shape, budget=1, options=sft.Options(strategy=strategy))
+    return refused.value.needed_bytes
+
+
+def plain_plan(model: nn.Module, shape: tuple[int, ...]) -> sft.Plan:
+    """The plan of a step that neither recomputes nor copies."""
+    return sft.plan(model, shape, budget="4GiB", options=sft.Options(strategy="none"))
+
+
+def problem_of(model: nn.Module, shape: tuple[int, ...], patch: pytest.MonkeyPatch) -> Problem:
+    """What the planner is asked for a training step of the model."""
+    seen: list[Problem] = []
+
+    def noting(problem: Problem, *arguments: Any) -> Planned:
+        seen.append(problem)
+        return plan_segments(problem, *arguments)
+
+    patch.setattr(sft.preparing, "plan_segments", noting)
+    plain_plan(model, shape)
+    return seen[-1]
+
+
+def staged_models(makers: Mapping[str, Callable[[], nn.Module]], shape: tuple[int, ...]) -> dict[str, StagedModel]:
+    """Each model as a chain of stages, for an image of that shape."""
+    with pytest.MonkeyPatch.context() as patch:
+        return {name: StagedModel(problem_of(seeded(make), shape, patch), Rates("cpu")) for name, make in makers.items()}
+
+
+def step(net: Any, x: Tensor, seed: int) -> None:
+    """A step whose loss depends on every output, with the masks of that seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        sum(y.square().sum() for y in pytree.tree_leaves(net(x))).backward()

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
+from sft.analysis.comparing import sizes_compared
 from sft.errors import UnsupportedError
 
 __all__ = ["grad_modes_followed"]
@@ -38,7 +39,7 @@ def grad_modes_followed(model: nn.Module) -> Iterator[None]:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(torch.is_grad_enabled()), _functions_refused(), _Detaching(model):
+        with torch.set_grad_enabled(torch.is_grad_enabled()), sizes_compared(), _functions_refused(), _Detaching(model):
             return inner(*args, **kwargs)
 
     own = vars(model).get("forward")

@@ -25,8 +25,8 @@ _MAX, _MIN = max, min
 def sizes_compared() -> Iterator[None]:
     """While this is on, ``max`` and ``min`` of sizes return one of them; of anything else they are what they were."""
     before = builtins.max, builtins.min
-    builtins.max = _comparing(_MAX, before[0], operator.le)  # type: ignore[assignment]  # put back below
-    builtins.min = _comparing(_MIN, before[1], operator.ge)  # type: ignore[assignment]
+    builtins.max = _comparing(_MAX, before[0], operator.le)
+    builtins.min = _comparing(_MIN, before[1], operator.ge)
     try:
         yield
     finally:

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft.bands.mesh import LiveMesh, MeshShape, resolve_mesh
+from sft.bands.mesh import resolve_mesh
 from sft.engine import Engine
 from sft.errors import InputError, UnsupportedError
 from sft.execute.reading import Reading
 from sft.inputs import is_readable
 from sft.options import Options
-from sft.outputs import Destination, Output, resolve_output
+from sft.outputs import Output, resolve_output
 from sft.plan.types import Plan
 from sft.surroundings import not_compiled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.units import parse_bytes
@@ -316,23 +316,29 @@ class _Compiled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = self._sft_engine
-        return _rebuild(copy.deepcopy(engine.model, memo), *_settings(engine))
+        return _rebuild(copy.deepcopy(engine.model, memo), _settings(engine))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         engine = self._sft_engine
-        return _rebuild, (engine.model, *_settings(engine))
+        return _rebuild, (engine.model, _settings(engine))
 
 
-def _settings(engine: Engine) -> tuple[int, Options, Plan | None, Destination, LiveMesh | MeshShape | None]:
+def _settings(engine: Engine) -> dict[str, Any]:
+    """What a copy is compiled with; an optimizer is one of the original's parameters, and the copy's is not known."""
     asked = engine.preparation
-    return asked.budget_bytes, asked.options, asked.given_plan, asked.destination, asked.mesh
+    return {
+        "budget_bytes": asked.budget_bytes,
+        "options": asked.options,
+        "optimizer": None,
+        "plan": asked.given_plan,
+        "destination": asked.destination,
+        "mesh": asked.mesh,
+        "backend": asked.backend,
+    }
 
 
-def _rebuild(
-    model: nn.Module, budget_bytes: int, options: Options, plan: Plan | None, destination: Destination, mesh: LiveMesh | MeshShape | None
-) -> Any:
-    engine = Engine(model, budget_bytes=budget_bytes, options=options, optimizer=None, plan=plan, destination=destination, mesh=mesh)
-    return _wrap(model, engine)
+def _rebuild(model: nn.Module, settings: dict[str, Any]) -> Any:
+    return _wrap(model, Engine(model, **settings))
 
 
 def _wrap(model: nn.Module, engine: Engine) -> Any:

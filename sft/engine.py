@@ -122,7 +122,6 @@ class Engine:
             cuts = [(segment.mode, segment.nodes[-1]) for segment in ready.plan.segments]
             self.party.agree(cuts, "their plans cut the model at other places: compile with the same budget and options on all ranks")
         self.last_plan = ready.plan
-        self._forget_recordings(ready)
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)
         self.last_reading = leaves.reading if leaves.sources else None
@@ -144,12 +143,6 @@ class Engine:
             for (_, path), update in zip(graph.updates, updates, strict=True):
                 self.model.get_buffer(path).copy_(update)
         return pytree.tree_unflatten(results, ready.captured.capture.out_spec)
-
-    def _forget_recordings(self, ready: Ready) -> None:
-        """Give back the memory of recordings of other plans: a plan knows only of its own."""
-        for other in self.preparation.ready.values():
-            if other is not ready and other.graphs is not None:
-                other.graphs.clear()
 
     def _bind(self, ready: Ready, inputs: Sequence[Given]) -> Leaves:
         graph = ready.captured.phases.graph
@@ -183,6 +176,7 @@ class Engine:
             room=self.preparation.room,
             make_machine=TorchMachine if self.party is None else self.party.machine,
             graphs=ready.graphs,
+            turn=self.preparation.turn,
         )
 
     def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:

@@ -30,7 +30,7 @@ from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronize
 from sft.errors import InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
-from sft.execute.graphs import CudaRecorder, GraphStore, repeated_programs
+from sft.execute.graphs import CudaRecorder, GraphStore, GraphTurn, repeated_programs
 from sft.execute.room import HostRoom
 from sft.execute.slab import Slabs
 from sft.execute.stopwatch import time_step
@@ -118,6 +118,7 @@ class Preparation:
     Attributes:
         captured: the captures, the last one last.
         ready: what is planned, by kind of call, the last one last.
+        turn: whose recorded programs are alive.
     """
 
     def __init__(
@@ -135,9 +136,10 @@ class Preparation:
     ) -> None:
         self.model, self.budget_bytes, self.options = model, budget_bytes, options
         self.optimizer, self.given_plan, self.destination, self.mesh = optimizer, plan, destination, mesh
-        self._backend, self._together = backend, together
+        self.backend, self._together = backend, together
         self.captured: list[Captured] = []
         self.ready: dict[CallKind, Ready] = {}
+        self.turn = GraphTurn()
 
     def with_question(self, budget_bytes: int, options: Options) -> Preparation:
         """The same model and captures, nothing planned yet, for another budget and other wishes."""
@@ -149,7 +151,7 @@ class Preparation:
             plan=None,
             destination=self.destination,
             mesh=self.mesh,
-            backend=self._backend,
+            backend=self.backend,
             together=self._together,
         )
         other.captured = list(self.captured)
@@ -208,7 +210,7 @@ class Preparation:
             on_host=kind.traced.device.type in ("cpu", "meta"),
             host_budget_bytes=self._host_budget_bytes(kind.traced.device),
             link=Rates(kind.traced.device.type).link(self.options.link_bytes_per_second),
-            backend=self._backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
+            backend=self.backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
         )
         self._check_sources(problem)
         self.destination.check([problem.dtypes[name] for name in graph.outputs])

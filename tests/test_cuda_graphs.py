@@ -97,6 +97,29 @@ def test_programs_that_depend_on_their_place_are_not_recorded() -> None:
     assert store.programs == ()
 
 
+def test_recordings_of_one_plan_are_alive_at_a_time() -> None:
+    """Two sizes, and the backward pass of the first behind the forward pass of the second: each plan's bytes hold without the other's."""
+    torch.manual_seed(0)
+    net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
+    small, large = (torch.randn((1, 3, height, 14), dtype=torch.float64) for height in (80, 112))
+    plain = copy.deepcopy(net)
+    expected = [_step(plain, x)[1] for x in (small, large)]
+    stores = []
+    for x in (small, large):
+        net.plan_for(x.clone().requires_grad_())
+        stores.append(_with_recordings(net)[0])
+    inputs = [x.clone().requires_grad_() for x in (small, large)]
+    losses = []
+    for x, alive, other in zip(inputs, stores, stores[::-1], strict=True):
+        losses.append(net(x).square().sum())
+        assert alive._recordings and not other._recordings
+    for loss, alive, other in zip(losses, stores, stores[::-1], strict=True):
+        loss.backward()
+        assert alive._recordings and not other._recordings
+    for x, gradient in zip(inputs, expected, strict=True):
+        torch.testing.assert_close(x.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
 def test_on_the_cpu_nothing_is_recorded() -> None:
     net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None), cuda_graphs=True))
     assert [ready.graphs for ready in net._sft_engine.preparation.ready.values()] == [None]

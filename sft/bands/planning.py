@@ -115,6 +115,22 @@ class _Projected:
     traffic: Traffic
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Decisions for all bands, and what a step costs some of them, or each."""
+
+    bands: Bands
+    costs: Mapping[int, _Projected]
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(cost.projection.peak_bytes for cost in self.costs.values())
+
+    @property
+    def flops(self) -> float:
+        return max(cost.projection.flops for cost in self.costs.values())
+
+
 def project_bands(bands: Bands, shape: MeshShape, which: Sequence[int] | None = None) -> dict[int, _Projected]:
     """What a step costs some of the bands (all of them by default), and what they send; bands that are alike cost the same."""
     found: dict[int, _Projected] = {}
@@ -150,7 +166,9 @@ def plan_bands(
     room_bytes = budget_bytes - problem.resident_bytes
     shares = Shares(even_bounds(height, shape.num_bands, _multiple(problem, height, shape.num_bands)))
     middle, smallest = shape.num_bands // 2, sys.maxsize
-    best: tuple[float, Bands] | None = None
+    some = sorted({0, middle, shape.num_bands - 1})
+    best: _Found | None = None
+    lowest: Bands | None = None
     for cuts in divisions(problem, shares) if options.tile is None else ({},):
 
         def made(choices: tuple[SegmentChoice, ...]) -> Bands:
@@ -171,13 +189,15 @@ def plan_bands(
                 before = sys.maxsize
                 for choices in candidates:
                     bands = made(choices)
-                    costs = project_bands(bands, shape, sorted({0, middle, shape.num_bands - 1}))
-                    peak_bytes = max(cost.projection.peak_bytes for cost in costs.values())
-                    smallest = min(smallest, peak_bytes)
+                    found = _Found(bands, project_bands(bands, shape, some))
+                    if found.peak_bytes <= room_bytes:
+                        found = _Found(bands, project_bands(bands, shape))  # others may need more: halos at uneven bounds
+                    peak_bytes = found.peak_bytes
+                    if peak_bytes < smallest:
+                        smallest, lowest = peak_bytes, bands
                     if peak_bytes <= room_bytes:
-                        flops = max(cost.projection.flops for cost in costs.values())
-                        if best is None or flops < best[0]:
-                            best = (flops, bands)
+                        if best is None or found.flops < best.flops:
+                            best = found
                         break
                     if peak_bytes >= before:
                         break  # what lower strips save goes into states
@@ -187,11 +207,9 @@ def plan_bands(
             if best is not None or smallest > _WORTH_ANOTHER_PANEL * least:
                 break
     if best is not None:
-        found = project_bands(best[1], shape)
-        highest = max(cost.projection.peak_bytes for cost in found.values())
-        if highest <= room_bytes:
-            return _planned(best[1], shape, [found[band] for band in range(shape.num_bands)])
-        smallest = max(smallest, highest)
+        return _planned(best.bands, shape, [best.costs[band] for band in range(shape.num_bands)])
+    if lowest is not None:
+        smallest = _Found(lowest, project_bands(lowest, shape)).peak_bytes
     needed = problem.resident_bytes + smallest
     raise BudgetError(
         f"the budget is {format_bytes(budget_bytes)} a rank, but a step on {shape.num_bands} bands needs {format_bytes(needed)} at least "

@@ -23,7 +23,7 @@ import torch
 
 from sft.errors import UnsupportedError
 from sft.execute.copies import HostCopies
-from sft.execute.graphs import GraphStore
+from sft.execute.graphs import GraphStore, GraphTurn
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import PassReading, Reading
@@ -61,6 +61,7 @@ class Leaves:
         room: where cuts are that are never whole on the device.
         make_machine: makes what runs a pass, of what the plain machine is made of.
         graphs: recordings of programs of the region.
+        turn: whose recordings are alive, of all plans of the model.
     """
 
     names: tuple[str, ...]
@@ -74,12 +75,13 @@ class Leaves:
     slabs: Slabs | None = None
     room: HostRoom = field(default_factory=HostRoom)
     make_machine: Callable[..., TorchMachine] = TorchMachine
+    graphs: GraphStore | None = None
+    turn: GraphTurn = field(default_factory=GraphTurn)
 
     def machine(self, account: PassReading, copies: HostCopies | None = None) -> TorchMachine:
         """What runs a pass; ``account`` gains what it reads."""
+        self.turn.take(self.graphs)
         return self.make_machine(self.device, account=account, copies=copies, room=self.room, graphs=self.graphs)
-
-    graphs: GraphStore | None = None
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:

@@ -26,7 +26,7 @@ from sft.lower.program import Port, Program, Slot, load_rows
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
 
-__all__ = ["CudaRecorder", "GraphStore", "Recorder", "recording_bytes", "repeated_programs"]
+__all__ = ["CudaRecorder", "GraphStore", "GraphTurn", "Recorder", "recording_bytes", "repeated_programs"]
 
 #: Ports whose tensors move from strip to strip, and those that are written.
 _MOVING = frozenset({"source", "carry", "out", "grad_out", "grad_carry", "grad_source"})
@@ -208,6 +208,23 @@ class GraphStore:
                 load_rows(buffer, _carried_dim(program, program.ports[port]), bindings[port])
             elif port.role != "out":
                 buffer.copy_(bindings[port])
+
+
+@dataclass(slots=True)
+class GraphTurn:
+    """Whose recordings are alive: each plan counts its own and no others, so there are those of one plan at a time.
+
+    Attributes:
+        store: the plan's recordings whose pass ran last; None where it has none.
+    """
+
+    store: GraphStore | None = None
+
+    def take(self, store: GraphStore | None) -> None:
+        """A pass begins: recordings of another plan are forgotten, and their memory is given back."""
+        if self.store is not None and self.store is not store:
+            self.store.clear()
+        self.store = store
 
 
 def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -77,7 +77,8 @@ def check_bands(
         ours = images[replica].clone().requires_grad_(input_grad)
         own = weights
         if output == "band":
-            rows = [net.band_rows(w.shape[2]) if w.dim() == len(shape) and w.shape[2] > 1 else None for w in weights]
+            is_image = [w.dim() == len(shape) and w.shape[2:].numel() > 1 for w in weights]  # a single pixel is a global value
+            rows = [net.band_rows(w.shape[2]) if each else None for each, w in zip(is_image, weights, strict=True)]
             own = [w if part is None else w[:, :, part[0] : part[1]] for w, part in zip(weights, rows, strict=True)]
             theirs[replica] = [y if part is None else y[:, :, part[0] : part[1]] for y, part in zip(theirs[replica], rows, strict=True)]
         found = _step(net, ours, own)

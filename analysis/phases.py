@@ -105,8 +105,9 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator], r
             continue
         runs[node.name] = rows[node.name].role != "whole"
         waits_for = [name for name in node.operands if graph[name].kind == "operator"]
-        # What streams waits for global values, and for images that are made whole.
-        late = [runs[node.name] and not (runs[name] and name in streamed) for name in waits_for]
+        # What streams waits for global values, for images that are made whole, and for those that it does not read in strips.
+        strips = rows[node.name].streamed_operands(node, streamed)
+        late = [runs[node.name] and not (runs[name] and name in strips) for name in waits_for]
         level[node.name] = max((level[name] + is_late for name, is_late in zip(waits_for, late, strict=True)), default=0)
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
     phases = tuple(

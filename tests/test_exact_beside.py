@@ -161,3 +161,24 @@ def test_the_embedding_s_gradient_is_in_its_own_type_and_place() -> None:
     net(image(2, 3, 9, 7).half()).sum().backward()
     assert model.embedding.grad is not None and model.embedding.grad.dtype == torch.float16
     assert model.embedding.grad.shape == (4, 9, 1) and bool((model.embedding.grad != 0).any(0).all())
+
+
+class _ShrunkToOnePixel(nn.Module):
+    """A gate that is made from an image of a single pixel and spread over the image again (GhostNetV2's attention on small images)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.gate = nn.Conv2d(3, 4, 3, stride=4, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+        self.norm, self.after = nn.BatchNorm2d(4), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        gate = torch.sigmoid(self.norm(self.gate(F.avg_pool2d(y, 2, 2))))
+        out: Tensor = self.after(y[:, :4] * F.interpolate(gate, size=y.shape[-2:]))
+        return out
+
+
+@pytest.mark.parametrize("size", [(11, 10), (11, 21), (24, 21)], ids=str)
+def test_an_image_of_a_single_pixel_is_spread_again(size: tuple[int, int]) -> None:
+    assert_exact(seeded(_ShrunkToOnePixel), image(2, 3, *size), options=sft.Options(tile=(4, None)))
+    assert_exact(seeded(_ShrunkToOnePixel), image(2, 3, *size), options=sft.Options(tile=(4, 8)), steps=1)

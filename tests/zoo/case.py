@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-__all__ = ["IMAGE", "MULTIPLE_OF_32", "Case", "Package"]
+__all__ = ["IMAGE", "LARGER", "MULTIPLE_OF_32", "Case", "Package"]
 
 Package = Literal["torchvision", "timm", "monai"]
 
@@ -17,6 +17,8 @@ Package = Literal["torchvision", "timm", "monai"]
 IMAGE = (2, 3, 88, 72)
 #: For models whose paths meet again only at sizes that every stride divides.
 MULTIPLE_OF_32 = (2, 3, 96, 96)
+#: For models whose last map would be one position: norms over the two values of a batch amplify every rounding, eager's own too.
+LARGER = (2, 3, 128, 128)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .case import IMAGE, MULTIPLE_OF_32, Case
+from .case import IMAGE, LARGER, MULTIPLE_OF_32, Case
 
 __all__ = ["TIMM"]
 
@@ -124,8 +124,8 @@ TIMM: tuple[Case, ...] = (
     # Attention in blocks of 8 x 8 on the smallest map.
     _case("bat_resnext26ts", shape=(2, 3, 256, 256)),
     _case("convmixer_768_32"),
-    _case("inception_v3", shape=MULTIPLE_OF_32),
-    _case("inception_v4", shape=MULTIPLE_OF_32),
+    _case("inception_v3", shape=LARGER),
+    _case("inception_v4", shape=LARGER),
     _case("inception_resnet_v2", shape=MULTIPLE_OF_32),
     _case("legacy_xception"),
     _case("xception41"),

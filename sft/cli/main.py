@@ -147,7 +147,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--strategy", default="auto", choices=STRATEGIES, help="how to plan (default: auto)")
     plan.add_argument("--halo", default="auto", choices=("auto", "carry", "recompute"), help="how strips get the rows between them")
     plan.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
-    plan.add_argument("--host-budget", metavar="BYTES", help="what of the host a step may take besides, 0 for nothing (default: no limit)")
+    host = "what of the host a step may take besides, 0 for nothing (default: no limit; nothing with --time on the CPU, whose memory it is)"
+    plan.add_argument("--host-budget", metavar="BYTES", help=host)
     plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes a second between device and host, such as 24GB (default: 10GB)")
     plan.add_argument("--time", action="store_true", help="time the plan's programs on this machine: how long a step would take")
     plan.add_argument("--compare", action="store_true", help="one table of all strategies")

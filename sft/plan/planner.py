@@ -24,7 +24,8 @@ from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
 from sft.plan.strategy_chain import JOINT, OFFLOADING, RECOMPUTING, Scheduled, least, solve
 from sft.plan.strategy_sft import grids, partition_choices
-from sft.plan.survey import Candidate, Survey, panel_cols
+from sft.plan.survey import Candidate, Survey
+from sft.plan.tiling import panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
 from sft.walk.order import Order
@@ -299,7 +300,7 @@ def _surveys(problem: Problem, options: Options, device_type: str) -> Iterator[S
         if options.tile is not None or options.strategy == "none" or smallest > _WORTH_ANOTHER_PANEL * least:
             return
         least = min(least, smallest)
-        if survey.panel_cols <= max(_LEAST_PANEL_COLS, panel_cols(problem, options, survey.width, survey.width)):
+        if survey.tiling.panel_cols <= max(_LEAST_PANEL_COLS, panel_cols(problem, options, survey.tiling.width, survey.tiling.width)):
             return
         num_panels *= 2
 

@@ -1,15 +1,10 @@
 """What every candidate plan would roughly cost, from a handful of lowered programs.
 
 A survey is for one way of getting halos and one number of panels. A candidate is a *position* (everything before it is tiled,
-everything behind it kept whole), a strip height ``h`` and a policy for states. There are thousands. Lowering each would take minutes;
-three facts make that needless:
-
-* Every instruction of a program belongs to one operator. So one whole program of the model tells the peak of every suffix of it, and
-  one strip program of a run tells the peak of every prefix: count only the storages of the operators inside (``sft.plan.peaks``).
-* Between multiples of the run's stride a steady strip's live bytes at each instruction are affine in ``h``. Their maximum is convex,
-  so interpolating between sampled heights errs on the safe side.
-* The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and gains ``n`` a strip; one state in ``k`` kept holds
-  ``min(c, k n)`` rows that the one before does not, and a group of ``k`` strips has ``(k - 1) min(c, n)`` more of its own.
+everything behind it kept whole), a strip height ``h`` and a policy for states. There are thousands. Lowering each would take minutes,
+and is needless: every instruction of a program belongs to one operator, so one whole program of the model tells the peak of every suffix
+of it, and one strip program of a run tells the peak of every prefix: count only the storages of the operators inside
+(``sft.plan.peaks``). A few strip heights tell those between them (``sft.plan.sampling``).
 
 With ``streams`` what tiled segments hand to each other passes over the host (``sft.plan.boundaries``): instead of the cuts the strips of
 them are held that are under way, and the time of the link is added.
@@ -22,36 +17,29 @@ Costs are counted in FLOPs (``sft.plan.rates``).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.interval import Interval
 from sft.analysis.segment import cut_positions
-from sft.analysis.tile import tile_at
 from sft.options import Options
 from sft.plan.boundaries import stream_seconds, streamable, streaming
-from sft.plan.build import borders, build_region
-from sft.plan.peaks import prefix_peaks, suffix_peaks
+from sft.plan.build import borders
+from sft.plan.peaks import suffix_peaks
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
-from sft.plan.types import Halo, SegmentChoice
-from sft.sources.readahead import reader_bytes
+from sft.plan.sampling import Floats, RunSampler
+from sft.plan.tiling import ALL_KEPT, Tiling
+from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
-from sft.walk.segments import TiledSegment, Walk
 
-__all__ = ["Candidate", "Survey", "panel_cols"]
-
-Floats = npt.NDArray[np.float64]
+__all__ = ["Candidate", "Survey"]
 
 #: Numbers of states to hold where even a state at every square root of the strips is too much.
 _SLOTS = (16, 12, 8, 6, 4, 3, 2)
-_ALL_KEPT = Checkpoints()
-#: At how many cuts, about, it is counted what tiles compute twice.
-_NUM_HALO_SAMPLES = 12
 #: A strip restored more often than this, on average, is no plan that anybody wants.
 _MOST_RESTORED = 6.0
 _READ_BUFFERS = 2
@@ -66,27 +54,6 @@ class Candidate:
     policy: int
     peak_bytes: float
     cost: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Run:
-    """The streamed run of a phase, sampled at the heights of the survey; arrays are [cut, height]."""
-
-    names: tuple[str, ...]
-    cuts: tuple[int, ...]
-    #: [height]
-    num_steps: Floats
-    #: [cut, height]: of one strip
-    peak: Floats
-    #: of one strip, in FLOPs
-    overhead: Floats
-    #: [cut, height]: FLOPs forward and in all, halos computed twice included
-    forward_flops: Floats
-    flops: Floats
-    #: [cut, height, policy]
-    states: Floats
-    #: [height, policy]: strips that are restored in the backward pass, of all strips
-    restored_share: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +83,9 @@ class Survey:
     def __init__(
         self, problem: Problem, options: Options, device_type: str, num_panels: int = 1, *, restart: bool = True, streams: bool = False
     ) -> None:
-        self.streams = streams
+        self.streams, self.num_panels, self.is_restarting = streams, num_panels, restart
         self.problem, self.options, self._rates = problem, options, Rates(device_type)
-        self.halo: Halo = "recompute" if options.halo == "recompute" else "carry"
-        self.width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
-        self.panel_cols = panel_cols(problem, options, self.width, num_panels)
-        self._num_panels = -(-self.width // self.panel_cols)
-        self.batch_tile = min(options.batch_tile or 1, problem.num_batch) if problem.splits_batch else problem.num_batch
-        self.num_panels = num_panels
-        self._num_walks = -(-problem.num_batch // self.batch_tile) * self._num_panels
-        self.is_restarting = restart
-        self.restart = restart and self._num_panels > 1 and self.halo == "carry"
-        self._num_stores = 1 if self.restart else self._num_walks
+        self.tiling = Tiling.of(problem, options, num_panels, restart=restart)
         self._phases = problem.phases.phases
         self._cuts = [cut_positions(problem.graph, phase.streamed, problem.phases.streamed) for phase in self._phases]
         self.positions = [(0, 0), *((i, c) for i, cuts in enumerate(self._cuts) for c in range(1, len(cuts)))]
@@ -144,23 +102,23 @@ class Survey:
         """Strip heights (rows of the tallest run's source) and state intervals."""
         problem, options = self.problem, self.options
         runs = [(phase.streamed, problem.run_height(phase.streamed)) for phase in self._phases if phase.streamed]
-        self.height = max((height for _, height in runs), default=1)
-        stride = max((problem.stride(names) for names, height in runs if height == self.height), default=1)
+        tallest = self.tiling.height
+        stride = max((problem.stride(names) for names, height in runs if height == tallest), default=1)
         if options.tile is not None:
-            self.strip_rows, self._sampled = [min(options.tile[0], self.height)], [0]
-        elif self.halo == "recompute":
-            self.strip_rows = [rows for rows in (-(-self.height // 2**e) for e in range(12, -1, -1)) if rows >= min(stride, self.height)]
+            self.strip_rows, self._sampled = [min(options.tile[0], tallest)], [0]
+        elif self.tiling.halo == "recompute":
+            self.strip_rows = [rows for rows in (-(-tallest // 2**e) for e in range(12, -1, -1)) if rows >= min(stride, tallest)]
             self._sampled = list(range(len(self.strip_rows)))
         else:
             low = sorted({max(1, stride // d) for d in (8, 4, 2)} - {stride})
             multiples = [stride * m for e in range(32) for m in (2**e, 3 * 2**e)]
-            high = sorted({*(rows for rows in multiples if rows < self.height), min(stride, self.height), self.height})
-            self.strip_rows = [rows for rows in low if rows < self.height and rows < high[0]] + high
+            high = sorted({*(rows for rows in multiples if rows < tallest), min(stride, tallest), tallest})
+            self.strip_rows = [rows for rows in low if rows < tallest and rows < high[0]] + high
             first = len(self.strip_rows) - len(high)
             inner = {first, first + (len(high) - 1) // 3, first + 2 * (len(high) - 1) // 3, len(self.strip_rows) - 1}
             self._sampled = sorted({*range(first), *inner})
-        most = -(-self.height // self.strip_rows[0]) + 1
-        self.policies = _policies(options, most) if problem.training and self.halo == "carry" else [Checkpoints()]
+        most = -(-tallest // self.strip_rows[0]) + 1
+        self.policies = _policies(options, most) if problem.training and self.tiling.halo == "carry" else [Checkpoints()]
 
     def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
         """The decisions that a candidate stands for."""
@@ -184,30 +142,11 @@ class Survey:
                 if rest:
                     choices.append(SegmentChoice(nodes=rest, mode="whole"))
                     rest = ()
-                choices.append(self._tiled(tiled, strip_rows, policy))
+                choices.append(self.tiling.choice(tiled, strip_rows, policy))
             rest += phase.streamed[cut:] + phase.tail
         if rest:
             choices.append(SegmentChoice(nodes=rest, mode="whole"))
         return tuple(choices)
-
-    def _tiled(self, names: tuple[str, ...], strip_rows: int, policy: Checkpoints = _ALL_KEPT) -> SegmentChoice:
-        width = self.problem.run_width(names)
-        return SegmentChoice(
-            nodes=names,
-            mode="tiled",
-            strip_rows=self._rows_of(names, strip_rows),
-            state_every=policy.every,
-            state_slots=policy.slots,
-            batch_tile=self.batch_tile,
-            panel_cols=max(1, round(self.panel_cols * width / self.width)) if self._num_panels > 1 else 0,
-            halo=self.halo,
-            restart=self.restart,
-        )
-
-    def _rows_of(self, names: Sequence[str], strip_rows: int) -> int:
-        """The strip height of a run whose sources are smaller than the tallest."""
-        height = self.problem.run_height(names)
-        return min(height, max(1, round(strip_rows * height / self.height)))
 
     # -- estimates --------------------------------------------------------------------------------------------------
 
@@ -224,7 +163,10 @@ class Survey:
         self.head_peak_bytes, self.head_bytes, self.head_cost = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         self.heads = [tuple(order[:cut]) for cut in cut_at]
         tiled = [i for i, phase in enumerate(self._phases) if phase.streamed and any(i <= last and c for last, c in self.positions)]
-        runs = {i: self._run(i, whole) for i in tiled}
+        sampler = RunSampler(
+            tiling=self.tiling, rates=self._rates, strip_rows=self.strip_rows, sampled=self._sampled, policies=self.policies
+        )
+        runs = {i: sampler.run(self._phases[i].streamed, self._cuts[i], whole.forward_flops, whole.flops) for i in tiled}
         for p, (last, index) in enumerate(self.positions):
             parts = [(run, index if i == last else len(run.cuts) - 1) for i, run in runs.items() if i <= last]
             parts = [(run, c) for run, c in parts if run.cuts[c]]
@@ -241,9 +183,9 @@ class Survey:
                 head = np.maximum(head, alive + grads + (run.peak[c] + exchanged[j])[:, None])
                 cost += (run.flops[c] - sum(whole.flops[name] for name in run.names[: run.cuts[c]]))[:, None]
                 if any(name in problem.requires_grad for name in run.names[: run.cuts[c]]):
-                    again = 1 - 1 / self._num_walks if self.restart else 0.0
+                    again = 1 - 1 / self.tiling.num_walks if self.tiling.restart else 0.0
                     cost += run.forward_flops[c][:, None] * (1 + again + run.restored_share)
-                cost += (run.num_steps * self._num_walks * run.overhead[c])[:, None]
+                cost += (run.num_steps * self.tiling.num_walks * run.overhead[c])[:, None]
                 if len(self.policies) > 1:  # else it was asked for
                     head = np.where(run.restored_share <= _MOST_RESTORED, head, np.inf)
             if parts and self.streams:
@@ -299,7 +241,7 @@ class Survey:
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:
         """Bytes of what each tiled segment hands on; outputs aside, which are at the border or leave, unless they are read again too."""
         problem = self.problem
-        choices = self._choices(position, 1, _ALL_KEPT)
+        choices = self._choices(position, 1, ALL_KEPT)
         ends = borders(problem.graph, choices)
         streamed = streamable(problem, choices) if self.streams else ()
         read = problem.host_outputs.intersection(name for reads, _ in ends for name in reads)
@@ -313,14 +255,14 @@ class Survey:
     def _exchanged_bytes(self, position: tuple[int, int]) -> list[Floats]:
         """For each tiled segment the strips of streamed cuts, and of their gradients, that are on the device while one runs, [height]."""
         problem = self.problem
-        choices = self._choices(position, 1, _ALL_KEPT)
+        choices = self._choices(position, 1, ALL_KEPT)
         names = set(streamable(problem, choices))
-        share = self.batch_tile / problem.num_batch
+        share = self.tiling.batch_tile / problem.num_batch
         found = []
         for choice, (reads, makes) in zip(choices, borders(problem.graph, choices), strict=True):
             if choice.mode != "tiled":
                 continue
-            rows = np.array([self._rows_of(choice.nodes, rows) for rows in self.strip_rows], dtype=np.float64)
+            rows = np.array([self.tiling.rows_of(choice.nodes, rows) for rows in self.strip_rows], dtype=np.float64)
             total = np.zeros(len(rows))
             for name in names.intersection((*reads, *makes)):
                 strips = np.minimum(1.0, rows / problem.run_height(choice.nodes)) * problem.value_bytes(name) * share
@@ -331,143 +273,9 @@ class Survey:
 
     def _link_cost(self, position: tuple[int, int]) -> float:
         """What it costs to stream all that can be."""
-        choices = self._choices(position, 1, _ALL_KEPT)
+        choices = self._choices(position, 1, ALL_KEPT)
         seconds = stream_seconds(self.problem, streaming(choices, streamable(self.problem, choices)))
         return seconds * self._rates.flops_per_second
-
-    def _run(self, number: int, whole: _Whole) -> _Run:
-        """Lower a run's largest strip at the sampled heights, and fill in the others."""
-        problem = self.problem
-        names, cuts = self._phases[number].streamed, self._cuts[number]
-        strip_rows = tuple(self._rows_of(names, rows) for rows in self.strip_rows)
-        sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in self._sampled]
-        at = np.array([strip_rows[index] for index in self._sampled], dtype=np.float64)
-        wanted = np.array(strip_rows, dtype=np.float64)
-
-        def spread(key: str) -> Floats:
-            columns = np.array([np.asarray(sample[key], dtype=np.float64) for sample in sampled])  # [sample, ...]
-            flat = columns.reshape(len(at), -1)
-            out = np.array([np.interp(wanted, at, column) for column in flat.T])
-            return out.reshape(*columns.shape[1:], len(wanted))
-
-        carried, gained = spread("carried"), spread("gained")  # [value, height]
-        row_bytes = np.asarray(sampled[0]["row_bytes"], dtype=np.float64)
-        places = np.asarray(sampled[0]["places"])
-        num_steps = np.ceil(problem.run_height(names) / wanted) + spread("extra_steps")
-        every = np.minimum(np.array([policy.every for policy in self.policies], dtype=np.float64), num_steps[:, None])  # [height, policy]
-        slots = np.array([policy.slots for policy in self.policies])
-        spaced = np.minimum(carried[..., None], gained[..., None] * every)
-        inner = np.minimum(carried, gained)[..., None] * (every - 1)
-        rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
-        rows = np.where(slots > 0, carried[..., None] * (slots + 1), rows) if problem.training else carried[..., None] * 2
-        held = row_bytes[:, None, None] * rows * self._num_stores
-        # A prefix carries the values before its cut, except the one that crosses it.
-        inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
-        states = np.einsum("cv,vhk->chk", inside.astype(np.float64), held)
-        return _Run(
-            names=names,
-            cuts=cuts,
-            num_steps=num_steps,
-            peak=spread("peak"),
-            overhead=spread("overhead"),
-            forward_flops=self._with_halos(names, cuts, strip_rows, whole.forward_flops),
-            flops=self._with_halos(names, cuts, strip_rows, whole.flops),
-            states=states,
-            restored_share=np.array([[policy.num_restored(int(n)) / n for policy in self.policies] for n in num_steps]),
-        )
-
-    def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
-        key = ("sample", replace(self._tiled(names, 1), restart=False), strip_rows)
-        return self.problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
-
-    def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
-        problem = self.problem
-        choice = replace(self._tiled(names, self.height), strip_rows=strip_rows)
-        segment = build_region(problem, (choice,)).segments[0]
-        assert isinstance(segment, TiledSegment)
-        schedule = segment.schedule
-        walk = Walk(segment.chunks[0], len(segment.panels) // 2)
-        own = [name for name in names if name in problem.phases.streamed]
-        row_bytes = np.array([segment.row_bytes(name, walk) for name in own], dtype=np.int64)
-        held = np.zeros(schedule.num_steps)
-        for name, size in zip(own, row_bytes, strict=True):
-            held += size * (schedule.frontier[name][1:] - schedule.kept[name][:-1])
-        index = int(held.argmax()) if self.halo == "carry" else schedule.num_steps // 2
-        place = {name: i for i, name in enumerate(names)}
-        quarter = schedule.num_steps // 4
-        steady = slice(quarter, schedule.num_steps + 1 - quarter)
-        carried = np.array([(schedule.frontier[name] - schedule.kept[name])[steady].max() for name in own], dtype=np.int64)
-        gained = np.array([np.diff(schedule.frontier[name])[steady].max() for name in own], dtype=np.int64)
-        differentiated = problem.training and any(name in problem.requires_grad for name in names)
-        # What runs forward holds less than what runs forward and backward: one of the two tells enough.
-        program = segment.program("joint" if differentiated else "forward", index, walk)
-        peak = prefix_peaks(program, place, cuts)
-        gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
-        places = np.array([place[name] for name in own], dtype=np.int64)
-        incoming = np.array([gradients[places < cut].sum() for cut in cuts]) + self._read_strips(segment, walk, names, cuts)
-        for port, slot in program.ports.items():
-            if port.name in segment.to_host and port.role in ("out", "grad_out"):
-                incoming += np.where(np.array(cuts) > place[port.name], slot.num_bytes, 0)
-        owners = np.array([place[i.owner] for i in program.instructions])
-        overhead = np.array([self._rates.overhead(i) for i in program.instructions])
-        passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both
-        return {
-            "row_bytes": row_bytes,
-            "places": places,
-            "carried": carried,
-            "gained": gained,
-            "extra_steps": 0 if self.halo == "recompute" else schedule.num_steps - -(-problem.run_height(names) // schedule.strip_rows),
-            "peak": peak + incoming,
-            "overhead": passes * np.array([overhead[owners < cut].sum() for cut in cuts]),
-        }
-
-    def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
-        """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice.
-
-        How much that is of what would be computed once is found at some of the cuts, and interpolated between them.
-        """
-        once = np.array([float(sum(flops[name] for name in names[:cut])) for cut in cuts])
-        if self._num_panels == 1 and self.halo == "carry":
-            return np.repeat(once[:, None], len(strip_rows), axis=1)
-        at = sorted({*range(0, len(cuts), max(1, len(cuts) // _NUM_HALO_SAMPLES)), len(cuts) - 1})
-        ratios = np.ones((len(at), len(strip_rows)))
-        for row, c in enumerate(at):
-            head = names[: cuts[c]]
-            wide = self._shares(head, self._tiled(names, 1).panel_cols, 1) if self._num_panels > 1 else {}
-            for h, rows in enumerate(strip_rows):
-                tall = self._shares(head, rows, 0) if self.halo == "recompute" else {}
-                if once[c]:
-                    ratios[row, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in head) / once[c]
-        spread = [np.interp(np.arange(len(cuts)), at, ratios[:, h]) for h in range(len(strip_rows))]
-        return once[:, None] * np.stack(spread, axis=1)
-
-    def _shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
-        """How often an operator's rows (columns) are computed, on average, when each tile computes its own halo."""
-        return self.problem.remembered(("shares", names, tile_px, axis), lambda: self._new_shares(names, tile_px, axis))
-
-    def _new_shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
-        if not names:
-            return {}
-        problem, phases = self.problem, self.problem.phases
-        extents = problem.extents(axis)
-        extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
-        num_tiles = -(-extent // tile_px)
-        start = num_tiles // 2 * tile_px
-        span = Interval(start, min(start + tile_px, extent))
-        step = tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
-        return {node.name: max(1.0, len(node.new) / len(span) * extent / extents[node.name]) for node in step.nodes if node.name in extents}
-
-    def _read_strips(self, segment: TiledSegment, walk: Walk, names: Sequence[str], cuts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Bytes that reading adds while a strip of the operators before each cut runs."""
-        problem, total = self.problem, np.zeros(len(cuts), dtype=np.int64)
-        for name in sorted(segment.from_source):
-            strips = [Interval(int(a), int(b)) for a, b in zip(*segment.schedule.rows_read(name, names), strict=True)]
-            count, strip_bytes, carry_bytes = reader_bytes(strips, segment.source_row_bytes(name, walk))
-            size = count * strip_bytes + carry_bytes if problem.on_host else strip_bytes
-            size += strip_bytes if name in problem.requires_grad else 0
-            first = next(i for i, reader in enumerate(names) if name in problem.graph[reader].operands)
-            total += np.where(np.array(cuts) > first, size, 0)
-        return total
 
     @property
     def last(self) -> Candidate:
@@ -507,12 +315,3 @@ def _policies(options: Options, num_steps: int) -> list[Checkpoints]:
     while found[-1] ** 2 < 4 * num_steps:
         found.append(max(found[-1] + 1, found[-1] * 5 // 4))
     return [*map(Checkpoints, found), *(Checkpoints(slots=slots) for slots in _SLOTS if slots**2 < 4 * num_steps)]
-
-
-def panel_cols(problem: Problem, options: Options, width: int, num_panels: int) -> int:
-    """Columns of the widest source to a panel: a forced number, or ``num_panels`` of about equal width that end at whole strides."""
-    if options.tile is not None:
-        return min(options.tile[1] or width, width)
-    stride = max((problem.stride(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
-    even = -(-width // num_panels)
-    return min(width, -(-even // stride) * stride)

@@ -1,0 +1,207 @@
+"""What a run costs at every strip height, from a few lowered strips of it.
+
+Between multiples of the run's stride a steady strip's live bytes at each instruction are affine in its height. Their maximum is convex, so
+interpolating between sampled heights errs on the safe side. The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and
+gains ``n`` a strip; one state in ``k`` kept holds ``min(c, k n)`` rows that the one before does not, and a group of ``k`` strips has
+``(k - 1) min(c, n)`` more of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sft.analysis.interval import Interval
+from sft.analysis.tile import tile_at
+from sft.plan.build import build_region
+from sft.plan.peaks import prefix_peaks
+from sft.plan.rates import Rates
+from sft.plan.tiling import Tiling
+from sft.sources.readahead import reader_bytes
+from sft.walk.checkpoints import Checkpoints
+from sft.walk.segments import TiledSegment, Walk
+
+__all__ = ["Floats", "RunSampler", "SampledRun"]
+
+Floats = npt.NDArray[np.float64]
+
+#: At how many cuts, about, it is counted what tiles compute twice.
+_NUM_HALO_SAMPLES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledRun:
+    """The streamed run of a phase, sampled at the heights of the survey; arrays are [cut, height]."""
+
+    names: tuple[str, ...]
+    cuts: tuple[int, ...]
+    #: [height]
+    num_steps: Floats
+    #: [cut, height]: of one strip
+    peak: Floats
+    #: of one strip, in FLOPs
+    overhead: Floats
+    #: [cut, height]: FLOPs forward and in all, halos computed twice included
+    forward_flops: Floats
+    flops: Floats
+    #: [cut, height, policy]
+    states: Floats
+    #: [height, policy]: strips that are restored in the backward pass, of all strips
+    restored_share: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSampler:
+    """Samples runs.
+
+    Attributes:
+        tiling: how they are tiled.
+        rates: what an instruction costs besides its FLOPs.
+        strip_rows: the heights that are asked for, of the tallest source.
+        sampled: indices of those that are lowered.
+        policies: for states.
+    """
+
+    tiling: Tiling
+    rates: Rates
+    strip_rows: Sequence[int]
+    sampled: Sequence[int]
+    policies: Sequence[Checkpoints]
+
+    def run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> SampledRun:
+        """Lower a run's largest strip at the sampled heights, and fill in the others."""
+        problem = self.tiling.problem
+        strip_rows = tuple(self.tiling.rows_of(names, rows) for rows in self.strip_rows)
+        sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in self.sampled]
+        at = np.array([strip_rows[index] for index in self.sampled], dtype=np.float64)
+        wanted = np.array(strip_rows, dtype=np.float64)
+
+        def spread(key: str) -> Floats:
+            columns = np.array([np.asarray(sample[key], dtype=np.float64) for sample in sampled])  # [sample, ...]
+            flat = columns.reshape(len(at), -1)
+            out = np.array([np.interp(wanted, at, column) for column in flat.T])
+            return out.reshape(*columns.shape[1:], len(wanted))
+
+        carried, gained = spread("carried"), spread("gained")  # [value, height]
+        row_bytes = np.asarray(sampled[0]["row_bytes"], dtype=np.float64)
+        places = np.asarray(sampled[0]["places"])
+        num_steps = np.ceil(problem.run_height(names) / wanted) + spread("extra_steps")
+        every = np.minimum(np.array([policy.every for policy in self.policies], dtype=np.float64), num_steps[:, None])  # [height, policy]
+        slots = np.array([policy.slots for policy in self.policies])
+        spaced = np.minimum(carried[..., None], gained[..., None] * every)
+        inner = np.minimum(carried, gained)[..., None] * (every - 1)
+        rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
+        rows = np.where(slots > 0, carried[..., None] * (slots + 1), rows) if problem.training else carried[..., None] * 2
+        held = row_bytes[:, None, None] * rows * self.tiling.num_stores
+        # A prefix carries the values before its cut, except the one that crosses it.
+        inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
+        states = np.einsum("cv,vhk->chk", inside.astype(np.float64), held)
+        return SampledRun(
+            names=names,
+            cuts=cuts,
+            num_steps=num_steps,
+            peak=spread("peak"),
+            overhead=spread("overhead"),
+            forward_flops=self._with_halos(names, cuts, strip_rows, forward_flops),
+            flops=self._with_halos(names, cuts, strip_rows, flops),
+            states=states,
+            restored_share=np.array([[policy.num_restored(int(n)) / n for policy in self.policies] for n in num_steps]),
+        )
+
+    def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
+        key = ("sample", replace(self.tiling.choice(names, 1), restart=False), strip_rows)
+        return self.tiling.problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
+
+    def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
+        problem = self.tiling.problem
+        choice = replace(self.tiling.choice(names, self.tiling.height), strip_rows=strip_rows)
+        segment = build_region(problem, (choice,)).segments[0]
+        assert isinstance(segment, TiledSegment)
+        schedule = segment.schedule
+        walk = Walk(segment.chunks[0], len(segment.panels) // 2)
+        own = [name for name in names if name in problem.phases.streamed]
+        row_bytes = np.array([segment.row_bytes(name, walk) for name in own], dtype=np.int64)
+        held = np.zeros(schedule.num_steps)
+        for name, size in zip(own, row_bytes, strict=True):
+            held += size * (schedule.frontier[name][1:] - schedule.kept[name][:-1])
+        index = int(held.argmax()) if self.tiling.halo == "carry" else schedule.num_steps // 2
+        place = {name: i for i, name in enumerate(names)}
+        quarter = schedule.num_steps // 4
+        steady = slice(quarter, schedule.num_steps + 1 - quarter)
+        carried = np.array([(schedule.frontier[name] - schedule.kept[name])[steady].max() for name in own], dtype=np.int64)
+        gained = np.array([np.diff(schedule.frontier[name])[steady].max() for name in own], dtype=np.int64)
+        least = -(-problem.run_height(names) // schedule.strip_rows)
+        differentiated = problem.training and any(name in problem.requires_grad for name in names)
+        # What runs forward holds less than what runs forward and backward: one of the two tells enough.
+        program = segment.program("joint" if differentiated else "forward", index, walk)
+        peak = prefix_peaks(program, place, cuts)
+        gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
+        places = np.array([place[name] for name in own], dtype=np.int64)
+        incoming = np.array([gradients[places < cut].sum() for cut in cuts]) + self._read_strips(segment, walk, names, cuts)
+        for port, slot in program.ports.items():
+            if port.name in segment.to_host and port.role in ("out", "grad_out"):
+                incoming += np.where(np.array(cuts) > place[port.name], slot.num_bytes, 0)
+        owners = np.array([place[i.owner] for i in program.instructions])
+        overhead = np.array([self.rates.overhead(i) for i in program.instructions])
+        passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both
+        return {
+            "row_bytes": row_bytes,
+            "places": places,
+            "carried": carried,
+            "gained": gained,
+            "extra_steps": 0 if self.tiling.halo == "recompute" else schedule.num_steps - least,
+            "peak": peak + incoming,
+            "overhead": passes * np.array([overhead[owners < cut].sum() for cut in cuts]),
+        }
+
+    def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
+        """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice.
+
+        How much that is of what would be computed once is found at some of the cuts, and interpolated between them.
+        """
+        once = np.array([float(sum(flops[name] for name in names[:cut])) for cut in cuts])
+        if self.tiling.num_panels == 1 and self.tiling.halo == "carry":
+            return np.repeat(once[:, None], len(strip_rows), axis=1)
+        at = sorted({*range(0, len(cuts), max(1, len(cuts) // _NUM_HALO_SAMPLES)), len(cuts) - 1})
+        ratios = np.ones((len(at), len(strip_rows)))
+        for row, c in enumerate(at):
+            head = names[: cuts[c]]
+            wide = self._shares(head, self.tiling.cols_of(names), 1) if self.tiling.num_panels > 1 else {}
+            for h, rows in enumerate(strip_rows):
+                tall = self._shares(head, rows, 0) if self.tiling.halo == "recompute" else {}
+                if once[c]:
+                    ratios[row, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in head) / once[c]
+        spread = [np.interp(np.arange(len(cuts)), at, ratios[:, h]) for h in range(len(strip_rows))]
+        return once[:, None] * np.stack(spread, axis=1)
+
+    def _shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
+        """How often an operator's rows (columns) are computed, on average, when each tile computes its own halo."""
+        return self.tiling.problem.remembered(("shares", names, tile_px, axis), lambda: self._new_shares(names, tile_px, axis))
+
+    def _new_shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
+        if not names:
+            return {}
+        problem, phases = self.tiling.problem, self.tiling.problem.phases
+        extents = problem.extents(axis)
+        extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
+        num_tiles = -(-extent // tile_px)
+        start = num_tiles // 2 * tile_px
+        span = Interval(start, min(start + tile_px, extent))
+        step = tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+        return {node.name: max(1.0, len(node.new) / len(span) * extent / extents[node.name]) for node in step.nodes if node.name in extents}
+
+    def _read_strips(self, segment: TiledSegment, walk: Walk, names: Sequence[str], cuts: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Bytes that reading adds while a strip of the operators before each cut runs."""
+        problem, total = self.tiling.problem, np.zeros(len(cuts), dtype=np.int64)
+        for name in sorted(segment.from_source):
+            strips = [Interval(int(a), int(b)) for a, b in zip(*segment.schedule.rows_read(name, names), strict=True)]
+            count, strip_bytes, carry_bytes = reader_bytes(strips, segment.source_row_bytes(name, walk))
+            size = count * strip_bytes + carry_bytes if problem.on_host else strip_bytes
+            size += strip_bytes if name in problem.requires_grad else 0
+            first = next(i for i, reader in enumerate(names) if name in problem.graph[reader].operands)
+            total += np.where(np.array(cuts) > first, size, 0)
+        return total

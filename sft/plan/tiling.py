@@ -1,0 +1,102 @@
+"""How a survey tiles every run: strips and panels of the run's own size, the same share of the image for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sft.options import Options
+from sft.plan.problem import Problem
+from sft.plan.types import Halo, SegmentChoice
+from sft.walk.checkpoints import Checkpoints
+
+__all__ = ["ALL_KEPT", "Tiling", "panel_cols"]
+
+ALL_KEPT = Checkpoints()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiling:
+    """What all tiled segments of a candidate have in common.
+
+    Attributes:
+        problem: what is planned.
+        halo: how strips get the rows between them.
+        height: rows of the tallest run's source, of which strip heights are counted.
+        width: columns of the widest run's source, of which panels are counted.
+        panel_cols: columns of it to a panel.
+        batch_tile: samples to a walk.
+        restart: whether the states of a panel are made again for its backward pass.
+    """
+
+    problem: Problem
+    halo: Halo
+    height: int
+    width: int
+    panel_cols: int
+    batch_tile: int
+    restart: bool
+
+    @classmethod
+    def of(cls, problem: Problem, options: Options, num_panels: int, *, restart: bool) -> Tiling:
+        """Panels of about equal width; ``restart`` where there are several, and states at all."""
+        halo: Halo = "recompute" if options.halo == "recompute" else "carry"
+        runs = [phase.streamed for phase in problem.phases.phases if phase.streamed]
+        width = max(map(problem.run_width, runs), default=1)
+        cols = panel_cols(problem, options, width, num_panels)
+        return cls(
+            problem=problem,
+            halo=halo,
+            height=max(map(problem.run_height, runs), default=1),
+            width=width,
+            panel_cols=cols,
+            batch_tile=min(options.batch_tile or 1, problem.num_batch) if problem.splits_batch else problem.num_batch,
+            restart=restart and cols < width and halo == "carry",
+        )
+
+    @property
+    def num_panels(self) -> int:
+        """Panels side by side."""
+        return -(-self.width // self.panel_cols)
+
+    @property
+    def num_walks(self) -> int:
+        """Times that a run is walked from top to bottom."""
+        return -(-self.problem.num_batch // self.batch_tile) * self.num_panels
+
+    @property
+    def num_stores(self) -> int:
+        """Walks whose states are held at a time."""
+        return 1 if self.restart else self.num_walks
+
+    def rows_of(self, names: Sequence[str], strip_rows: int) -> int:
+        """The strip height of a run whose sources are smaller than the tallest."""
+        height = self.problem.run_height(names)
+        return min(height, max(1, round(strip_rows * height / self.height)))
+
+    def cols_of(self, names: Sequence[str]) -> int:
+        """The panel width of a run whose sources are narrower than the widest."""
+        return max(1, round(self.panel_cols * self.problem.run_width(names) / self.width))
+
+    def choice(self, names: tuple[str, ...], strip_rows: int, policy: Checkpoints = ALL_KEPT) -> SegmentChoice:
+        """The decision about a run."""
+        return SegmentChoice(
+            nodes=names,
+            mode="tiled",
+            strip_rows=self.rows_of(names, strip_rows),
+            state_every=policy.every,
+            state_slots=policy.slots,
+            batch_tile=self.batch_tile,
+            panel_cols=self.cols_of(names) if self.num_panels > 1 else 0,
+            halo=self.halo,
+            restart=self.restart,
+        )
+
+
+def panel_cols(problem: Problem, options: Options, width: int, num_panels: int) -> int:
+    """Columns of the widest source to a panel: a forced number, or ``num_panels`` of about equal width that end at whole strides."""
+    if options.tile is not None:
+        return min(options.tile[1] or width, width)
+    stride = max((problem.stride(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
+    even = -(-width // num_panels)
+    return min(width, -(-even // stride) * stride)

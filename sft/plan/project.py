@@ -84,9 +84,15 @@ def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
     if problem.training:
         wanted = [name for name in region.outputs if name in problem.requires_grad]
         hosts = problem.host_outputs
-        grads = {n: None if n in hosts else machine.allocate(region.output_shape(n), problem.dtypes[n], zero=False) for n in wanted}
+        arriving = {n: None if n in hosts else machine.allocate(region.output_shape(n), problem.dtypes[n], zero=False) for n in wanted}
+        # That of an input that the model returns does not pass through the region: autograd adds it to what the region finds, or copies it.
+        grads = {name: grad for name, grad in arriving.items() if name not in given}
+        around = {name: grad for name, grad in arriving.items() if name in given}
+        arriving.clear()
         sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
-        region.backward(machine, tape, grads, sinks=sinks)
+        found = region.backward(machine, tape, grads, sinks=sinks) if grads else {}
+        sums = [machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) for name in around]
+        del found, around, sums
     machine.end()
     del outputs, given
 

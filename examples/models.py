@@ -98,14 +98,14 @@ class BottleneckBlock(nn.Module):
 
 
 class UNet(nn.Module):
-    """Blocks of two conv-ReLU on each level, max-pooling down, nearest upsampling up, skips by concatenation.
+    """Blocks of two conv-ReLU (or conv-BatchNorm-ReLU) on each level, max-pooling down, nearest upsampling up, skips by concatenation.
 
     `features` gives the full-resolution feature map, `head` (1x1) one logit for each class and pixel.
     """
 
-    def __init__(self, num_classes: int, levels: int, width: int) -> None:
+    def __init__(self, num_classes: int, levels: int, width: int, batch_norm: bool = False) -> None:
         super().__init__()
-        self.features = _UNetBody(levels, width)
+        self.features = _UNetBody(levels, width, batch_norm)
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, image: Tensor) -> Tensor:
@@ -115,11 +115,12 @@ class UNet(nn.Module):
 
 
 class _UNetBody(nn.Module):
-    def __init__(self, levels: int, width: int) -> None:
+    def __init__(self, levels: int, width: int, batch_norm: bool) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(levels)]
-        self.down = nn.ModuleList(_conv_relu_pair(before, after) for before, after in pairwise([3, *widths]))
-        self.up = nn.ModuleList(_conv_relu_pair(skip + below, skip) for skip, below in pairwise(widths))
+        pair = _conv_norm_relu_pair if batch_norm else _conv_relu_pair
+        self.down = nn.ModuleList(pair(before, after) for before, after in pairwise([3, *widths]))
+        self.up = nn.ModuleList(pair(skip + below, skip) for skip, below in pairwise(widths))
         self.pool = nn.MaxPool2d(2)
         self.upsample = nn.Upsample(scale_factor=2, mode="nearest")
 
@@ -190,9 +191,9 @@ def darknet19(num_classes: int, width: int = 32) -> PooledClassifier:
     return _initialised(PooledClassifier(nn.Sequential(*layers), num_inputs, num_classes))
 
 
-def unet(num_classes: int, levels: int = 5, width: int = 64) -> UNet:
+def unet(num_classes: int, levels: int = 5, width: int = 64, batch_norm: bool = False) -> UNet:
     """A U-Net with same-padding and nearest upsampling; height and width are multiples of ``2 ** (levels - 1)``."""
-    return _initialised(UNet(num_classes, levels, width))
+    return _initialised(UNet(num_classes, levels, width, batch_norm))
 
 
 class _FrozenMixin(nn.Module):
@@ -267,6 +268,11 @@ def _conv_relu_pair(num_inputs: int, num_outputs: int) -> nn.Sequential:
         nn.Conv2d(num_outputs, num_outputs, 3, padding=1),
         nn.ReLU(inplace=True),
     )
+
+
+def _conv_norm_relu_pair(num_inputs: int, num_outputs: int) -> nn.Sequential:
+    first, second = _conv_norm(num_inputs, num_outputs, 3), _conv_norm(num_outputs, num_outputs, 3)
+    return nn.Sequential(*first, nn.ReLU(inplace=True), *second, nn.ReLU(inplace=True))
 
 
 def _shortcut(num_inputs: int, num_outputs: int, stride: int) -> nn.Module:

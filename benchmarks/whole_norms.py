@@ -1,0 +1,227 @@
+"""A training step with BatchNorm over a whole slide, in a sixteenth of the bytes of plain PyTorch, compared with plain PyTorch's own.
+
+A norm in training mode is a barrier: nothing behind it is known before the last row in front of it. So every value between two of them
+is held, or made again; here it waits on the host (`sft.Options(host_budget=...)`), is written and read strip by strip, and never is on the
+device as a whole. The image comes from the slide strip by strip, too. Everything is float64: outputs, the gradients of all parameters and
+the running statistics are compared. The device is the CPU, metered; what waits on the host is memory of the same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from harness.cases import load_models
+from harness.gradcheck import collect, worst_difference
+from harness.memory import peak_rss_bytes
+from harness.report import Table, add_common_arguments, environment, mib, positive_int, result_stem, write_results
+from harness.workers import WorkerError, call_in_process
+from numpy.typing import NDArray
+from rich.console import Console
+from torch import Tensor, nn
+
+import sft
+from sft.sources import open_image
+
+SLIDE = Path(__file__).resolve().parents[1] / "examples" / "data" / "CMU-1-Small-Region.svs"
+#: Largest difference over the largest value of the same module; statistics over millions of pixels are summed in another order.
+TOLERANCE = 1e-9
+
+HEADERS = (
+    "model, input",
+    "plain, MiB",
+    "budget, MiB",
+    "of it parameters and their gradients, MiB",
+    "projected peak, MiB",
+    "measured peak, MiB",
+    "host, GiB",
+    "FLOPs / plain",
+    "worst error",
+    "plain, s",
+    "sft, s",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One step on the slide."""
+
+    model: Literal["resnet18", "unet"]
+    size: tuple[int, int]
+    """Rows and columns, from the slide's upper left corner."""
+    share: int
+    """Of plain's bytes the budget is one in so many."""
+    threads: int
+    reference: Path
+    """What plain PyTorch finds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainStep:
+    """What plain PyTorch took."""
+
+    seconds: float
+    process_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What ours took, and how far from plain's it is."""
+
+    plain_bytes: int
+    budget_bytes: int
+    resident_bytes: int
+    projected_peak_bytes: int
+    measured_peak_bytes: int
+    host_bytes: int
+    redundancy: float
+    num_segments: int
+    worst_error: float
+    worst_tensor: str
+    prepare_seconds: float
+    seconds: float
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it is exact, and in the bytes that were planned."""
+        return (
+            self.worst_error <= TOLERANCE
+            and self.measured_peak_bytes <= self.projected_peak_bytes <= self.budget_bytes - self.resident_bytes
+        )
+
+
+def make(case: Case) -> nn.Module:
+    """The model in training mode, float64."""
+    models = load_models()
+    torch.manual_seed(0)
+    if case.model == "resnet18":
+        model: nn.Module = models.resnet18(2)
+    else:
+        model = sft.nn.WithLoss(models.unet(1, width=8, batch_norm=True), nn.BCEWithLogitsLoss())
+    return model.double().train()
+
+
+def inputs(case: Case) -> tuple[NDArray[np.float64], ...]:
+    """The slide's pixels, as numbers from 0 to 1, ``[1, 3, rows, columns]``; for the U-Net also a mask of dark pixels to learn."""
+    height, width = case.size
+    read = open_image(SLIDE).read(0, 0, width, height)
+    found: NDArray[np.float64] = np.ascontiguousarray(read.transpose(2, 0, 1)[None]) / 255.0
+    return (found,) if case.model == "resnet18" else (found, (found.mean(axis=1, keepdims=True) < 0.7).astype(np.float64))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """Cross-entropy of the slide with its second class; the U-Net's output is a loss already."""
+    return nn.functional.cross_entropy(output, torch.tensor([1])) if output.dim() == 2 else output
+
+
+def everything(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
+    """The output, all gradients and all buffers."""
+    return {**collect(model, output.detach()), **{f"{name} (buffer)": buffer.double().clone() for name, buffer in model.named_buffers()}}
+
+
+def plain_step(case: Case) -> PlainStep:
+    """Plain PyTorch's step, kept for the comparison; call it in a process of its own."""
+    torch.set_num_threads(case.threads)
+    model, given = make(case), map(torch.from_numpy, inputs(case))
+    started = time.perf_counter()
+    output = model(*given)
+    torch.autograd.backward(loss_of(output))
+    seconds = time.perf_counter() - started
+    torch.save(everything(model, output), case.reference)
+    return PlainStep(seconds=seconds, process_bytes=peak_rss_bytes())
+
+
+def step(case: Case) -> Step:
+    """Our step; call it in a process of its own."""
+    torch.set_num_threads(case.threads)
+    model, given = make(case), inputs(case)
+    plain = sft.plan(model, [array.shape for array in given], budget=2**60, options=sft.Options(strategy="none"))
+    started = time.perf_counter()
+    net = sft.compile(
+        model,
+        given,
+        budget=plain.total_bytes // case.share,
+        options=sft.Options(host_budget="64GiB"),
+    )
+    prepare_seconds = time.perf_counter() - started
+    started = time.perf_counter()
+    with sft.measure_peak("cpu") as peak:
+        output = net(*given)
+        torch.autograd.backward(loss_of(output))
+    seconds = time.perf_counter() - started
+    error, tensor = worst_difference(torch.load(case.reference, weights_only=True), everything(model, output))
+    return Step(
+        plain_bytes=plain.total_bytes,
+        budget_bytes=plain.total_bytes // case.share,
+        resident_bytes=net.plan.resident_bytes,
+        projected_peak_bytes=net.plan.projected_peak_bytes,
+        measured_peak_bytes=peak.num_bytes,
+        host_bytes=net.plan.host_bytes,
+        redundancy=net.plan.redundancy,
+        num_segments=len(net.plan.segments),
+        worst_error=error,
+        worst_tensor=tensor,
+        prepare_seconds=prepare_seconds,
+        seconds=seconds,
+    )
+
+
+def cells(case: Case, plain: PlainStep, ours: Step) -> list[str]:
+    """A row of the table."""
+    height, width = case.size
+    sizes = [ours.plain_bytes, ours.budget_bytes, ours.resident_bytes, ours.projected_peak_bytes, ours.measured_peak_bytes]
+    found = [f"{case.model} 1x3x{height}x{width}", *map(mib, sizes), f"{ours.host_bytes / 2**30:.2f}", f"{ours.redundancy:.2f}"]
+    return [*found, f"{ours.worst_error:.0e}", f"{plain.seconds:,.0f}", f"{ours.seconds:,.0f}"]
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="A training step with norms over a whole slide, in a part of plain PyTorch's bytes.")
+    parser.add_argument("--share", type=positive_int, default=16, help="the budget: one in so many of plain PyTorch's bytes (default: 16)")
+    parser.add_argument("--scale", type=positive_int, default=1, help="divide rows and columns by this, to try it out (default: 1)")
+    add_common_arguments(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Run the benchmark; 1 when a step is not exact, or took other bytes than planned."""
+    args = parse_arguments()
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that spin burn what others need
+    console, stem = Console(), result_stem(args.out, "whole-norms")
+    sizes: dict[Literal["resnet18", "unet"], tuple[int, int]] = {"resnet18": (2967, 2220), "unet": (2960, 2208)}
+    rows, results, is_good = [], [], True
+    for model, (height, width) in sizes.items():
+        size = (height, width) if args.scale == 1 else (height // args.scale // 16 * 16, width // args.scale // 16 * 16)
+        with tempfile.TemporaryDirectory() as folder:
+            case = Case(model=model, size=size, share=args.share, threads=args.threads, reference=Path(folder) / "plain.pt")
+            try:
+                plain: PlainStep = call_in_process(plain_step, case)
+                ours: Step = call_in_process(step, case)
+            except WorkerError as error:
+                console.print(f"{model}: {error.kind}: {error}", markup=False)
+                return 1
+        rows.append(cells(case, plain, ours))
+        results.append({"model": model, "size": size, "plain": asdict(plain), "sft": asdict(ours)})
+        is_good = is_good and ours.is_good
+        console.print(" | ".join(rows[-1]), f"worst: {ours.worst_tensor}", markup=False)
+    raw: dict[str, Any] = {"environment": environment(args.threads), "settings": {"share": args.share}, "results": results}
+    notes = (
+        "The slide of `examples/data`, float64, batch 1, norms in training mode; the budget is one in "
+        f"{args.share} of what plain PyTorch holds. The image and what waits for the norms are on the host, the device holds strips. "
+        "Output, gradients and running statistics are compared with plain PyTorch's: the error is the largest difference "
+        "over the largest value of the same module. The U-Net has 5 levels of 8 to 128 channels and a loss for each pixel "
+        "(`sft.nn.WithLoss`). Steps were timed once."
+    )
+    console.print(write_results(stem, raw, [Table(title="One training step", headers=HEADERS, rows=rows)], notes, None))
+    return int(not is_good)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

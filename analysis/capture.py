@@ -266,10 +266,14 @@ def is_channels_last(value: torch.Tensor) -> bool:
     return layout is not None and value.is_contiguous(memory_format=layout) and not value.is_contiguous()
 
 
+#: Loggers that report what is raised as well.
+_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep export's warnings and logs off the user's terminal; a failure is raised, not logged."""
-    loggers = [logging.getLogger(name) for name in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")]
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:

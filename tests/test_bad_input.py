@@ -31,6 +31,13 @@ def _compiled(model: nn.Module | None = None, rows: int = 4) -> nn.Module:
 # --- inputs ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_size_that_the_model_cannot_take_is_one_error_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    """A U-Net of two levels meets its skips at even sizes only; the exporter would log pages of it."""
+    with pytest.raises(sft.InputError, match=r"the model refuses an input of shape 1x3x15x12: Sizes of tensors must match"):
+        sft.plan(seeded(TinyUNet), (1, 3, 15, 12))
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     "x",
     [

@@ -254,17 +254,19 @@ def assert_exact(
     )
 
 
-def rounding_of_eager(model: nn.Module, x: Tensor, *others: Tensor, steps: int = 2, input_grad: bool = True, seed: int = 0) -> float:
+def rounding_of_eager(
+    model: nn.Module, x: Tensor, *others: Tensor, steps: int = 2, input_grad: bool = True, seed: int = 0, weights: bool = False
+) -> float:
     """How far eager PyTorch's own answer moves where only roundings differ.
 
     The largest error, by the rule in this module's docstring and over the steps that :func:`assert_exact` takes, of eager PyTorch on the
     neighbouring float64 numbers of ``x``, and of eager PyTorch in channels-last layout, against eager PyTorch on ``x``. An ill-conditioned
     model (a norm over two values, a gradient that cancels) amplifies every rounding so; no order of summation is closer to the true answer
-    than that.
+    than that. With ``weights`` also on the neighbouring numbers of the parameters, for answers that do not depend on ``x``.
     """
     others = tuple(other.double() if other.is_floating_point() else other for other in others)
     found = 0.0
-    for witness in (_Nudged, _ChannelsLast):
+    for witness in (_Nudged, _ChannelsLast, *([_NudgedWeights] if weights else [])):
         eager, other = (with_positional_dropout(copy.deepcopy(model).double()) for _ in range(2))
         worst, _ = _compare(
             witness(other), eager, x.detach().double(), others, tolerance=math.inf, steps=steps, input_grad=input_grad, seed=seed
@@ -287,9 +289,19 @@ class _Nudged(_Witness):
     """Sees each element of its input half a time one float64 above, half a time one below."""
 
     def __call__(self, x: Tensor, *others: Tensor) -> object:
-        up = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.5
-        nudge = torch.nextafter(x.detach(), torch.where(up, math.inf, -math.inf).to(x)) - x.detach()
-        return self.model(x + nudge, *others)
+        return self.model(x + (_nudged(x.detach()) - x.detach()), *others)
+
+
+class _NudgedWeights(_Witness):
+    """Has each element of its parameters half a time one float64 above, half a time one below."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        for parameter in model.parameters():
+            parameter.data = _nudged(parameter.data)
+
+    def __call__(self, x: Tensor, *others: Tensor) -> object:
+        return self.model(x, *others)
 
 
 class _ChannelsLast(_Witness):
@@ -302,6 +314,11 @@ class _ChannelsLast(_Witness):
 
     def __call__(self, x: Tensor, *others: Tensor) -> object:
         return self.model(_channels_last(x), *others)
+
+
+def _nudged(x: Tensor) -> Tensor:
+    up = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    return torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x))
 
 
 def _channels_last(x: Tensor) -> Tensor:

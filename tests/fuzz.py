@@ -45,7 +45,7 @@ def main() -> int:
         seed(number)(runs(given(st.data())(check)))()
         number += 1
         console.print(
-            f"seed {number - 1}: {total} networks so far, {tiled} of them with segments in strips, no mismatch; {skipped} were rounding alone"
+            f"seed {number - 1}: {total} networks so far, {tiled} of them with segments in strips, no mismatch; {skipped} were rounding"
         )
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import sympy as sp
@@ -56,6 +57,7 @@ def _extent(size: int | torch.SymInt) -> sp.Expr | int:
     return _plain_expr(expr)
 
 
+@lru_cache(maxsize=2**12)  # a network has many values of one size
 def _plain_expr(expr: sp.Expr) -> sp.Expr:
     """Torch's own integer division in SymPy's words, on our symbols."""
     plain = expr

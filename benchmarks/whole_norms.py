@@ -31,8 +31,9 @@ import sft
 from sft.sources import open_image
 
 SLIDE = Path(__file__).resolve().parents[1] / "examples" / "data" / "CMU-1-Small-Region.svs"
-#: Largest difference over the largest value of the same module; statistics over millions of pixels are summed in another order.
-TOLERANCE = 1e-9
+#: Of what plain PyTorch's own answer moves by when the image moves by its last bit. The gradient of a convolution in front of a norm is a
+#: sum over millions of pixels in which almost everything cancels.
+ROUNDINGS = 10
 
 HEADERS = (
     "model, input",
@@ -44,6 +45,7 @@ HEADERS = (
     "host, GiB",
     "FLOPs / plain",
     "worst error",
+    "plain's own",
     "plain, s",
     "sft, s",
 )
@@ -69,6 +71,8 @@ class PlainStep:
 
     seconds: float
     process_bytes: int
+    own_error: float
+    """How far the answer moves when every pixel moves to a neighbouring float64 number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +93,9 @@ class Step:
     seconds: float
 
     @property
-    def is_good(self) -> bool:
-        """Whether it is exact, and in the bytes that were planned."""
-        return (
-            self.worst_error <= TOLERANCE
-            and self.measured_peak_bytes <= self.projected_peak_bytes <= self.budget_bytes - self.resident_bytes
-        )
+    def is_within(self) -> bool:
+        """Whether it took the bytes that were planned, and those are in the budget."""
+        return self.measured_peak_bytes <= self.projected_peak_bytes <= self.budget_bytes - self.resident_bytes
 
 
 def make(case: Case) -> nn.Module:
@@ -129,13 +130,18 @@ def everything(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
 def plain_step(case: Case) -> PlainStep:
     """Plain PyTorch's step, kept for the comparison; call it in a process of its own."""
     torch.set_num_threads(case.threads)
-    model, given = make(case), map(torch.from_numpy, inputs(case))
-    started = time.perf_counter()
-    output = model(*given)
-    torch.autograd.backward(loss_of(output))
-    seconds = time.perf_counter() - started
-    torch.save(everything(model, output), case.reference)
-    return PlainStep(seconds=seconds, process_bytes=peak_rss_bytes())
+    x, *others = map(torch.from_numpy, inputs(case))
+    found, seconds = [], []
+    for image in (x, torch.nextafter(x, x.mean().expand_as(x))):
+        model = make(case)
+        started = time.perf_counter()
+        output = model(image, *others)
+        torch.autograd.backward(loss_of(output))
+        seconds.append(time.perf_counter() - started)
+        found.append(everything(model, output))
+        del output
+    torch.save(found[0], case.reference)
+    return PlainStep(seconds=seconds[0], process_bytes=peak_rss_bytes(), own_error=worst_difference(*found)[0])
 
 
 def step(case: Case) -> Step:
@@ -178,7 +184,7 @@ def cells(case: Case, plain: PlainStep, ours: Step) -> list[str]:
     height, width = case.size
     sizes = [ours.plain_bytes, ours.budget_bytes, ours.resident_bytes, ours.projected_peak_bytes, ours.measured_peak_bytes]
     found = [f"{case.model} 1x3x{height}x{width}", *map(mib, sizes), f"{ours.host_bytes / 2**30:.2f}", f"{ours.redundancy:.2f}"]
-    return [*found, f"{ours.worst_error:.0e}", f"{plain.seconds:,.0f}", f"{ours.seconds:,.0f}"]
+    return [*found, f"{ours.worst_error:.0e}", f"{plain.own_error:.0e}", f"{plain.seconds:,.0f}", f"{ours.seconds:,.0f}"]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -209,14 +215,15 @@ def main() -> int:
                 return 1
         rows.append(cells(case, plain, ours))
         results.append({"model": model, "size": size, "plain": asdict(plain), "sft": asdict(ours)})
-        is_good = is_good and ours.is_good
+        is_good = is_good and ours.is_within and ours.worst_error <= ROUNDINGS * plain.own_error
         console.print(" | ".join(rows[-1]), f"worst: {ours.worst_tensor}", markup=False)
     raw: dict[str, Any] = {"environment": environment(args.threads), "settings": {"share": args.share}, "results": results}
     notes = (
         "The slide of `examples/data`, float64, batch 1, norms in training mode; the budget is one in "
         f"{args.share} of what plain PyTorch holds. The image and what waits for the norms are on the host, the device holds strips. "
         "Output, gradients and running statistics are compared with plain PyTorch's: the error is the largest difference "
-        "over the largest value of the same module. The U-Net has 5 levels of 8 to 128 channels and a loss for each pixel "
+        "over the largest value of the same module; plain's own is how far its answer moves when each pixel does by its last bit. "
+        "The U-Net has 5 levels of 8 to 128 channels and a loss for each pixel "
         "(`sft.nn.WithLoss`). Steps were timed once."
     )
     console.print(write_results(stem, raw, [Table(title="One training step", headers=HEADERS, rows=rows)], notes, None))

@@ -37,7 +37,8 @@ __all__ = ["known_outcomes", "main"]
 _NOTES = """\
 Each model in training mode and float64 against eager PyTorch: outputs, the gradients of every parameter and of the input, buffers, and
 the parameters after a step; then projected peak and FLOPs against what was measured. Twice: in strips of 32 rows, two steps, and in
-strips of 32 rows by panels of 40 columns, one step. Results:
+strips of 32 rows by panels of 40 columns, one step. Where a model itself computes a part in float32 (`x.float()`), that is float64, too.
+Results:
 
 - **exact**: largest relative error at most 1e-10, and at least one segment runs in more than one strip. Where the error is above
   that, eager PyTorch is compared with itself, on an input whose elements move to neighbouring float64 numbers and in channels-last layout,

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -266,62 +266,44 @@ def rounding_of_eager(
     """
     others = tuple(other.double() if other.is_floating_point() else other for other in others)
     found = 0.0
-    for witness in (_Nudged, _ChannelsLast, *([_NudgedWeights] if weights else [])):
+    witnesses = [(_nudged, _as_it_is), (_channels_last, _channels_last), *([(_as_it_is, _nudged)] if weights else [])]
+    for of_input, of_weights in witnesses:
         eager, other = (with_positional_dropout(copy.deepcopy(model).double()) for _ in range(2))
+        for parameter in other.parameters():
+            parameter.data = of_weights(parameter.data)
         worst, _ = _compare(
-            witness(other), eager, x.detach().double(), others, tolerance=math.inf, steps=steps, input_grad=input_grad, seed=seed
+            _Witness(other, of_input), eager, x.detach().double(), others, tolerance=math.inf, steps=steps, input_grad=input_grad, seed=seed
         )
         found = max(found, *worst.values())
     return found
 
 
 class _Witness:
-    """A model that is asked in another way."""
+    """A model that sees its input in another way."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, of_input: Callable[[Tensor], Tensor]) -> None:
+        self.model, self.of_input = model, of_input
+
+    def __call__(self, x: Tensor, *others: Tensor) -> object:
+        return self.model(self.of_input(x), *others)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
 
 
-class _Nudged(_Witness):
-    """Sees each element of its input half a time one float64 above, half a time one below."""
-
-    def __call__(self, x: Tensor, *others: Tensor) -> object:
-        return self.model(x + (_nudged(x.detach()) - x.detach()), *others)
-
-
-class _NudgedWeights(_Witness):
-    """Has each element of its parameters half a time one float64 above, half a time one below."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        for parameter in model.parameters():
-            parameter.data = _nudged(parameter.data)
-
-    def __call__(self, x: Tensor, *others: Tensor) -> object:
-        return self.model(x, *others)
-
-
-class _ChannelsLast(_Witness):
-    """Has its input and its weights, and with them what follows, in channels-last layout, where these are images or volumes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model)
-        for parameter in model.parameters():
-            parameter.data = _channels_last(parameter.data)
-
-    def __call__(self, x: Tensor, *others: Tensor) -> object:
-        return self.model(_channels_last(x), *others)
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _nudged(x: Tensor) -> Tensor:
+    """Each element half a time one float64 above, half a time one below."""
     up = torch.rand(x.shape, generator=torch.Generator().manual_seed(0)) < 0.5
-    return torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x))
+    number = x.detach()
+    return x + (torch.nextafter(number, torch.where(up, math.inf, -math.inf).to(x)) - number)
 
 
 def _channels_last(x: Tensor) -> Tensor:
+    """In channels-last layout, where it is an image or a volume; what follows from it is, too."""
     return x.contiguous(memory_format={4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim(), torch.contiguous_format))
 
 

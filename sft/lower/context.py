@@ -9,7 +9,7 @@ the step before. That is backpropagation through time with the carried rows as t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -97,6 +97,8 @@ class Scope:
     per_sample: frozenset[str] = frozenset()
     backend: Backend | None = None
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
+    _dtypes: dict[str, torch.dtype] = field(default_factory=dict, repr=False, compare=False)
+    _columns_read: dict[str, dict[str, Read]] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def windows(self, name: str) -> tuple[Window, ...]:
         """The sliding window of a convolution or a pool, for each axis."""
@@ -144,9 +146,17 @@ class Scope:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Element type of a value."""
-        dtype = getattr(torch, self.graph[name].dtype)
-        assert isinstance(dtype, torch.dtype)
+        dtype = self._dtypes.get(name)
+        if dtype is None:
+            dtype = self._dtypes[name] = getattr(torch, self.graph[name].dtype)
+            assert isinstance(dtype, torch.dtype)
         return dtype
+
+    def columns_read(self, name: str) -> dict[str, Read]:
+        """Which columns an operator reads of each streamed operand."""
+        if name not in self._columns_read:
+            self._columns_read[name] = _by_operand(self.columns[name].reads)
+        return self._columns_read[name]
 
     def grad_dtype(self, name: str) -> torch.dtype:
         """Element type in which a value's gradient is summed up."""
@@ -168,6 +178,10 @@ class NodeContext:
     overwrite: Slot | None
     saved: dict[str, Any] = field(default_factory=dict)
     contributions: list[tuple[str, Patch]] = field(default_factory=list)
+    _rows_read: dict[str, Read] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self._rows_read = _by_operand(self.step.reads)
 
     @property
     def new_rows(self) -> int:
@@ -198,11 +212,11 @@ class NodeContext:
 
     def read_of(self, operand: str) -> Read:
         """Which rows of a streamed operand are read."""
-        return next(read for read in self.step.reads if read.operand == operand)
+        return self._rows_read[operand]
 
     def columns_of(self, operand: str) -> Read:
         """Which columns of a streamed operand are read."""
-        return next(read for read in self.scope.columns[self.node.name].reads if read.operand == operand)
+        return self.scope.columns_read(self.node.name)[operand]
 
     def reads_nothing(self, operand: str) -> bool:
         """Whether all that is read of an operand lies in the padding."""
@@ -290,3 +304,7 @@ class NodeContext:
         if name in self.scope.streamed:
             rows, columns = self.read_of(name).rows, self.columns_of(name).rows
         self.contributions.append((name, Patch(slot, rows, columns, owned)))
+
+
+def _by_operand(reads: Sequence[Read]) -> dict[str, Read]:
+    return {read.operand: read for read in reads}

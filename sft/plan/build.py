@@ -176,8 +176,11 @@ def _schedule(problem: Problem, choice: SegmentChoice) -> Schedule | TileSchedul
 
 
 def _tiles(problem: Problem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[Step, ...]:
-    phases = problem.phases
-    return tile_steps(problem.graph, names, phases.rows, phases.streamed, problem.extents(axis), tile_px, axis=axis)
+    def found() -> tuple[Step, ...]:
+        phases = problem.phases
+        return tile_steps(problem.graph, names, phases.rows, phases.streamed, problem.extents(axis), tile_px, axis=axis)
+
+    return problem.remembered(("tiles", tuple(names), tile_px, axis), found)
 
 
 def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str], *, axis: int = ROWS) -> Step:

@@ -93,11 +93,13 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     fitting: list[tuple[float, Planned]] = []
     for survey in _surveys(problem, options, device_type):
         surveys.append(survey)
-        found = _cheapest(problem, survey, room_bytes)
+        found = _cheapest(problem, survey, room_bytes, min((cost for cost, _ in fitting), default=float("inf")))
         if found is not None:
             fitting.append(found)
             if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                 break  # what is left to gain are strips that run once more to restore states
+        if fitting and survey.least_cost_in(2 * survey.num_panels) > min(cost for cost, _ in fitting):
+            break  # what more panels compute twice is more than that
     mixed = _mixed(problem, surveys, room_bytes, options, Rates(device_type))
     if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= _WORTH_RECOMPUTING * surveys[0].plain_flops):
         found = _cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
@@ -305,14 +307,17 @@ def _surveys(problem: Problem, options: Options, device_type: str) -> Iterator[S
         num_panels *= 2
 
 
-def _cheapest(problem: Problem, survey: Survey, room_bytes: int) -> tuple[float, Planned] | None:
-    """The cheapest plan that fits and what it costs, as far as the survey and a few exact projections tell."""
+def _cheapest(problem: Problem, survey: Survey, room_bytes: int, known: float = float("inf")) -> tuple[float, Planned] | None:
+    """The cheapest plan that fits and what it costs, as far as the survey and a few exact projections tell.
+
+    What does not cost less than a plan that is known already (``known``) is not looked at: projecting a deep network takes seconds.
+    """
     tried = np.zeros(survey.cost.shape, dtype=bool)
     error = 0.0  # how many bytes more than the survey says are needed
     best: tuple[float, Planned] | None = None
     for _ in range(_MAX_PROJECTIONS):
         candidate = survey.cheapest(room_bytes - error, tried)
-        if candidate is None or (best is not None and candidate.cost > _WORTH_ANOTHER_LOOK * best[0]):
+        if candidate is None or candidate.cost > (known if best is None else _WORTH_ANOTHER_LOOK * best[0]):
             break
         tried[candidate.position, candidate.height, candidate.policy] = True
         planned = carry_out(problem, survey.choices(candidate))

@@ -17,20 +17,39 @@ import numpy.typing as npt
 
 from sft.analysis.interval import Interval
 from sft.analysis.tile import tile_at
+from sft.lower.step import lower_strip
 from sft.plan.build import build_region
 from sft.plan.peaks import prefix_peaks
+from sft.plan.problem import Problem
 from sft.plan.rates import Rates
 from sft.plan.tiling import Tiling
 from sft.sources.readahead import reader_bytes
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.segments import TiledSegment, Walk
 
-__all__ = ["Floats", "RunSampler", "SampledRun"]
+__all__ = ["Floats", "RunSampler", "SampledRun", "halo_shares"]
 
 Floats = npt.NDArray[np.float64]
 
 #: At how many cuts, about, it is counted what tiles compute twice.
 _NUM_HALO_SAMPLES = 12
+
+
+def halo_shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
+    """How often each operator's rows (columns) are computed, on average, when each tile of ``tile_px`` computes its own halo."""
+
+    def found() -> dict[str, float]:
+        if not names:
+            return {}
+        phases, extents = problem.phases, problem.extents(axis)
+        extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
+        num_tiles = -(-extent // tile_px)
+        start = num_tiles // 2 * tile_px
+        span = Interval(start, min(start + tile_px, extent))
+        step = tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+        return {node.name: max(1.0, len(node.new) / len(span) * extent / extents[node.name]) for node in step.nodes if node.name in extents}
+
+    return problem.remembered(("shares", names, tile_px, axis), found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +156,7 @@ class RunSampler:
         least = -(-problem.run_height(names) // schedule.strip_rows)
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
         # What runs forward holds less than what runs forward and backward: one of the two tells enough.
-        program = segment.program("joint" if differentiated else "forward", index, walk)
+        program = lower_strip(segment.scope_of(walk), schedule.step(index), "joint" if differentiated else "forward")
         peak = prefix_peaks(program, place, cuts)
         gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
         places = np.array([place[name] for name in own], dtype=np.int64)
@@ -163,6 +182,7 @@ class RunSampler:
 
         How much that is of what would be computed once is found at some of the cuts, and interpolated between them.
         """
+        problem = self.tiling.problem
         once = np.array([float(sum(flops[name] for name in names[:cut])) for cut in cuts])
         if self.tiling.num_panels == 1 and self.tiling.halo == "carry":
             return np.repeat(once[:, None], len(strip_rows), axis=1)
@@ -170,29 +190,13 @@ class RunSampler:
         ratios = np.ones((len(at), len(strip_rows)))
         for row, c in enumerate(at):
             head = names[: cuts[c]]
-            wide = self._shares(head, self.tiling.cols_of(names), 1) if self.tiling.num_panels > 1 else {}
+            wide = halo_shares(problem, head, self.tiling.cols_of(names), 1) if self.tiling.num_panels > 1 else {}
             for h, rows in enumerate(strip_rows):
-                tall = self._shares(head, rows, 0) if self.tiling.halo == "recompute" else {}
+                tall = halo_shares(problem, head, rows, 0) if self.tiling.halo == "recompute" else {}
                 if once[c]:
                     ratios[row, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in head) / once[c]
         spread = [np.interp(np.arange(len(cuts)), at, ratios[:, h]) for h in range(len(strip_rows))]
         return once[:, None] * np.stack(spread, axis=1)
-
-    def _shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
-        """How often an operator's rows (columns) are computed, on average, when each tile computes its own halo."""
-        return self.tiling.problem.remembered(("shares", names, tile_px, axis), lambda: self._new_shares(names, tile_px, axis))
-
-    def _new_shares(self, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
-        if not names:
-            return {}
-        problem, phases = self.tiling.problem, self.tiling.problem.phases
-        extents = problem.extents(axis)
-        extent = max(extents[name] for name in problem.graph.sources(names, phases.streamed))
-        num_tiles = -(-extent // tile_px)
-        start = num_tiles // 2 * tile_px
-        span = Interval(start, min(start + tile_px, extent))
-        step = tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
-        return {node.name: max(1.0, len(node.new) / len(span) * extent / extents[node.name]) for node in step.nodes if node.name in extents}
 
     def _read_strips(self, segment: TiledSegment, walk: Walk, names: Sequence[str], cuts: Sequence[int]) -> npt.NDArray[np.int64]:
         """Bytes that reading adds while a strip of the operators before each cut runs."""

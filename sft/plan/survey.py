@@ -31,7 +31,7 @@ from sft.plan.peaks import suffix_peaks
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
-from sft.plan.sampling import Floats, RunSampler
+from sft.plan.sampling import Floats, RunSampler, halo_shares
 from sft.plan.tiling import ALL_KEPT, Tiling
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
@@ -156,7 +156,7 @@ class Survey:
         starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._phases)])
         cut_at = [int(starts[i]) + self._cuts[i][c] for i, c in self.positions]
         whole = self._whole(order, cut_at)
-        self.plain_flops = sum(whole.flops.values())
+        self.plain_flops, self._flops = sum(whole.flops.values()), whole.flops
         grad_bytes = self._param_grad_bytes(order)
         shape = (len(self.positions), len(self.strip_rows), len(self.policies))
         self.peak_bytes, self.cost = np.zeros(shape), np.zeros(shape)
@@ -194,6 +194,19 @@ class Survey:
             self.head_peak_bytes[p], self.head_bytes[p] = head, held
             self.head_cost[p] = cost - whole.overhead[p] - sum(whole.flops[name] for name in order[cut_at[p] :])
         self.least_cost = float(self.cost[-1, :, 0].min())
+
+    def least_cost_in(self, num_panels: int) -> float:
+        """What ``least_cost`` would be in so many panels, by the FLOPs that these compute twice at their borders."""
+        tiling = Tiling.of(self.problem, self.options, num_panels, restart=self.is_restarting)
+        return self.least_cost * self._flops_with_halos(tiling) / self._flops_with_halos(self.tiling)
+
+    def _flops_with_halos(self, tiling: Tiling) -> float:
+        total = 1.0
+        for phase in self._phases:
+            cols = tiling.cols_of(phase.streamed) if phase.streamed else 0
+            shares = halo_shares(self.problem, phase.streamed, cols, 1) if tiling.num_panels > 1 else {}
+            total += sum(self._flops[name] * shares.get(name, 1.0) for name in phase.streamed)
+        return total
 
     def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
         """What lies behind each position when it is kept whole."""

@@ -1,13 +1,15 @@
 """How long planning takes at sizes far above the memory of the machine that plans.
 
 The model lives on the meta device, so nothing is allocated. Timed are a first plan (capture, analysis and solving), a
-second size of the same compiled object (the analysis is done once per model; a size only evaluates it), and a 100,000
-x 100,000 image, where the answer is a plan or the smallest budget that works.
+second size of the same compiled object (the analysis is done once per model; a size only evaluates it), and VGG-16 at
+100,000 x 100,000 px, where the answer is a plan or the smallest budget that works. Each network plans in a process of its
+own; torchvision's are left out, and named, where torchvision is not installed (it is in the ``zoo`` extra).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,19 +18,41 @@ from typing import Any
 import torch
 from harness.cases import PlanNumbers, describe_plan, load_models
 from harness.report import Table, add_common_arguments, environment, result_stem, write_results
+from harness.workers import WorkerError, call_in_process
 from rich.console import Console
+from torch import nn
 
 import sft
+from sft.libraries import ModelName
+
+#: Networks by name, and the budget that each plans for unless told otherwise. Norms of torchvision's use their running statistics.
+NETWORKS = {"vgg16": "11GiB", "unet": "24GiB", "resnet152": "24GiB", "densenet201": "24GiB"}
+_OF_TORCHVISION = ("resnet152", "densenet201")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """What one process plans."""
+
+    network: str
+    budget: str
+    first: tuple[int, int, int, int]
+    second: tuple[int, int, int, int]
+    huge: tuple[int, int, int, int] | None
+    threads: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planned:
     """One planning, and what came of it."""
 
+    network: str
+    budget: str
     what: str
     height: int
     width: int
     seconds: float
+    processor_seconds: float
     plan: PlanNumbers | None = None
     """None when no plan fits the budget."""
     needed_bytes: int | None = None
@@ -37,40 +61,85 @@ class Planned:
 
     def cells(self) -> list[str]:
         """The row of the table."""
-        cells = [self.what, f"{self.height:,} x {self.width:,}", f"{self.seconds:.2f}"]
+        seconds = [f"{self.seconds:.2f}", f"{self.processor_seconds:.2f}"]
+        cells = [self.network, self.budget, self.what, f"{self.height:,} x {self.width:,}", *seconds]
         if self.plan is None:
             needed = "" if self.needed_bytes is None else f"smallest budget {self.needed_bytes / 2**30:.2f} GiB"
             return [*cells, "no plan", needed, "", ""]
         peak, total = self.plan.projected_peak_bytes / 2**30, self.plan.total_bytes / 2**30
-        return [
-            *cells,
-            f"{peak:.2f}",
-            f"{total:.2f}",
-            f"{self.plan.flops / self.plan.plain_flops:.3f}",
-            self.plan.strips,
-        ]
+        return [*cells, f"{peak:.2f}", f"{total:.2f}", f"{self.plan.flops / self.plan.plain_flops:.3f}", self.plan.strips]
 
 
-HEADERS = ("what", "size", "seconds", "projected peak GiB", "total GiB", "FLOPs / plain", "plan")
+HEADERS = (
+    "network",
+    "budget",
+    "what",
+    "size",
+    "seconds",
+    "of the processor",
+    "projected peak GiB",
+    "total GiB",
+    "FLOPs / plain",
+    "plan",
+)
 
 
-def timed_plan(what: str, shape: tuple[int, int, int, int], make: Callable[[], sft.Plan]) -> Planned:
+def build(network: str) -> nn.Module:
+    """The network on the meta device, in training mode."""
+    models = load_models()
+    with torch.device("meta"):
+        if network == "vgg16":
+            model: nn.Module = models.vgg16(num_classes=1000)
+        elif network == "unet":
+            model = models.unet(1)
+        else:
+            model = models.freeze_norm(ModelName(text=f"torchvision:{network}", place="network", options_place="build").maker().make({}))
+    return model.train()
+
+
+def timed(question: Question, what: str, shape: tuple[int, int, int, int], make: Callable[[], sft.Plan]) -> Planned:
     """Time one planning; a budget that is too small is an answer, not a failure."""
-    started = time.perf_counter()
+    found: dict[str, Any] = {}
+    started, began = time.perf_counter(), time.process_time()
     try:
         plan = make()
     except sft.BudgetError as error:
-        seconds = time.perf_counter() - started
-        return Planned(
-            what=what,
-            height=shape[2],
-            width=shape[3],
-            seconds=seconds,
-            needed_bytes=error.needed_bytes,
-            message=str(error),
-        )
-    seconds = time.perf_counter() - started
-    return Planned(what=what, height=shape[2], width=shape[3], seconds=seconds, plan=describe_plan(plan))
+        found = {"needed_bytes": error.needed_bytes, "message": str(error)}
+    seconds, processor_seconds = time.perf_counter() - started, time.process_time() - began
+    if not found:
+        found = {"plan": describe_plan(plan)}
+    return Planned(
+        network=question.network,
+        budget=question.budget,
+        what=what,
+        height=shape[2],
+        width=shape[3],
+        seconds=seconds,
+        processor_seconds=processor_seconds,
+        **found,
+    )
+
+
+def answer(question: Question) -> list[Planned]:
+    """All plannings of one network; call it in a process of its own."""
+    torch.set_num_threads(question.threads)
+    model = build(question.network)
+    first = timed(question, "sft.plan, cold", question.first, lambda: sft.plan(model, question.first, budget=question.budget))
+    found = [first]
+    if first.plan is not None:
+        nets: list[Any] = []
+
+        def compiled() -> sft.Plan:
+            nets.append(sft.compile(model, question.first, budget=question.budget))
+            plan: sft.Plan = nets[0].plan
+            return plan
+
+        found.append(timed(question, "sft.compile, warm", question.first, compiled))
+        found.append(timed(question, "plan_for, second size", question.second, lambda: nets[0].plan_for(question.second)))
+    if question.huge is not None:
+        huge = question.huge
+        found.append(timed(question, "sft.plan, huge", huge, lambda: sft.plan(model, huge, budget=question.budget)))
+    return found
 
 
 def size(text: str) -> tuple[int, int, int, int]:
@@ -83,52 +152,57 @@ def size(text: str) -> tuple[int, int, int, int]:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Time to plan VGG-16 with a pooled classifier on huge images.")
-    parser.add_argument("--budget", default="11GiB")
+    parser = argparse.ArgumentParser(description="Time to plan networks on huge images.")
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    parser.add_argument("--budget", help="for all networks (default: " + ", ".join(f"{name} {b}" for name, b in NETWORKS.items()) + ")")
     parser.add_argument("--first", type=size, default="20480x20480")
     parser.add_argument("--second", type=size, default="16384x20480", help="planned by the same compiled object")
-    parser.add_argument("--huge", type=size, default="100000x100000")
+    parser.add_argument("--huge", type=size, default="100000x100000", help="for VGG-16 alone")
     add_common_arguments(parser)
     return parser.parse_args()
 
 
 def main() -> int:
-    """Run the benchmark; 1 when the first size has no plan."""
+    """Run the benchmark; 1 when a first size has no plan."""
     args = parse_arguments()
     console = Console()
-    torch.set_num_threads(args.threads)
     stem = result_stem(args.out, "planning")
-    with torch.device("meta"):
-        model = load_models().vgg16(num_classes=1000)
-    results = [timed_plan("sft.plan, cold", args.first, lambda: sft.plan(model, args.first, budget=args.budget))]
-    console.print(f"first: {results[0].seconds:.2f} s")
-    if results[0].plan is not None:
-        started = time.perf_counter()
-        net = sft.compile(model, args.first, budget=args.budget)
-        compile_seconds = time.perf_counter() - started
-        numbers = describe_plan(net.plan)
-        height, width = args.first[2:]
-        results += [
-            Planned(what="sft.compile, warm", height=height, width=width, seconds=compile_seconds, plan=numbers),
-            timed_plan("plan_for, second size", args.second, lambda: net.plan_for(args.second)),
-        ]
-        console.print(results[0].plan.explained, markup=False)
-    results.append(timed_plan("sft.plan, huge", args.huge, lambda: sft.plan(model, args.huge, budget=args.budget)))
-    title = f"Planning VGG-16 with a pooled classifier, budget {args.budget}"
-    table = Table(title=title, headers=HEADERS, rows=[result.cells() for result in results])
+    has_torchvision = importlib.util.find_spec("torchvision") is not None
+    left_out = [name for name in args.networks if name in _OF_TORCHVISION and not has_torchvision]
+    results: list[Planned] = []
+    for network in args.networks:
+        if network in left_out:
+            continue
+        huge = args.huge if network == "vgg16" else None
+        question = Question(
+            network=network, budget=args.budget or NETWORKS[network], first=args.first, second=args.second, huge=huge, threads=args.threads
+        )
+        try:
+            found: list[Planned] = call_in_process(answer, question)
+        except WorkerError as error:
+            console.print(f"{network}: {error.kind}: {error}", markup=False)
+            return 1
+        results += found
+        console.print(*(f"{network}, {each.what}: {each.seconds:.2f} s" for each in found), sep="\n", markup=False)
+    table = Table(title="Planning", headers=HEADERS, rows=[result.cells() for result in results])
     raw: dict[str, Any] = {
         "environment": environment(args.threads),
         "settings": {name: value for name, value in vars(args).items() if name != "out"},
         "results": [asdict(result) for result in results],
     }
-    notes = "One process, in this order; the first line includes one-time imports. The model is on the meta device."
+    notes = (
+        "A process for each network, in this order; its first line includes one-time imports, the first two the capture. The models are on "
+        "the meta device, in training mode; norms of torchvision's use their running statistics."
+    )
+    if left_out:
+        notes += f" Left out, as torchvision is not installed: {', '.join(left_out)}."
     written = write_results(stem, raw, [table], notes, None)
     console.print(table.terminal())
     for result in results:
         if result.message:
             console.print(result.message, markup=False)
     console.print(written)
-    return int(results[0].plan is None)
+    return int(any(result.plan is None for result in results if result.what == "sft.plan, cold"))
 
 
 if __name__ == "__main__":

@@ -189,7 +189,8 @@ def _exported(
 ) -> FunctionalProgram:
     with contextlib.nullcontext() if device.type == "meta" else FakeTensorMode():
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
-    with grad_modes_followed(model):
+    # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
+    with grad_modes_followed(model), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
         exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

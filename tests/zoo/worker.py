@@ -188,7 +188,7 @@ class _Made:
             return {}
         phases = self.net._sft_engine.phases()
         left = Counter(
-            node.target.removeprefix("aten.").partition(".")[0]
+            node.label.rpartition(": ")[2]
             for node in phases.graph.operators
             if phases.rows[node.name].role == "whole" and any(name in phases.streamed for name in node.operands)
         )

@@ -223,53 +223,54 @@ def _launches(layer: _Layer) -> dict[str, tuple[str, str, dict[str, Any]]]:
 
 
 @needs_triton
-def test_interpreted_kernels(tmp_path: Path) -> None:
-    """Every layer in tiles and whole in fp32, whole in fp16 and bf16; the tiles have the bits of the whole."""
+@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
+def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
+    """In tiles and whole in fp32, whole in fp16 and bf16; the tiles have the bits of the whole."""
     jobs: list[dict[str, Any]] = []
-    checks: list[tuple[_Layer, torch.dtype, str, _Problem, tuple[range, range], bool]] = []
+    checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range], bool]] = []
 
-    def add(layer: _Layer, direction: str, arguments: dict[str, Any], results: list[str]) -> None:
+    def add(direction: str, arguments: dict[str, Any], results: list[str]) -> None:
         module, function, options = _launches(layer)[direction]
         jobs.append({"run": "launch", "module": module, "function": function, "arguments": arguments | options, "results": results})
 
-    for layer, dtype in itertools.product(_LAYERS, _DTYPES):
+    for dtype in _DTYPES:
         problem = _problem(layer, dtype)
         num_in, num_out = problem.x.shape[1], problem.y.shape[1]
         for one in (True, False) if dtype == torch.float32 else (True,):
             for tile in _tiles(tuple(problem.y.shape[2:]), one=one):
                 arguments = _forward_arguments(layer, problem, tile, dtype)
                 arguments["out"] = empty_buffer(layer.num_samples, num_out, arguments["geometry"].output_size, dtype)
-                add(layer, "y", arguments | {"relu": layer.relu}, ["out"])
-                checks.append((layer, dtype, "y", problem, tile, one))
+                add("y", arguments | {"relu": layer.relu}, ["out"])
+                checks.append((dtype, "y", problem, tile, one))
             for tile in _tiles(layer.extents, one=one):
                 arguments = _adjoint_arguments(layer, problem, tile, dtype)
                 arguments["out"] = empty_buffer(layer.num_samples, num_in, arguments["geometry"].input_size, dtype)
-                add(layer, "dx", arguments, ["out"])
-                checks.append((layer, dtype, "dx", problem, tile, one))
+                add("dx", arguments, ["out"])
+                checks.append((dtype, "dx", problem, tile, one))
             slots = Slots.zeros(problem.weight.to(dtype), bias=layer.bias, num_splits=2)
             for tile in _tiles(tuple(problem.y.shape[2:]), one=one):
                 arguments = _weight_arguments(layer, problem, tile, dtype) | {"weights": slots.weights.clone()}
                 biases = None if slots.biases is None else slots.biases.clone()
-                add(layer, "dw", arguments | {"biases": biases}, ["weights", "biases"])
-                checks.append((layer, dtype, "dw", problem, tile, one))
-    wholes: dict[tuple[str, str], Tensor] = {}
-    sums: dict[tuple[str, torch.dtype, bool], list[Tensor]] = {}
-    for (layer, dtype, key, problem, tile, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
-        context, terms = (layer.name, str(dtype), key, tile), _num_terms(layer)
+                add("dw", arguments | {"biases": biases}, ["weights", "biases"])
+                checks.append((dtype, "dw", problem, tile, one))
+    wholes: dict[str, Tensor] = {}
+    sums: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for (dtype, key, problem, tile, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
+        context, terms = (str(dtype), key, tile), _num_terms(layer)
         if key == "dw":
             assert not any(bool(result.isnan().any()) for result in results if result is not None), context
-            sums.setdefault((layer.name, dtype, one), []).append(results)
+            sums.setdefault((dtype, one), []).append(results)
             continue
         (result,) = results
         assert_nothing_else_written(result, context)
         assert_close(result, _cut(problem.truth[key], tile), _cut(problem.scale[key], tile), terms[key], context)
         if dtype == torch.float32 and one:
-            wholes[layer.name, key] = result
+            wholes[key] = result
         elif dtype == torch.float32:
-            assert torch.equal(result, _cut(wholes[layer.name, key], tile)), ("tiles have other bits than the whole", context)
-    for (layer, dtype, key, problem, _, one), _ in zip(checks, jobs, strict=True):
-        if key == "dw" and (shares := sums.pop((layer.name, dtype, one), None)):
-            sort = (layer.name, str(dtype), "tiles" if not one else "whole")
+            assert torch.equal(result, _cut(wholes[key], tile)), ("tiles have other bits than the whole", context)
+    for dtype, key, problem, _, one in checks:
+        if key == "dw" and (shares := sums.pop((dtype, one), None)):
+            sort = (str(dtype), "tiles" if not one else "whole")
             dw = torch.stack([share[0] for share in shares]).double().sum((0, 1)).permute(0, 3, 1, 2)
             assert_close(dw.float(), problem.truth["dw"], problem.scale["dw"], _num_terms(layer)["dw"], sort)
             if layer.bias:

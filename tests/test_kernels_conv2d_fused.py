@@ -181,65 +181,64 @@ def _job(module: str, launch: str, arguments: dict[str, Any], results: list[str]
 
 
 @needs_triton
-def test_interpreted_maxima(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
     """Maxima and taps are those of the unfused kernel's output, bit for bit, also of NaN; the gradients are near fp64."""
     jobs: list[dict[str, Any]] = []
-    problems = {dtype: _problem(dtype) for dtype in (torch.float32, torch.bfloat16)}
-    for dtype, problem in problems.items():
-        parts = problem.parts
-        x, weight, bias = parts["x"].clone(), _last(parts["weight"], dtype), parts["bias"].to(dtype)
-        x[1, 0, 2, 3] = float("nan")
-        common: dict[str, Any] = {
-            "weight": weight,
-            "bias": bias,
-            "residual": None,
-            "relu": True,
-            "scale": parts["scale"].to(dtype),
-            **_BLOCKS,
-        }
-        plain = {"x": fill_buffer(x, (_whole().height.input, _whole().width.input), dtype), "geometry": _whole()}
-        jobs.append(
-            _job(
-                "conv2d_triton",
-                "launch_conv2d",
-                common | plain | {"out": torch.empty(2, 6, *_EXTENTS, dtype=dtype).to(memory_format=torch.channels_last)},
-                ["out"],
-            )
+    problem = _problem(dtype)
+    parts = problem.parts
+    x, weight, bias = parts["x"].clone(), _last(parts["weight"], dtype), parts["bias"].to(dtype)
+    x[1, 0, 2, 3] = float("nan")
+    common: dict[str, Any] = {
+        "weight": weight,
+        "bias": bias,
+        "residual": None,
+        "relu": True,
+        "scale": parts["scale"].to(dtype),
+        **_BLOCKS,
+    }
+    plain = {"x": fill_buffer(x, (_whole().height.input, _whole().width.input), dtype), "geometry": _whole()}
+    jobs.append(
+        _job(
+            "conv2d_triton",
+            "launch_conv2d",
+            common | plain | {"out": torch.empty(2, 6, *_EXTENTS, dtype=dtype).to(memory_format=torch.channels_last)},
+            ["out"],
         )
-        for tile in _TILES if dtype == torch.float32 else _TILES[:1]:
-            geometry = tile_geometry(_EXTENTS, _WINDOWS, tile)
-            arguments = common | {"x": fill_buffer(x, (geometry.height.input, geometry.width.input), dtype), "geometry": geometry}
-            arguments["out"] = empty_buffer(2, 6, pooled_size(geometry), dtype)
-            arguments["taps"] = empty_buffer(2, 2, pooled_size(geometry), torch.uint8)
-            jobs.append(_job("conv2d_triton", "launch_conv2d", arguments, ["out", "taps"]))
-        maxima, taps = conv2d_max_pool_with_taps(_last(parts["x"], dtype), weight, _whole(), bias=bias)
-        backward = {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps, "geometry": _whole()}
-        dx = empty_buffer(2, 5, _EXTENTS, dtype)
-        jobs.append(_job("conv2d_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]))
-        slots = Slots.zeros(parts["weight"].float(), bias=True, num_splits=2)
-        arguments = backward | {"x": _last(parts["x"], dtype), "weights": slots.weights, "biases": slots.biases}
-        options = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
-        jobs.append(_job("conv2d_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
+    )
+    for tile in _TILES if dtype == torch.float32 else _TILES[:1]:
+        geometry = tile_geometry(_EXTENTS, _WINDOWS, tile)
+        arguments = common | {"x": fill_buffer(x, (geometry.height.input, geometry.width.input), dtype), "geometry": geometry}
+        arguments["out"] = empty_buffer(2, 6, pooled_size(geometry), dtype)
+        arguments["taps"] = empty_buffer(2, 2, pooled_size(geometry), torch.uint8)
+        jobs.append(_job("conv2d_triton", "launch_conv2d", arguments, ["out", "taps"]))
+    maxima, taps = conv2d_max_pool_with_taps(_last(parts["x"], dtype), weight, _whole(), bias=bias)
+    backward = {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps, "geometry": _whole()}
+    dx = empty_buffer(2, 5, _EXTENTS, dtype)
+    jobs.append(_job("conv2d_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]))
+    slots = Slots.zeros(parts["weight"].float(), bias=True, num_splits=2)
+    arguments = backward | {"x": _last(parts["x"], dtype), "weights": slots.weights, "biases": slots.biases}
+    options = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
+    jobs.append(_job("conv2d_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
     results = iter(interpret(jobs, tmp_path))
-    for dtype, problem in problems.items():
-        (y,) = next(results)
-        assert bool(y.isnan().any()) and not bool(y.isnan().all())
-        expected, taps = F.max_pool2d(y, 2, return_indices=True)
-        numbers = taps // _EXTENTS[1] % 2 * 2 + taps % _EXTENTS[1] % 2
-        for tile in _TILES if dtype == torch.float32 else _TILES[:1]:
-            maxima, packed = next(results)
-            assert torch.equal(maxima.nan_to_num(-1.0), _cut(expected, tile, 2).nan_to_num(-1.0)), (dtype, tile)
-            for channel in range(6):
-                ours = packed[:, channel // 4] >> channel % 4 * 2 & 3
-                assert torch.equal(ours.long(), _cut(numbers, tile, 2)[:, channel]), (dtype, tile, channel)
-            assert not bool((packed[:, 1] >> 4).any()), "channels that are not there"
-        (dx,) = next(results)
-        assert_nothing_else_written(dx, dtype)
-        assert_close(dx, problem.truth["dx"], problem.scale["dx"], 9 * 6, (dtype, "dx"))
-        weights, biases = next(results)
-        dw = weights.double().sum(0).permute(0, 3, 1, 2).float()
-        assert_close(dw, problem.truth["dw"], problem.scale["dw"], 180, (dtype, "dw"))
-        assert_close(biases.double().sum(0).float(), problem.truth["db"], problem.scale["db"], 180, (dtype, "db"))
+    (y,) = next(results)
+    assert bool(y.isnan().any()) and not bool(y.isnan().all())
+    expected, taps = F.max_pool2d(y, 2, return_indices=True)
+    numbers = taps // _EXTENTS[1] % 2 * 2 + taps % _EXTENTS[1] % 2
+    for tile in _TILES if dtype == torch.float32 else _TILES[:1]:
+        maxima, packed = next(results)
+        assert torch.equal(maxima.nan_to_num(-1.0), _cut(expected, tile, 2).nan_to_num(-1.0)), (dtype, tile)
+        for channel in range(6):
+            ours = packed[:, channel // 4] >> channel % 4 * 2 & 3
+            assert torch.equal(ours.long(), _cut(numbers, tile, 2)[:, channel]), (dtype, tile, channel)
+        assert not bool((packed[:, 1] >> 4).any()), "channels that are not there"
+    (dx,) = next(results)
+    assert_nothing_else_written(dx, dtype)
+    assert_close(dx, problem.truth["dx"], problem.scale["dx"], 9 * 6, (dtype, "dx"))
+    weights, biases = next(results)
+    dw = weights.double().sum(0).permute(0, 3, 1, 2).float()
+    assert_close(dw, problem.truth["dw"], problem.scale["dw"], 180, (dtype, "dw"))
+    assert_close(biases.double().sum(0).float(), problem.truth["db"], problem.scale["db"], 180, (dtype, "db"))
 
 
 @needs_triton

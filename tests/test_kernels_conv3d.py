@@ -205,39 +205,39 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @needs_triton
-def test_interpreted_kernels(tmp_path: Path) -> None:
-    """Every layer in tiles and whole in fp32, the first whole in bf16; the tiles have the bits of the whole."""
+@pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
+def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
+    """In tiles and whole in fp32, the first layer whole in bf16; the tiles have the bits of the whole."""
     blocks: dict[str, Any] = {"precision": "ieee", "blocks": Blocks(pixels=256, channels=32, inner=32)}
     jobs: list[dict[str, Any]] = []
-    checks: list[tuple[_Layer, torch.dtype, str, _Problem, tuple[range, range, range], bool]] = []
+    checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range, range], bool]] = []
 
     def add(launch: str, arguments: dict[str, Any], results: list[str]) -> None:
         jobs.append(
             {"run": "launch", "module": "sft.kernels.conv3d_triton", "function": launch, "arguments": arguments, "results": results}
         )
 
-    for layer, dtype, one in [(layer, torch.float32, one) for layer in _LAYERS for one in (True, False)] + [
-        (_LAYERS[0], torch.bfloat16, True)
-    ]:
+    also = [(torch.bfloat16, True)] if layer is _LAYERS[0] else []
+    for dtype, one in [(torch.float32, True), (torch.float32, False), *also]:
         problem = _problem(layer, dtype)
         slots = Slots.zeros(problem.parts["weight"].float(), bias=True, num_splits=2)
         for part in _parts(layer.size, one=one):
             arguments = _forward(layer, problem, part, dtype)
             out = _empty((layer.num_samples, layer.channels[1], *arguments["geometry"].output_size), dtype)
             add("launch_conv3d", arguments | blocks | {"relu": layer.relu, "out": out}, ["out"])
-            checks.append((layer, dtype, "y", problem, part, one))
+            checks.append((dtype, "y", problem, part, one))
             arguments = _weight(layer, problem, part, dtype) | {"weights": slots.weights, "biases": slots.biases}
             options = {"precision": "ieee", "block": (64, 32, 32)}
             add("launch_volume_weight_gradient", arguments | options, ["weights", "biases"])
-            checks.append((layer, dtype, "dw", problem, part, one))
+            checks.append((dtype, "dw", problem, part, one))
         for part in _parts(layer.extents, one=one):
             arguments = _adjoint(layer, problem, part, dtype)
             out = _empty((layer.num_samples, layer.channels[0], *arguments["geometry"].input_size), dtype)
             add("launch_volume_data_gradient", arguments | blocks | {"out": out}, ["out"])
-            checks.append((layer, dtype, "dx", problem, part, one))
-    wholes: dict[tuple[str, str], Tensor] = {}
-    for (layer, dtype, key, problem, part, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
-        context = (layer.name, str(dtype), key, part)
+            checks.append((dtype, "dx", problem, part, one))
+    wholes: dict[str, Tensor] = {}
+    for (dtype, key, problem, part, one), results in zip(checks, interpret(jobs, tmp_path), strict=True):
+        context = (str(dtype), key, part)
         taps = math.prod(window.kernel for window in layer.windows)
         if key == "dw":  # tiles were added to the same slots, so every result is the last
             num_terms = layer.num_samples * math.prod(layer.size)
@@ -251,9 +251,9 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
         assert_nothing_else_written(result, context)
         assert_close(result, _cut(problem.truth[key], part), _cut(problem.scale[key], part), num_terms, context)
         if dtype == torch.float32 and one:
-            wholes[layer.name, key] = result
+            wholes[key] = result
         elif dtype == torch.float32:
-            assert torch.equal(result, _cut(wholes[layer.name, key], part)), ("tiles have other bits than the whole", context)
+            assert torch.equal(result, _cut(wholes[key], part)), ("tiles have other bits than the whole", context)
 
 
 @needs_triton

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .triton_process import compile_kernels
 
-__all__ = ["Gate", "check_gates", "in_fp32", "meta_image"]
+__all__ = ["Gate", "check_gates", "in_fp32", "is_swept", "meta_image"]
 
 #: dynamic shared memory of one block
 _SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
@@ -49,10 +49,14 @@ def in_fp32(gate: Gate, precision: str) -> Gate:
     return replace(gate, when=(), arguments=gate.arguments | wide | {"precision": precision}, matrix=precision != "ieee", wide=False)
 
 
+def is_swept() -> bool:
+    """Whether all is compiled for all targets."""
+    return os.environ.get("SFT_KERNEL_SWEEP") == "1"
+
+
 def check_gates(gates: list[Gate], folder: Path) -> None:
     """Compile the gates' launches, for all targets if ``SFT_KERNEL_SWEEP=1``, and say all that is wrong with the code."""
-    sweep = os.environ.get("SFT_KERNEL_SWEEP") == "1"
-    cases = [(gate, capability) for gate in gates for capability in ((80, 90) if sweep else gate.when)]
+    cases = [(gate, capability) for gate in gates for capability in ((80, 90) if is_swept() else gate.when)]
     jobs = [
         {"module": f"sft.kernels.{gate.module}", "launch": gate.launch, "arguments": gate.arguments, "capability": capability}
         for gate, capability in cases

@@ -12,10 +12,11 @@ from sft.sources.load import load_tensor
 from sft.sources.normalized import Normalized
 from sft.sources.open import Reader, open_image
 from sft.sources.raster import FileImage, ImageFacts, Raster
+from sft.sources.repeating import RepeatingImage
 from sft.sources.resample import Resampled, at_mpp
 from sft.sources.sink import ArraySink, RowSink
 from sft.sources.slide import Slide
-from sft.sources.source import Source, check_rows, select_samples
+from sft.sources.source import RepeatingSource, Source, check_rows, select_samples
 from sft.sources.strips import StripReader
 from sft.sources.tiff import NotTiledError, TiffImage
 from sft.sources.views import AtLevel, Cropped, OneLevelView, RasterView, WithMpp
@@ -43,6 +44,8 @@ __all__ = [
     "Raster",
     "RasterView",
     "Reader",
+    "RepeatingImage",
+    "RepeatingSource",
     "Resampled",
     "RowSink",
     "SkipSlideError",

@@ -15,6 +15,7 @@ from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
 from sft.sources.host import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.normalize import Normalizer
+from sft.sources.repeating import Bools, equal_rows
 from sft.sources.source import check_rows, check_samples
 
 __all__ = ["ArraySource", "map_file"]
@@ -98,6 +99,16 @@ class ArraySource:
             pixels = self._pixels[sample, interval.start : interval.stop]
             self._normalizer.fill(pixels, out[sample])
             release_pages(pixels)
+
+    def repeated_rows(self, columns: Interval) -> Bools:
+        """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
+
+        Raises:
+            SourceError: the mapped file was cut short.
+        """
+        check_mapping(self._given, self._name)
+        same: Bools = np.logical_and.reduce([equal_rows(self._pixels[sample], columns) for sample in range(self.shape[0])])
+        return same
 
     def samples(self, batch: Interval) -> ArraySource:
         """The source of some batch elements: a view.

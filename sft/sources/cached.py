@@ -6,6 +6,7 @@ from sft.analysis.interval import Interval
 from sft.sources.blocks import RowBlocks
 from sft.sources.image import Image, Pixels
 from sft.sources.raster import Size
+from sft.sources.repeating import Bools, repeated_of
 from sft.sources.views import RasterView
 from sft.units import format_bytes, parse_bytes
 
@@ -69,6 +70,10 @@ class Cached(RasterView):
         """Let go of the file below, and of everything kept."""
         self.forget()
         super().close()
+
+    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+        """As the image below says; see `sft.sources.repeating.RepeatingImage`."""
+        return repeated_of(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         if level == 0 and (x, w) == (0, self.width_px):

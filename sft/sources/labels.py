@@ -14,6 +14,7 @@ from sft.analysis.interval import Interval
 from sft.errors import InputError
 from sft.sources.array import map_file
 from sft.sources.host import HostArray, as_host_array, check_mapping, release_pages
+from sft.sources.repeating import Bools, equal_rows
 from sft.sources.source import check_rows, check_samples
 
 __all__ = ["LabelSource"]
@@ -78,6 +79,16 @@ class LabelSource:
             labels = self._labels[sample, interval.start : interval.stop]
             out[sample, 0].numpy()[...] = labels
             release_pages(labels[..., None])
+
+    def repeated_rows(self, columns: Interval) -> Bools:
+        """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
+
+        Raises:
+            SourceError: the mapped file was cut short.
+        """
+        check_mapping(self._given, self._name)
+        same: Bools = np.logical_and.reduce([equal_rows(labels[..., None], columns) for labels in self._labels])
+        return same
 
     def samples(self, batch: Interval) -> LabelSource:
         """The source of some batch elements: a view.

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from typing import Protocol, TypeVar, runtime_checkable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from sft.analysis.interval import Interval
 from sft.errors import InputError
 
-__all__ = ["Source", "check_rows", "check_samples", "select_samples"]
+__all__ = ["RepeatingSource", "Source", "check_rows", "check_samples", "select_samples"]
 
 
 @runtime_checkable
@@ -32,7 +34,8 @@ class Source(Protocol):
     - *No gradient.* Where the gradient of the input is wanted, it goes to a `sft.sources.RowSink` of the same shape.
 
     A source with ``N > 1`` may also have ``samples(batch: Interval) -> Source``, the source of some batch elements (no copy), so
-    that the walk can take the batch in parts; see :func:`select_samples`.
+    that the walk can take the batch in parts; see :func:`select_samples`. One that knows where rows equal each other is a
+    `RepeatingSource`, too.
     """
 
     @property
@@ -57,6 +60,18 @@ class Source(Protocol):
         Raises:
             InputError: the interval or ``out`` does not fit; nothing was written.
             SourceError: the rows cannot be read; the contents of ``out`` are undefined.
+        """
+        ...
+
+
+@runtime_checkable
+class RepeatingSource(Protocol):
+    """What a source may have besides, so that strips of constant background need not run (``Options(skip_repeats=True)``)."""
+
+    def repeated_rows(self, columns: Interval) -> npt.NDArray[np.bool_]:
+        """For each row, ``[H]``, whether it is known to equal the row above it in these columns, in every batch element and channel.
+
+        Equal means bit for bit, as `Source.rows` delivers them. False claims nothing; that of row 0 is not asked for.
         """
         ...
 

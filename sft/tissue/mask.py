@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
 from sft.files import replacing
 from sft.sources.raster import missing_extra
@@ -106,6 +107,19 @@ class TissueMask:
         row = _under(np.arange(y, y + h), rows, self.height_px)
         column = _under(np.arange(x, x + w), columns, self.width_px)
         return self.pixels[row[:, None], column]
+
+    def used(self, part: Interval, *, columns: bool = False) -> Mask:
+        """For each row of the slide whether it has tissue in the columns ``part``; with ``columns`` for each column, in the rows ``part``.
+
+        >>> mask = TissueMask(pixels=np.array([[False, True], [False, False]]), width_px=4, height_px=4)
+        >>> mask.used(Interval(0, 3)).tolist(), mask.used(Interval(2, 4), columns=True).tolist()
+        ([True, True, False, False], [False, False, False, False])
+        """
+        pixels = self.pixels.T if columns else self.pixels
+        lines_px, across_px = (self.width_px, self.height_px) if columns else (self.height_px, self.width_px)
+        across = np.unique(_under(np.arange(part.start, part.stop), pixels.shape[1], across_px))
+        used: Mask = np.asarray(pixels[:, across].any(axis=1))
+        return used[_under(np.arange(lines_px), pixels.shape[0], lines_px)]
 
     def bounding_box(self, *, margin_px: int = 0) -> Box | None:
         """The smallest rectangle that holds all tissue, and a margin inside the slide; None where there is no tissue.

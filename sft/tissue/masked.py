@@ -11,13 +11,19 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from sft.analysis.interval import Interval
 from sft.errors import InputError
 from sft.sources.image import Image, Pixels
+from sft.sources.repeating import Bools
 from sft.sources.views import Cropped, OneLevelView
 from sft.tissue.mask import TissueMask
 from sft.tissue.regions import Mask
 
 __all__ = ["Masked", "crop_to_tissue"]
+
+
+#: Pixels of a mask that are looked up at a time.
+_PIECE_PX = 1 << 22
 
 
 @runtime_checkable
@@ -51,6 +57,7 @@ class Masked(OneLevelView):
                 f"{mask.height_px} px. At another resolution of the same slide, give mask.at(width_px, height_px)."
             )
         self.mask = mask
+        self._known: dict[tuple[Interval, bool], Bools] = {}
         self._background = super().background if background is None else tuple(background)
         if len(self._background) != self.num_channels or not all(0 <= value <= 255 for value in self._background):
             raise InputError(f"cannot paint {image} with {self._background}: give {self.num_channels} numbers of 0 to 255.")
@@ -62,6 +69,25 @@ class Masked(OneLevelView):
     def background(self) -> tuple[int, ...]:
         """Colour outside the mask."""
         return self._background
+
+    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+        """Lines outside of the mask that follow one another, as both have the background's colour; see `RepeatingImage`."""
+        empty = ~(self.mask.used(part, columns=columns) if isinstance(self.mask, TissueMask) else self._used(part, columns=columns))
+        found: Bools = np.concatenate([[False], empty[1:] & empty[:-1]])
+        return found
+
+    def _used(self, part: Interval, *, columns: bool) -> Bools:
+        """For each row whether the mask has something of it in the columns ``part``; with ``columns`` the other way round."""
+        if (part, columns) not in self._known:
+            extent = self.width_px if columns else self.height_px
+            step = max(1, _PIECE_PX // max(1, len(part)))
+            pieces = []
+            for first in range(0, extent, step):
+                count = min(step, extent - first)
+                box = (first, part.start, count, len(part)) if columns else (part.start, first, len(part), count)
+                pieces.append(np.asarray(self.mask.region(*box).any(axis=0 if columns else 1)))
+            self._known[part, columns] = np.concatenate(pieces)
+        return self._known[part, columns]
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         inside = self.mask.region(x, y, w, h)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from sft.analysis.interval import Interval
 from sft.errors import SourceError
 from sft.sources.image import Image, Pixels
+from sft.sources.repeating import Bools, repeated_of
 from sft.sources.views import RasterView
 from sft.wsi.views import Affine
 
@@ -80,6 +82,10 @@ class ColourTransferred(RasterView):
 
     def __repr__(self) -> str:
         return f"ColourTransferred({self.image!r})"
+
+    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+        """As the image below says: a pixel's colour depends on that pixel alone."""
+        return repeated_of(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         pixels = self.image.read(x, y, w, h, level)

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sft.analysis.interval import Interval
 from sft.sources.image import Image, Pixels
 from sft.sources.raster import Size
+from sft.sources.repeating import Bools, repeated_of
 from sft.sources.views import OneLevelView, RasterView
 
 __all__ = ["IDENTITY", "Affine", "Recoloured", "Turned"]
@@ -62,6 +64,19 @@ class Turned(OneLevelView):
 
     def _turned(self, size: Size) -> Size:
         return (size[1], size[0]) if self.quarters % 2 else size
+
+    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+        """As the image below says; see `sft.sources.repeating.RepeatingImage`."""
+        width, height, quarters = self.image.width_px, self.image.height_px, self.quarters
+        # Lines along one axis of the view are lines of the image, in its order or backwards, and so are the places along them.
+        of_columns = columns != bool(quarters % 2)
+        turned = quarters in ((2, 3) if columns else (1, 2))
+        across_turned = quarters in ((1, 2) if columns else (2, 3))
+        lines_back, places_back = turned != (self.mirrored and of_columns), across_turned != (self.mirrored and not of_columns)
+        extent = height if of_columns else width
+        found = repeated_of(self.image, Interval(extent - part.stop, extent - part.start) if places_back else part, columns=of_columns)
+        # A line equals the one before it as that one equals it: read backwards, each answer belongs to its other neighbour.
+        return np.concatenate([found[:1], found[:0:-1]]) if lines_back else found
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         width, height = self.image.width_px, self.image.height_px
@@ -134,6 +149,10 @@ class Recoloured(RasterView):
 
     def __repr__(self) -> str:
         return f"Recoloured({self.image!r})"
+
+    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+        """As the image below says: a pixel's colour depends on that pixel alone."""
+        return repeated_of(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         pixels = self.image.read(x, y, w, h, level)

@@ -22,6 +22,8 @@ from sft.errors import SourceError as SourceError
 from sft.errors import UnsupportedError as UnsupportedError
 from sft.execute.reading import PassReading as PassReading
 from sft.execute.reading import Reading as Reading
+from sft.execute.skipping import PassSkipping as PassSkipping
+from sft.execute.skipping import Skipping as Skipping
 from sft.memory import Peak as Peak
 from sft.memory import measure_peak as measure_peak
 from sft.optim.streamed import StreamedOptimizer as StreamedOptimizer

@@ -21,6 +21,7 @@ from sft.bands.mesh import resolve_mesh
 from sft.engine import Engine
 from sft.errors import InputError, UnsupportedError
 from sft.execute.reading import Reading
+from sft.execute.skipping import Skipping
 from sft.inputs import is_readable
 from sft.options import Options
 from sft.outputs import Output, resolve_output
@@ -279,6 +280,11 @@ class _Compiled:
     def last_reading(self) -> Reading | None:
         """What the last call read of inputs that are not resident, and how much of the time was hidden; None if they all were."""
         return self._sft_engine.last_reading
+
+    @property
+    def last_skipping(self) -> Skipping | None:
+        """What strips the last call left out; its backward pass adds its own. None without ``Options(skip_repeats=True)``."""
+        return self._sft_engine.last_skipping
 
     @property
     def plan(self) -> Plan:

@@ -19,6 +19,7 @@ from sft.errors import InputError
 from sft.execute.function import Leaves, run_region
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
+from sft.execute.skipping import Skipping
 from sft.fingerprint import fingerprint
 from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
 from sft.kernels.philox import draw_seed
@@ -50,6 +51,7 @@ class Engine:
         self.party: Party | None = None
         self.last_plan: Plan | None = None
         self.last_reading: Reading | None = None
+        self.last_skipping: Skipping | None = None
         self.preparation = Preparation(
             model,
             budget_bytes=budget_bytes,
@@ -125,6 +127,7 @@ class Engine:
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)
         self.last_reading = leaves.reading if leaves.sources else None
+        self.last_skipping = leaves.skipping if ready.plan.skips_repeats else None
         graph = ready.captured.capture.graph
         hosts = HostOutputs()
         try:

@@ -51,6 +51,11 @@ class Options:
         cuda_graphs: on a CUDA device, record strips that repeat and replay them, as far as the budget has room for that when everything
             else is planned; ``Plan.projected_peak_bytes`` counts it. Of use where strips are so small that starting their kernels takes
             longer than running them.
+        skip_repeats: leave out strips that would make, bit for bit, what the strip beside them made, as on background of one colour that is
+            higher than the receptive field. What they would have added to sums is multiplied instead. Rows of inputs, cuts and gradients
+            are compared for that (a slide that is masked says so itself), and `last_skipping` of the compiled module says what was left
+            out. Positional dropout, the place of a maximum, and whatever else varies with the place within the image are never left out.
+            Not on a mesh, and not in plans that copy values to the host and back: there all strips run.
         progress: whether planning shows a bar on the terminal where it takes long: while programs are timed.
     """
 
@@ -66,6 +71,7 @@ class Options:
     host_folder: str | None = None
     profile: str = "auto"
     cuda_graphs: bool = False
+    skip_repeats: bool = False
     progress: bool = False
     mesh_timeout_seconds: float = 1800.0
 

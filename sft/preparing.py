@@ -210,6 +210,7 @@ class Preparation:
             on_host=kind.traced.device.type in ("cpu", "meta"),
             host_budget_bytes=self._host_budget_bytes(kind.traced.device),
             link=Rates(kind.traced.device.type).link(self.options.link_bytes_per_second),
+            skips_repeats=self._skips_repeats,
             backend=self.backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
         )
         self._check_sources(problem)
@@ -230,6 +231,12 @@ class Preparation:
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
         return Ready(plan, planned.region, captured, slabs, graphs)
+
+    @property
+    def _skips_repeats(self) -> bool:
+        """Whether strips may be left out: the options, or a plan that was made so, say it."""
+        is_asked = self.options.skip_repeats or (self.given_plan is not None and self.given_plan.skips_repeats)
+        return self.mesh is None and is_asked
 
     def _plan_on_mesh(self, problem: Problem, captured: Captured, rates: Rates) -> Ready:
         """The plan for a mesh, and this rank's region (without processes that of the band that needs most)."""

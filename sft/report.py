@@ -37,6 +37,8 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
         *([f"  host              {format_bytes(plan.host_bytes):>12}  for what leaves the device meanwhile"] if plan.host_bytes else []),
         f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
     ]
+    if plan.skips_repeats:
+        lines.append(f"{'':20}and less where strips repeat their neighbours: last_skipping of the compiled module says how much")
     if plan.projected_seconds is not None:
         lines.append(f"  projected time    {plan.projected_seconds:>10.4g} s  each program timed on the device, as often as it runs")
     else:

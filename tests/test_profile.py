@@ -80,6 +80,19 @@ def test_profile_equals_the_phantom_walk(
     assert compared
 
 
+@pytest.mark.parametrize(
+    ("halo", "cols", "rows", "every", "slots"), [("carry", None, 3, 2, None), ("carry", 4, 8, None, 2), ("recompute", 6, 3, 1, None)]
+)
+@pytest.mark.parametrize("output", ["device", "host"])
+def test_profile_where_strips_may_be_left_out(
+    halo: str, cols: int | None, rows: int, every: int | None, slots: int | None, output: str, compared: list[Projection]
+) -> None:
+    """Comparing rows, and gradients of sources that are made apart, are in both."""
+    options = sft.Options(tile=(rows, cols), halo=halo, state_every=every, state_slots=slots, skip_repeats=True)
+    net = sft.compile(_Dense(), torch.empty(3, 3, 44, 10, requires_grad=True), options=options, output=output)
+    assert compared and net.plan.skips_repeats
+
+
 _OF_OUTPUTS = [
     ("carry", None, 3, 2, None, True),
     ("carry", 4, 8, None, 2, True),

@@ -18,12 +18,16 @@ from torch import Tensor
 
 from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
+from sft.analysis.repeats import Bools
 from sft.execute.host import copy_in_order
 from sft.execute.reading import PassReading, SourceStrips
 from sft.execute.room import Bytes, HostRoom
 from sft.sources.source import check_rows, check_samples
 
 __all__ = ["CutStrips", "HostCut", "HostGradient"]
+
+#: Rows are compared in pieces of so many bytes.
+_PIECE_BYTES = 1 << 20
 
 
 class _HostImage:
@@ -96,6 +100,26 @@ class HostCut(_HostImage):
                 part = self.tensor[sample].narrow(1, interval.start, len(interval))
                 out[sample].copy_(part.flatten(2))
             self._let_go(Interval(sample, sample + 1), interval)
+
+    def repeated_rows(self, columns: Interval) -> Bools:
+        """For each row whether it equals the row above it; see `sft.sources.source.RepeatingSource`.
+
+        Args:
+            columns: of the image, whatever axes lie behind them.
+        """
+        num, _, height, width = self.shape
+        same = np.zeros(height, dtype=bool)
+        if self._room is None:
+            return same
+        column_bytes = self._data.shape[2] // (width // prod(self.trailing[1:]))
+        data = self._data[:, :, columns.start * column_bytes : columns.stop * column_bytes]
+        step = max(1, _PIECE_BYTES // max(1, data.shape[0] * data.shape[2]))
+        for top in range(1, height, step):
+            bottom = min(top + step, height)
+            same[top:bottom] = (data[:, top:bottom] == data[:, top - 1 : bottom - 1]).all(axis=(0, 2))
+            for sample in range(num):
+                self._let_go(Interval(sample, sample + 1), Interval(top - 1, bottom))
+        return same
 
     def load(self, out: Tensor) -> None:
         """Fill a tensor of the cut's shape on any device."""

@@ -26,8 +26,9 @@ from sft.execute.copies import HostCopies
 from sft.execute.graphs import GraphStore, GraphTurn
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
-from sft.execute.reading import PassReading, Reading
+from sft.execute.reading import Reading
 from sft.execute.room import HostRoom
+from sft.execute.skipping import Skipping
 from sft.execute.slab import Slabs
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
@@ -57,6 +58,7 @@ class Leaves:
         witnesses: tensors behind such sources: changing them between forward and backward raises, as for all others.
         sinks: make what takes the gradients of such inputs, where they are wanted, afresh for each backward pass.
         reading: gains what is read.
+        skipping: gains what strips are run, and which are left out.
         slabs: room on the host for copies; none where there are none.
         room: where cuts are that are never whole on the device.
         make_machine: makes what runs a pass, of what the plain machine is made of.
@@ -72,16 +74,18 @@ class Leaves:
     witnesses: tuple[torch.Tensor, ...] = ()
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
+    skipping: Skipping = field(default_factory=Skipping)
     slabs: Slabs | None = None
     room: HostRoom = field(default_factory=HostRoom)
     make_machine: Callable[..., TorchMachine] = TorchMachine
     graphs: GraphStore | None = None
     turn: GraphTurn = field(default_factory=GraphTurn)
 
-    def machine(self, account: PassReading, copies: HostCopies | None = None) -> TorchMachine:
-        """What runs a pass; ``account`` gains what it reads."""
+    def machine(self, *, backward: bool, copies: HostCopies | None = None) -> TorchMachine:
+        """What runs a pass."""
         self.turn.take(self.graphs)
-        return self.make_machine(self.device, account=account, copies=copies, room=self.room, graphs=self.graphs)
+        account, skipping = (self.reading.backward, self.skipping.backward) if backward else (self.reading.forward, self.skipping.forward)
+        return self.make_machine(self.device, account=account, skipping=skipping, copies=copies, room=self.room, graphs=self.graphs)
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
@@ -98,7 +102,7 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     made = [name for name in region.outputs if name not in given]
     if not keep:
         with torch.no_grad(), autocast_off(leaves.device):
-            machine = leaves.machine(leaves.reading.forward)
+            machine = leaves.machine(backward=False)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
         return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
@@ -119,7 +123,7 @@ class _RegionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
         copies = None if leaves.slabs is None else HostCopies(leaves.device, leaves.slabs.lease())
-        machine = leaves.machine(leaves.reading.forward, copies)
+        machine = leaves.machine(backward=False, copies=copies)
         with autocast_off(leaves.device), _settled(copies):
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
             # The graph may be dropped before its backward pass: no copy may then still fill a buffer that is somebody else's.
@@ -203,7 +207,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     sinks = {name: make() for name, make in leaves.sinks.items()}
     if copies is not None:
         copies.exceeds = not consume
-    machine = leaves.machine(leaves.reading.backward, copies)
+    machine = leaves.machine(backward=True, copies=copies)
     with autocast_off(leaves.device), _settled(copies):
         found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
     for sink in sinks.values():

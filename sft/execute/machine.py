@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,14 +12,18 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
+from sft.analysis.repeats import Bools
 from sft.execute.boundary import CutStrips, HostCut, HostGradient
 from sft.execute.copies import HostCopies
 from sft.execute.graphs import GraphStore
 from sft.execute.heap import Heap
 from sft.execute.host import copy_in_order
 from sft.execute.reading import PassReading, SourceStrips, load_whole
+from sft.execute.repeats import repeated_rows, repeated_rows_of
 from sft.execute.room import HostRoom
+from sft.execute.skipping import PassSkipping
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
+from sft.lower.rules.base import Additive
 from sft.sources.source import select_samples
 from sft.walk.copies import Copy
 from sft.walk.machine import Handle, Saved
@@ -41,6 +46,7 @@ class TorchMachine:
         copies: where what leaves for the host goes, in orders that have such moves.
         room: where cuts are that are never whole on the device.
         graphs: recordings of programs that are replayed instead of run.
+        skipping: gains what strips ran, and which were left out.
     """
 
     device: torch.device
@@ -50,6 +56,7 @@ class TorchMachine:
     copies: HostCopies | None = None
     room: HostRoom = field(default_factory=HostRoom)
     graphs: GraphStore | None = None
+    skipping: PassSkipping = field(default_factory=PassSkipping)
 
     def begin(self, move: Move) -> None:
         pass
@@ -79,6 +86,32 @@ class TorchMachine:
 
     def add(self, target: Handle, source: Handle) -> None:
         target.add_(source)
+
+    def copy(self, target: Handle, source: Handle) -> None:
+        target.copy_(source)
+
+    def weigh(self, handle: Handle, additive: Additive, count: int, *, down: bool) -> None:
+        parts = [handle] if additive.columns is None else [handle.select(-1, column) for column in additive.columns]
+        for part in parts:
+            if additive.is_logarithm:
+                part.sub_(math.log(count)) if down else part.add_(math.log(count))
+            else:
+                part.div_(count) if down else part.mul_(count)
+
+    def repeated_rows(self, handle: Handle, batch: Interval, columns: Interval, *, axes: Axes) -> Bools | None:
+        if self.device.type == "meta":
+            return None
+        if isinstance(handle, HostGradient):
+            handle = handle.tensor
+        if isinstance(handle, torch.Tensor):
+            return repeated_rows(self.view(handle, batch, None, columns, axes=axes), axes)
+        return repeated_rows_of(handle, batch, columns)
+
+    def reserve(self, num_bytes: int) -> None:
+        return None
+
+    def note_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
+        self.skipping.note(num_run=num_run, num_skipped=num_skipped, flops=program.flops)
 
     def read(self, source: Handle, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStrips:
         if isinstance(source, HostCut):

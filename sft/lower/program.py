@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -23,7 +23,7 @@ from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
 from sft.errors import InternalError
 
-__all__ = ["DEVICE", "Emitter", "Instruction", "Port", "Program", "Slot", "load_rows", "slots_of"]
+__all__ = ["DEVICE", "Emitter", "Instruction", "Port", "Positional", "Program", "Slot", "load_rows", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,15 @@ class Port:
 
     role: str
     name: str
+
+
+@runtime_checkable
+class Positional(Protocol):
+    """A function of a program that is told where the strip lies (an ``origin`` port), and can say what it makes of that."""
+
+    def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
+        """Whether it makes the same of the same rows at both places."""
+        ...
 
 
 class _Device:

@@ -15,10 +15,10 @@ from sft.analysis.schedule import NodeRows, Step
 from sft.lower.context import NodeContext, Patch, Scope
 from sft.lower.program import Emitter, Program, Slot, load_rows
 from sft.lower.rules import rule_of
-from sft.lower.rules.base import Reduction
+from sft.lower.rules.base import Additive, Reduction
 from sft.lower.rules.windowed import Convolution, column_padding
 
-__all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole", "partial_shape", "partial_start"]
+__all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole", "partial_additive", "partial_shape", "partial_start"]
 
 aten = torch.ops.aten
 
@@ -67,6 +67,11 @@ def partial_shape(scope: Scope, name: str) -> tuple[int, ...]:
 def partial_start(scope: Scope, name: str) -> float:
     """What a running reduction holds before its first strip."""
     return _reduction(scope, name).start(scope.graph[name])
+
+
+def partial_additive(scope: Scope, name: str) -> Additive | None:
+    """Which part of a running reduction is a sum; ``None`` where a strip cannot count several times."""
+    return _reduction(scope, name).additive(scope.graph[name])
 
 
 def lower_finish(scope: Scope, name: str) -> Program:

@@ -159,6 +159,7 @@ def _new_segment(
         from_source=from_source,
         to_host=leaving.intersection(outputs),
         contiguous=leaving - problem.channels_last,
+        skips_repeats=problem.skips_repeats,
     )
 
 

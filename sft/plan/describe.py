@@ -42,6 +42,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         segments=tuple(_segment(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
         order=_order(planned.region),
         host_bytes=planned.projection.host_bytes,
+        skips_repeats=any(getattr(segment, "skips_repeats", False) for segment in planned.region.segments),
         notes=tuple(dict.fromkeys(problem.phases.whole_reasons.values())),
     )
 

@@ -67,6 +67,8 @@ def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order |
         InputError: the order runs a segment back that has not kept what it needs for that.
     """
     region = replace(build_region(problem, choices), order=order)
+    if any(move.is_copy for move in region.moves):
+        region = region.run_in_full()
     unkept = region.unkept() if order is not None and problem.training else ()
     misplaced = region.misplaced() if order is not None and problem.training else None
     if unkept:

@@ -41,6 +41,7 @@ class Problem:
         host_budget_bytes: most bytes that a step may take on the host for what leaves the device meanwhile; ``None`` is no limit.
         link: how fast that goes.
         backend: what runs parts of programs in its own way; ``None`` for ATen alone.
+        skips_repeats: whether strips are left out that would make what a neighbour made.
         memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples.
     """
 
@@ -55,6 +56,7 @@ class Problem:
     host_budget_bytes: int | None = None
     link: Link = field(default_factory=Link)
     backend: Backend | None = None
+    skips_repeats: bool = False
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def fits_host(self, num_bytes: int) -> bool:

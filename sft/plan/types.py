@@ -13,7 +13,7 @@ from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 7
+_FORMAT = 8
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -147,6 +147,7 @@ class Plan:
             copy the value ``add`` to the host, ``"~add"`` gives its bytes on the device back, ``"<add"`` begins to copy it back; ``">3+"``
             and so on do that with what segment 3 kept.
         host_bytes: what leaves the device during a step takes so much of the host's memory.
+        skips_repeats: whether a step may leave out strips that would make what a neighbour made, and take less than ``flops``.
         notes: why operators that read an image run on whole tensors, one line each.
         mesh: of a plan for several ranks what each holds, computes and sends. The numbers above are then those of the rank that needs most,
             but for ``flops``, which are those of all bands of an image together.
@@ -167,6 +168,7 @@ class Plan:
     segments: tuple[SegmentPlan, ...]
     order: tuple[str, ...] = ()
     host_bytes: int = 0
+    skips_repeats: bool = False
     notes: tuple[str, ...] = ()
     mesh: MeshPlan | None = None
 

@@ -13,7 +13,9 @@ from typing import Any, Protocol
 
 from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
+from sft.analysis.repeats import Bools
 from sft.lower.program import Port, Program, Slot
+from sft.lower.rules.base import Additive
 from sft.sources.readahead import reader_bytes
 from sft.walk.copies import Copy, HostSpace
 from sft.walk.order import Move
@@ -69,6 +71,21 @@ class Machine(Protocol):
 
     def add(self, target: Handle, source: Handle) -> None:
         """Add in place."""
+
+    def copy(self, target: Handle, source: Handle) -> None:
+        """Copy in place."""
+
+    def weigh(self, handle: Handle, additive: Additive, count: int, *, down: bool) -> None:
+        """Divide what is a sum of a running value by a number (``down``), or multiply it."""
+
+    def repeated_rows(self, handle: Handle, batch: Interval, columns: Interval, *, axes: Axes) -> Bools | None:
+        """For each row whether it equals the row above it, bit for bit, in these batch elements and columns; ``None`` if nobody knows."""
+
+    def reserve(self, num_bytes: int) -> Handle:
+        """Room that a pass takes only if its data says so, for as long as the handle is held: all that a machine of byte counts knows."""
+
+    def note_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
+        """Hear that so many strips of a program ran, and that others were left out as they would have made the same."""
 
     def read(self, source: Handle, batch: Interval, order: Sequence[Interval], row_bytes: int) -> Strips:
         """Begin to read rows of an input's source, in this order; ``row_bytes`` of each row of these batch elements."""
@@ -229,6 +246,21 @@ class PhantomMachine:
         return handle.view()
 
     def add(self, target: Handle, source: Handle) -> None:
+        pass
+
+    def copy(self, target: Handle, source: Handle) -> None:
+        pass
+
+    def weigh(self, handle: Handle, additive: Additive, count: int, *, down: bool) -> None:
+        pass
+
+    def repeated_rows(self, handle: Handle, batch: Interval, columns: Interval, *, axes: Axes) -> Bools | None:
+        return None
+
+    def reserve(self, num_bytes: int) -> Phantom:
+        return Phantom(self.meter, num_bytes)
+
+    def note_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
         pass
 
     def read(self, source: Handle, batch: Interval, order: Sequence[Interval], row_bytes: int) -> _PhantomStrips:

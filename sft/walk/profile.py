@@ -6,7 +6,8 @@ only grow, so of the states after it the next kept one, ``j(s) >= s + 1``, needs
 backward pass the held states are a stack, and each has the blocks between the one below it and itself that it needs.
 
 Reading an input that is not resident adds its buffers all along, or a copy of the strip on a device of its own memory. A strip of an
-output on the host, or of its gradient, is there while the strip's program runs.
+output on the host, or of its gradient, is there while the strip's program runs. Where strips may be left out (``sft.walk.repeats``),
+rows are compared at a walk's begin, and the gradient of a source may be made apart; how many strips that will be nobody knows, so all run.
 
 So the bytes at every event are sums over prefixes, and a walk of thousands of strips is projected without walking it. That this equals
 the walk on the phantom machine, byte for byte, is tested.
@@ -24,6 +25,7 @@ import numpy.typing as npt
 from sft.lower.program import Program
 from sft.walk.checkpoints import Action
 from sft.walk.reading import reading_bytes, strip_bytes
+from sft.walk.repeats import comparing_bytes, spare_bytes, twins
 from sft.walk.segments import TiledSegment, Walk
 
 __all__ = ["Runs", "WalkProfile", "WalkProfiles", "profile_walk"]
@@ -86,6 +88,8 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     forward_flops = int(np.array([program.flops for program in forward])[kinds].sum())
     read = reading_bytes(segment, "forward", walk) if on_host else strip_bytes(segment, "forward", "source", all_steps, walk)
     forward_peak = int((before + forward_peaks + read).max())
+    comparing = comparing_bytes(segment, walk, backward=False) if segment.skips_repeats else 0
+    forward_peak = max(forward_peak, comparing)
     store = int(stays.sum())
     if not differentiate:
         return WalkProfile(
@@ -100,6 +104,10 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     wanted = np.array([name in segment.scope.requires_grad for name in names], dtype=bool)
     gradients = (row_bytes[wanted, None] * (frontier - kept)[wanted]).sum(0)
     joint_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in joint])[kinds]
+    if segment.skips_repeats:
+        is_twin = np.zeros(len(first), dtype=bool)
+        is_twin[kinds[twins(segment)]] = True
+        joint_peaks += (is_twin * np.array([spare_bytes(segment, program) for program in joint]))[kinds]
     buffers = reading_bytes(segment, "backward", walk) if on_host else 0
     strips = strip_bytes(segment, "joint", "grad_source", all_steps, walk)
     if not on_host:
@@ -108,10 +116,11 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     strip = np.array([action.strip for action in actions])
     is_joint = np.array([action.kind == "joint" for action in actions])
     alive = _alive_at(actions, states, frontier, kept, blocks)
+    comparing_back = int(alive[0]) + comparing_bytes(segment, walk, backward=True) if segment.skips_repeats else 0
     # The gradient that waits at an action is that of the state behind which all strips are done.
     done = np.concatenate([[num_steps], np.minimum.accumulate(np.where(is_joint, strip, num_steps))[:-1]])
     alive += gradients[done] + buffers
-    peak = int((alive[is_joint] + (joint_peaks + strips)[strip[is_joint]]).max())
+    peak = max(comparing_back, int((alive[is_joint] + (joint_peaks + strips)[strip[is_joint]]).max()))
     flops = int(np.array([program.flops for program in joint])[kinds].sum())
     backward_runs = list(zip(joint, num_of_kind, strict=True))
 
@@ -128,7 +137,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     if not segment.keeps_states(walk):
         again = np.arange(states.max())
         buffers = reading_bytes(segment, "restore", walk) if on_host else 0
-        peak = max(peak, restore(again, _alive_before(frontier, kept, blocks, lasting)[again] + buffers))
+        peak = max(peak, comparing, restore(again, _alive_before(frontier, kept, blocks, lasting)[again] + buffers))
     return WalkProfile(
         forward_peak_bytes=forward_peak,
         store_bytes=store,

@@ -5,6 +5,9 @@ walk opens a reader with that list for every input that it reads, takes strip af
 input is read once for each walk over it: for each chunk of the batch, in each segment that reads it, forwards and again backwards.
 Where restored strips make the backward walk turn round, their rows are read once more. Rows are read in full width: panels take their
 columns of them, and each panel is a walk of its own.
+
+Strips that are left out of a walk (``sft.walk.repeats``) are not read, unless the walk turns round: then neighbours in the list could have
+more rows in common than was planned for, so all strips are read as planned, and dropped.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.analysis.interval import Interval
+from sft.analysis.repeats import Bools
 from sft.lower.program import Port
 from sft.lower.step import StripKind
 from sft.sources.readahead import reader_bytes
@@ -25,7 +29,7 @@ from sft.walk.machine import Handle, Machine, Strips
 if TYPE_CHECKING:
     from sft.walk.segments import TiledSegment, Walk
 
-__all__ = ["Direction", "opened", "reading_bytes", "reading_order", "strip_bytes"]
+__all__ = ["Direction", "opened", "reading_bytes", "reading_order", "reads_skipped", "strip_bytes"]
 
 Ints = npt.NDArray[np.int64]
 
@@ -38,8 +42,20 @@ def _rows_read(segment: TiledSegment, walk: Walk, name: str) -> tuple[Ints, Ints
     return segment.schedule.rows_read(name, [reader for reader in scope.names if scope.has_columns(reader)])
 
 
-def reading_order(segment: TiledSegment, direction: Direction, walk: Walk) -> dict[str, tuple[Interval, ...]]:
-    """The rows that a walk reads of each input that is not resident, in order; inputs that it does not read are left out."""
+def reads_skipped(segment: TiledSegment, direction: Direction) -> bool:
+    """Whether strips that are left out of a walk are read all the same."""
+    return direction == "backward" and any(action.kind == "forward" for action in segment.checkpoints.actions(segment.schedule.num_steps))
+
+
+def reading_order(segment: TiledSegment, direction: Direction, walk: Walk, skipped: Bools | None = None) -> dict[str, tuple[Interval, ...]]:
+    """The rows that a walk reads of each input that is not resident, in order; inputs that it does not read are left out.
+
+    Args:
+        segment: what walks.
+        direction: what for.
+        walk: the walk.
+        skipped: strips that are left out.
+    """
     num_steps = segment.schedule.num_steps
     events: list[tuple[StripKind, int]]
     if direction == "backward":
@@ -47,6 +63,8 @@ def reading_order(segment: TiledSegment, direction: Direction, walk: Walk) -> di
         events = [("restore" if action.kind == "forward" else "joint", action.strip) for action in actions]
     else:
         events = [(direction, index) for index in range(segment.walked(direction))]
+    if skipped is not None and not reads_skipped(segment, direction):
+        events = [(kind, index) for kind, index in events if not skipped[index]]
     found = {}
     kinds = segment.schedule.kinds[1].tolist()
     for name in sorted(segment.from_source):
@@ -74,12 +92,18 @@ class _Reads(dict[tuple[StripKind, int], bool]):
 
 @contextmanager
 def opened(
-    machine: Machine, segment: TiledSegment, handles: Mapping[str, Handle], direction: Direction, walk: Walk
+    machine: Machine,
+    segment: TiledSegment,
+    handles: Mapping[str, Handle],
+    direction: Direction,
+    walk: Walk,
+    *,
+    skipped: Bools | None = None,
 ) -> Iterator[dict[str, Strips]]:
     """Readers of a walk's inputs by name, for the time of the walk."""
     readers: dict[str, Strips] = {}
     with ExitStack() as stack:
-        for name, order in reading_order(segment, direction, walk).items():
+        for name, order in reading_order(segment, direction, walk, skipped).items():
             reader = machine.read(handles[name], walk.chunk, order, segment.source_row_bytes(name, walk))
             readers[name] = stack.enter_context(closing(reader))
         yield readers

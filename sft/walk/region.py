@@ -17,7 +17,7 @@ pass of the last segment that has to do with it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -133,6 +133,11 @@ class Region:
         if keep:
             machine.begin(LOSS)
         return outputs, tape
+
+    def run_in_full(self) -> Region:
+        """The region without strips being left out: a slab for copies is laid out for what each strip leaves behind."""
+        tiled = [replace(each, skips_repeats=False) if getattr(each, "skips_repeats", False) else each for each in self.segments]
+        return replace(self, segments=tiled)
 
     def output_shape(self, name: str) -> tuple[int, ...]:
         """Shape of an output, and of its gradient, as the caller has it."""

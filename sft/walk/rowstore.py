@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sft.analysis.interval import Interval
+from sft.analysis.repeats import Bools
 from sft.walk.machine import Handle
 
 __all__ = ["RowStore"]
@@ -27,13 +28,24 @@ class _Block:
 
 @dataclass(slots=True)
 class RowStore:
-    """Blocks of carried rows by value, in row order."""
+    """Blocks of carried rows by value, in row order.
+
+    Attributes:
+        blocks: by value.
+        repeats: for each strip of the walk whether it makes what the strip before it made; ``None`` where all are run.
+    """
 
     blocks: dict[str, list[_Block]] = field(default_factory=dict)
+    repeats: Bools | None = None
 
     def append(self, name: str, rows: Interval, handle: Handle) -> None:
         """Add rows that no block holds yet."""
         self.blocks.setdefault(name, []).append(_Block(rows, handle))
+
+    def share(self, name: str, rows: Interval, like: Interval) -> None:
+        """Add rows that no block holds yet and that equal those of the block that holds ``like``, which stands for both from now on."""
+        handle = next(block.handle for block in self.blocks[name] if block.rows == like)
+        self.append(name, rows, handle)
 
     def hold(self, state: State) -> None:
         """Keep what a state needs."""
@@ -58,7 +70,8 @@ class RowStore:
 
     def fork(self) -> RowStore:
         """A store with the same blocks whose holders are counted apart."""
-        return RowStore({n: [_Block(b.rows, b.handle, b.holders) for b in blocks] for n, blocks in self.blocks.items()})
+        blocks = {n: [_Block(b.rows, b.handle, b.holders) for b in blocks] for n, blocks in self.blocks.items()}
+        return RowStore(blocks, self.repeats)
 
     def _touching(self, name: str, rows: Interval) -> list[_Block]:
         return [block for block in self.blocks.get(name, ()) if block.rows.intersect(rows)]

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar, Literal
 
+import numpy as np
 import torch
 
 from sft.analysis.axes import ROWS
 from sft.analysis.interval import Interval
+from sft.analysis.repeats import Bools
 from sft.analysis.schedule import NodeRows, Schedule, Step
 from sft.analysis.tile import TileSchedule, kinds_of
 from sft.lower.context import Scope
@@ -27,7 +29,16 @@ from sft.lower.program import Port, Program
 from sft.lower.step import StripKind, lower_finish, lower_strip, partial_shape, partial_start
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.machine import Handle, Machine
-from sft.walk.reading import opened
+from sft.walk.reading import opened, reads_skipped
+from sft.walk.repeats import (
+    backward_repeats,
+    comparing_bytes,
+    forward_repeats,
+    num_alike,
+    spare_bytes,
+    twins,
+    weighed,
+)
 from sft.walk.rowstore import RowStore
 from sft.walk.values import Gradients, Values
 
@@ -57,6 +68,7 @@ class TiledSegment:
         from_source: inputs, and cuts on the host, that are read strip by strip and never resident.
         to_host: outputs that leave strip by strip and are never whole on the device, with their gradients.
         contiguous: those of them that are laid out channels first.
+        skips_repeats: whether strips are left out that would make what a neighbour made (``sft.walk.repeats``).
     """
 
     #: gradients are added to buffers that must exist
@@ -74,6 +86,7 @@ class TiledSegment:
     from_source: frozenset[str] = frozenset()
     to_host: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
+    skips_repeats: bool = False
     _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
@@ -140,7 +153,8 @@ class TiledSegment:
             self._scopes[key] = replace(self.scope, batch=key[0], columns=columns)
         return self._scopes[key]
 
-    def _step(self, index: int) -> Step:
+    def step(self, index: int) -> Step:
+        """Strip ``index``."""
         if index not in self._steps:
             self._steps[index] = self.schedule.step(index)
         return self._steps[index]
@@ -156,6 +170,10 @@ class TiledSegment:
         """Bytes of one row of a streamed value in a walk."""
         scope = self.scope_of(walk)
         return math.prod(scope.strip_shape(name, 1)) * scope.graph[name].itemsize_bytes
+
+    def row_elements(self, name: str, walk: Walk) -> int:
+        """Elements of one row of a streamed value in a walk."""
+        return math.prod(self.scope_of(walk).strip_shape(name, 1))
 
     def source_row_bytes(self, name: str, walk: Walk, *, gradient: bool = False) -> int:
         """Bytes of one row in full width of an input that is not resident, or of its gradient."""
@@ -181,7 +199,7 @@ class TiledSegment:
         """The program of a strip; strips of one signature share it, in panels of one geometry."""
         key = (kind, int(self.schedule.kinds[1][index]), self.panel_kinds[walk.panel], len(walk.chunk))
         if key not in self._programs:
-            self._programs[key] = lower_strip(self.scope_of(walk), self._step(index), kind)
+            self._programs[key] = lower_strip(self.scope_of(walk), self.step(index), kind)
         return self._programs[key]
 
     def host_strip_bytes(self, program: Program) -> int:
@@ -227,10 +245,10 @@ class TiledSegment:
         self, machine: Machine, values: Values, walk: Walk, partial: Mapping[str, Handle] | None, kept: frozenset[int]
     ) -> RowStore:
         """Walk forward, holding on to some states; without ``partial`` only for the sake of these states."""
-        store = RowStore()
         direction: Literal["forward", "restore"] = "restore" if partial is None else "forward"
         last = self.walked(direction)
-        with opened(machine, self, values.by_name, direction, walk) as readers:
+        store = RowStore(repeats=self._repeats(machine, values, walk))
+        with opened(machine, self, values.by_name, direction, walk, skipped=store.repeats) as readers:
             reading = Values(values.by_name, readers)
             for index in range(last):
                 self._run_forward(machine, reading, store, index, walk, partial)
@@ -240,6 +258,15 @@ class TiledSegment:
         if last not in kept:
             store.release(self.schedule.carried_rows(last))
         return store
+
+    def _repeats(self, machine: Machine, values: Values, walk: Walk) -> Bools | None:
+        """The strips that make what the strip before them makes; ``None`` where all are run."""
+        if not self.skips_repeats:
+            return None
+        room = machine.reserve(comparing_bytes(self, walk, backward=False))
+        found = forward_repeats(machine, self, values, walk)
+        del room
+        return found if found.any() else None
 
     def walked(self, direction: Literal["forward", "restore"]) -> int:
         """Strips that a walk forward runs: all, or those before the last kept state."""
@@ -254,7 +281,15 @@ class TiledSegment:
         walk: Walk,
         partial: Mapping[str, Handle] | None,
     ) -> None:
-        step, program = self._step(index), self.program("forward" if partial is not None else "restore", index, walk)
+        step, program = self.step(index), self.program("forward" if partial is not None else "restore", index, walk)
+        if store.repeats is not None and store.repeats[index]:
+            for node, like in zip(step.nodes, self.step(index - 1).nodes, strict=True):
+                if Port("append", node.name) in program.results:
+                    store.share(node.name, node.appended, like.appended)
+            self._skip(machine, program, step, walk, values)
+            return
+        # Of strips that repeat this one the outputs are written, and the sums are made, here; what is carried is theirs to hand on.
+        count = 1 if store.repeats is None or partial is None else num_alike(store.repeats, index, step=1)
         bindings = self._bind(machine, program, step, walk, values, store)
         leaving: dict[str, Handle] = {}
         for port, slot in program.ports.items():
@@ -266,15 +301,33 @@ class TiledSegment:
             elif port.role == "partial":
                 assert partial is not None
                 bindings[port] = partial[port.name]
-        results, _ = machine.run(program, bindings)
+        with weighed(machine, self, bindings, walk, count):
+            results, _ = machine.run(program, bindings)
+        machine.note_strips(program, num_run=1, num_skipped=0)
         for node in step.nodes:
             block = results.pop(Port("append", node.name), None)
             if block is not None:
                 store.append(node.name, node.appended, block)
+        written = {port.name: bindings[port] for port in bindings if port.role == "out" and port.name not in leaving}
         bindings.clear()
+        for repeat in range(1, count):
+            for name, handle in written.items():
+                machine.copy(self._own_part(machine, values, name, self.step(index + repeat), walk), handle)
+        del written
         for name in list(leaving):
-            rows, columns = self._part(name, step, walk)
-            machine.put(values.by_name[name], leaving.pop(name), walk.chunk, rows, columns, axes=self.scope.axes)
+            part = leaving.pop(name)
+            for repeat in range(count):
+                rows, columns = self._part(name, self.step(index + repeat), walk)
+                machine.put(values.by_name[name], part, walk.chunk, rows, columns, axes=self.scope.axes)
+            del part
+
+    def _skip(self, machine: Machine, program: Program, step: Step, walk: Walk, values: Values) -> None:
+        """Leave a strip out."""
+        machine.note_strips(program, num_run=0, num_skipped=1)
+        if values.reads_skipped:
+            for port in program.ports:
+                if port.role == "source" and port.name in values.readers:
+                    values.readers[port.name].take(self._reads(step, walk)[port.name])
 
     def _bind(self, machine: Machine, program: Program, step: Step, walk: Walk, values: Values, store: RowStore) -> dict[Port, Handle]:
         """The ports that forward and backward have in common."""
@@ -287,16 +340,20 @@ class TiledSegment:
             elif port.role == "carry":
                 bindings[port] = store.pieces(port.name, step[port.name].carried)
             elif port.role == "origin":
-                parts = (step[port.name], self._columns_of(port.name, walk))
-                bindings[port] = (walk.chunk.start, *map(_first, parts))
+                bindings[port] = self.origin(port.name, step, walk)
         return bindings
 
-    def _columns_of(self, name: str, walk: Walk) -> NodeRows:
+    def origin(self, name: str, step: Step, walk: Walk) -> tuple[int, int, int]:
+        """Batch element, row and column of the first element that a strip adds to a value, or that it reduces."""
+        return (walk.chunk.start, _first(step[name]), _first(self.columns_of(name, walk)))
+
+    def columns_of(self, name: str, walk: Walk) -> NodeRows:
+        """What a walk's panel computes and reads of a value along the width; `scope_of` speaks of the first panel of its geometry."""
         return self.panels[walk.panel][name]
 
     def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """What a strip reads of a source, or of its gradient."""
-        rows, columns = self._reads(step, walk)[name], self._columns_of(name, walk).new
+        rows, columns = self._reads(step, walk)[name], self.columns_of(name, walk).new
         reader = tensors.readers.get(name) if isinstance(tensors, Values) else None
         if reader is not None:
             return machine.view(reader.take(rows), None, None, columns, axes=self.scope.axes)
@@ -314,7 +371,7 @@ class TiledSegment:
 
     def _part(self, name: str, step: Step, walk: Walk) -> tuple[Interval, Interval]:
         """Rows and columns of a streamed output that a strip is for."""
-        return step[name].wanted, self._columns_of(name, walk).wanted
+        return step[name].wanted, self.columns_of(name, walk).wanted
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
         handle = tensors.by_name[name]
@@ -340,10 +397,21 @@ class TiledSegment:
     def _walk_backward(self, machine: Machine, values: Values, store: RowStore | None, grads: Gradients, walk: Walk) -> None:
         if store is None:
             store = self._walk_forward(machine, values, walk, None, self.kept)
-        with opened(machine, self, values.by_name, "backward", walk) as readers:
-            self._walk_joint(machine, Values(values.by_name, readers), store, grads, walk)
+        repeats = self._backward_repeats(machine, grads, walk, store)
+        with opened(machine, self, values.by_name, "backward", walk, skipped=repeats) as readers:
+            reading = Values(values.by_name, readers, reads_skipped(self, "backward"))
+            self._walk_joint(machine, reading, store, grads, walk, repeats)
 
-    def _walk_joint(self, machine: Machine, values: Values, store: RowStore, grads: Gradients, walk: Walk) -> None:
+    def _backward_repeats(self, machine: Machine, grads: Gradients, walk: Walk, store: RowStore) -> Bools | None:
+        """The strips whose gradients are those of the strip behind them; ``None`` where all are run."""
+        if not self.skips_repeats:
+            return None
+        room = machine.reserve(comparing_bytes(self, walk, backward=True))
+        found = None if store.repeats is None else backward_repeats(machine, self, grads, walk, store.repeats)
+        del room
+        return found if found is not None and found.any() else None
+
+    def _walk_joint(self, machine: Machine, values: Values, store: RowStore, grads: Gradients, walk: Walk, repeats: Bools | None) -> None:
         schedule = self.schedule
         carried: dict[str, Handle] = {}
         for action in self.checkpoints.actions(schedule.num_steps):
@@ -353,36 +421,71 @@ class TiledSegment:
                 if action.drops:
                     store.release(schedule.carried_rows(action.strip))
                 continue
-            step, program = self._step(action.strip), self.program("joint", action.strip, walk)
-            bindings = self._bind(machine, program, step, walk, values, store)
-            parts: dict[str, Handle] = {}
-            for port, slot in program.ports.items():
-                if self._is_exchanged(port):
-                    bindings[port] = machine.allocate(slot.shape, slot.dtype, zero=False)
-                    rows, columns = self._part(port.name, step, walk)
-                    machine.fetch(grads.by_name[port.name], bindings[port], walk.chunk, rows, columns, axes=self.scope.axes)
-                elif port.role == "grad_out":
-                    if port.name in self.scope.streamed:
-                        bindings[port] = self._own_part(machine, grads, port.name, step, walk)
-                    else:
-                        bindings[port] = self._side(machine, grads, port.name, walk.chunk)
-                elif port.role == "grad_carry":
-                    bindings[port] = carried.pop(port.name)
-                elif port.role == "grad_source" and port.name in grads.sinks:
-                    parts[port.name] = self._zero_rows(machine, port.name, step, walk)
-                    columns = self._columns_of(port.name, walk).new
-                    bindings[port] = machine.view(parts[port.name], None, None, columns, axes=self.scope.axes)
-                elif port.role == "grad_source":
-                    bindings[port] = self._rows_read(machine, grads, port.name, step, walk)
-                elif port.role == "grad_side":
-                    bindings[port] = self._side(machine, grads, port.name, walk.chunk)
-            results, _ = machine.run(program, bindings)
-            bindings.clear()
-            for name in list(parts):
-                machine.give(grads.sinks[name], walk.chunk, self._reads(step, walk)[name], parts.pop(name))
-            carried = {port.name: handle for port, handle in results.items()}
-            results.clear()
+            if repeats is not None and repeats[action.strip]:  # what it hands on is what was handed to it
+                self._skip(machine, self.program("joint", action.strip, walk), self.step(action.strip), walk, values)
+            else:
+                count = 1 if repeats is None else num_alike(repeats, action.strip, step=-1)
+                carried = self._run_joint(machine, values, store, grads, action.strip, walk, carried, count)
             store.release(schedule.carried_rows(action.strip))
+
+    def _run_joint(
+        self,
+        machine: Machine,
+        values: Values,
+        store: RowStore,
+        grads: Gradients,
+        index: int,
+        walk: Walk,
+        carried: dict[str, Handle],
+        count: int,
+    ) -> dict[str, Handle]:
+        """Differentiate a strip, for ``count`` of them upwards; takes the gradients of the rows that it hands on and returns those of the
+        rows handed to it."""
+        step, program = self.step(index), self.program("joint", index, walk)
+        bindings = self._bind(machine, program, step, walk, values, store)
+        parts: dict[str, Handle] = {}
+        apart: dict[str, Handle] = {}
+        for port, slot in program.ports.items():
+            if self._is_exchanged(port):
+                bindings[port] = machine.allocate(slot.shape, slot.dtype, zero=False)
+                rows, columns = self._part(port.name, step, walk)
+                machine.fetch(grads.by_name[port.name], bindings[port], walk.chunk, rows, columns, axes=self.scope.axes)
+            elif port.role == "grad_out":
+                if port.name in self.scope.streamed:
+                    bindings[port] = self._own_part(machine, grads, port.name, step, walk)
+                else:
+                    bindings[port] = self._side(machine, grads, port.name, walk.chunk)
+            elif port.role == "grad_carry":
+                bindings[port] = carried.pop(port.name)
+            elif port.role == "grad_source" and port.name in grads.sinks:
+                parts[port.name] = self._zero_rows(machine, port.name, step, walk)
+                columns = self.columns_of(port.name, walk).new
+                bindings[port] = machine.view(parts[port.name], None, None, columns, axes=self.scope.axes)
+            elif port.role == "grad_source" and count > 1:
+                bindings[port] = apart[port.name] = machine.allocate(slot.shape, slot.dtype, zero=True)
+            elif port.role == "grad_source":
+                bindings[port] = self._rows_read(machine, grads, port.name, step, walk)
+            elif port.role == "grad_side":
+                bindings[port] = self._side(machine, grads, port.name, walk.chunk)
+        room = machine.reserve(spare_bytes(self, program)) if self.skips_repeats and count == 1 and self._twins[index] else None
+        with weighed(machine, self, bindings, walk, count):
+            results, _ = machine.run(program, bindings)
+        machine.note_strips(program, num_run=1, num_skipped=0)
+        del room
+        bindings.clear()
+        for repeat in range(count):
+            above = self.step(index - repeat)
+            for name, part in parts.items():
+                machine.give(grads.sinks[name], walk.chunk, self._reads(above, walk)[name], part)
+            for name, part in apart.items():
+                machine.add(self._rows_read(machine, grads, name, above, walk), part)
+        return {port.name: handle for port, handle in results.items()}
+
+    @cached_property
+    def _twins(self) -> Bools:
+        """Strips of a geometry that stands twice in a row somewhere, so that one might repeat the other."""
+        found = twins(self)
+        return np.isin(self.schedule.kinds[1], self.schedule.kinds[1][found])
 
 
 def _first(part: NodeRows) -> int:

@@ -14,11 +14,12 @@ class Values:
     """Whole tensors by value name: cuts, parameters, buffers, global values; of inputs that are not resident, the sources; of outputs
     that leave strip by strip, what takes them on the host.
 
-    ``readers`` are those of the running walk, by input.
+    ``readers`` are those of the running walk, by input; ``reads_skipped`` says whether they read strips that are left out, too.
     """
 
     by_name: dict[str, Handle] = field(default_factory=dict)
     readers: dict[str, Strips] = field(default_factory=dict)
+    reads_skipped: bool = False
 
 
 @dataclass(slots=True)

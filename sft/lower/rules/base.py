@@ -8,13 +8,27 @@ caller copies. ``backward`` takes the gradient of the new rows and reports gradi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 from sft.analysis.graph import Node
 from sft.lower.context import NodeContext, Scope
 from sft.lower.program import Emitter, Slot
 
-__all__ = ["Reduction", "Rule"]
+__all__ = ["Additive", "Reduction", "Rule"]
+
+
+@dataclass(frozen=True, slots=True)
+class Additive:
+    """Which part of a running value is a sum over strips, so that a strip that counts ``m`` times adds ``m`` times as much.
+
+    Attributes:
+        columns: entries along the last dimension; ``None`` for all of the value.
+        is_logarithm: whether the value is the logarithm of the sum.
+    """
+
+    columns: tuple[int, ...] | None = None
+    is_logarithm: bool = False
 
 
 class Rule(ABC):
@@ -56,6 +70,10 @@ class Reduction(Rule):
     def start(self, node: Node) -> float:
         """What it holds before the first strip."""
         return 0.0
+
+    def additive(self, node: Node) -> Additive | None:
+        """Which part of it is a sum, where how often a strip counts changes nothing else; ``None`` where that is not so."""
+        return None
 
     def finish(self, scope: Scope, e: Emitter, node: Node, running: Slot, out: Slot) -> None:
         """Emit what makes the global value of it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from sft.analysis.graph import Node, refs_in
 from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
-from sft.lower.rules.base import Reduction
+from sft.lower.rules.base import Additive, Reduction
 from sft.lower.rules.reductions import axes_of, pixel_of
 
 __all__ = ["Extremes", "Peak", "starts_of"]
@@ -27,6 +27,9 @@ class Extremes(Reduction):
 
     def start(self, node: Node) -> float:
         return -math.inf if node.argument("largest") else math.inf
+
+    def additive(self, node: Node) -> Additive:
+        return Additive(columns=(1,))
 
     def forward(self, ctx: NodeContext) -> Slot:
         e, largest = ctx.emitter, ctx.node.argument("largest")

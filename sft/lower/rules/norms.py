@@ -10,7 +10,7 @@ import torch
 from sft.analysis.graph import Node, refs_in
 from sft.lower.context import NodeContext, Scope
 from sft.lower.program import Emitter, Slot
-from sft.lower.rules.base import Reduction, Rule
+from sft.lower.rules.base import Additive, Reduction, Rule
 
 __all__ = ["Affine", "Moments", "WholeMoments"]
 
@@ -23,6 +23,10 @@ class Moments(Reduction):
     A strip's own moments are merged into the running ones (mean, sum of squared deviations, count; fp64) with the update of Chan,
     Golub and LeVeque (1983), which loses no digits where the mean is large against the deviations.
     """
+
+    def additive(self, node: Node) -> Additive:
+        """The sum of squares and the count: with both divided by ``m`` the update's share of the strip is that of ``m`` such strips."""
+        return Additive(columns=(1, 2))
 
     def forward(self, ctx: NodeContext) -> Slot:
         e = ctx.emitter

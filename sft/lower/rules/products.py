@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from sft.analysis.graph import refs_in
+from sft.analysis.graph import Node, refs_in
 from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
-from sft.lower.rules.base import Reduction
+from sft.lower.rules.base import Additive, Reduction
 
 __all__ = ["Contracted"]
 
@@ -21,6 +21,9 @@ _Part = tuple[tuple[int, ...], tuple[int, ...]]
 
 class Contracted(Reduction):
     """Matrices ``[B * groups, M, pixels]`` and ``[B * groups, K, pixels]`` multiplied over the pixels, in single precision or wider."""
+
+    def additive(self, node: Node) -> Additive:
+        return Additive()
 
     def forward(self, ctx: NodeContext) -> Slot:
         e, (left, right) = ctx.emitter, (self._flat(ctx, operand, part) for operand, part in self._factors(ctx))

@@ -9,7 +9,7 @@ import torch
 from sft.analysis.graph import Node, refs_in
 from sft.lower.context import NodeContext, Scope, sum_dtype
 from sft.lower.program import Emitter, Slot
-from sft.lower.rules.base import Reduction
+from sft.lower.rules.base import Additive, Reduction
 
 __all__ = ["LogSumExp", "Mean", "Sum", "WholeMean", "axes_of", "pixel_of"]
 
@@ -35,6 +35,9 @@ class Sum(Reduction):
     def partial_shape(self, scope: Scope, node: Node) -> tuple[int, ...]:
         shape = scope.shapes[node.operands[0]]
         return (scope.batch, *shape[1 : len(shape) - scope.axes.count])
+
+    def additive(self, node: Node) -> Additive:
+        return Additive()
 
     def divisor(self, scope: Scope, node: Node) -> int:
         """What the sum is divided by."""
@@ -91,6 +94,9 @@ class LogSumExp(Reduction):
 
     def start(self, node: Node) -> float:
         return -math.inf
+
+    def additive(self, node: Node) -> Additive:
+        return Additive(is_logarithm=True)
 
     def forward(self, ctx: NodeContext) -> Slot:
         e, strip = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self"))))

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -97,12 +99,19 @@ class Span:
         whole = self.extent == self.sampling.extent
         return first, 0 if whole else min(max(0, self.sampling.access.low(first)), self.sampling.extent)
 
-    def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
-        """Resample along ``dim`` a strip whose first element is the image's ``origin`` (batch, row, column)."""
+    def part(self, origin: tuple[int, int, int]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """The rows read and their weights, for a strip whose first element is the image's ``origin`` (batch, row, column)."""
         first, start = self.places(origin)
         band = self.sampling.adjoint if self.is_adjoint else self.sampling.forward
-        where = (start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)
-        columns, weights = band.part(*where)
+        return band.part(*((start, self.extent, first, self.length) if self.is_adjoint else (first, self.length, start, self.extent)))
+
+    def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
+        """Whether it resamples strips that begin at these places alike."""
+        return all(map(np.array_equal, self.part(here), self.part(there)))
+
+    def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
+        """Resample along ``dim`` a strip whose first element is the image's ``origin``."""
+        columns, weights = self.part(origin)
         index = torch.from_numpy(columns).to(value.device)
         out = gathered_rows(value, dim, index[0]).to(dtype)
         if self.sampling.forward.is_selection and not self.is_adjoint:

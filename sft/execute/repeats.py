@@ -1,0 +1,64 @@
+"""Which rows of an image equal the row above them, bit for bit: of tensors by looking, of sources by asking.
+
+Bits are compared, not numbers: a program makes the same of the same bits, while it may tell 0 from -0, and a NaN is no number that equals
+itself. Rows are compared in pieces, so that what that takes besides is known beforehand (``sft.walk.repeats.comparing_bytes``).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sft.analysis.axes import ROWS, Axes
+from sft.analysis.interval import Interval
+from sft.analysis.repeats import Bools
+from sft.errors import SftError, SourceError
+from sft.sources.source import RepeatingSource, Source, select_samples
+from sft.walk.repeats import piece_rows
+
+__all__ = ["repeated_rows", "repeated_rows_of"]
+
+#: Types of as many bytes whose equality is that of bits.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def repeated_rows(image: Tensor, axes: Axes) -> Bools | None:
+    """For each row of an image on any device whether it equals the row above it; ``None`` for a type whose bits cannot be compared."""
+    dim = axes.dim(image.dim(), ROWS)
+    bits = _BITS.get(image.element_size())
+    if dim is None or bits is None or image.is_complex():
+        return None
+    extent = image.shape[dim]
+    numbers = image.detach().view(bits)
+    others = [axis for axis in range(image.dim()) if axis != dim]
+    differs = torch.ones(extent, dtype=torch.bool, device=image.device)
+    step = piece_rows(image.numel() // max(1, extent))
+    for top in range(1, extent, step):
+        count = min(step, extent - top)
+        piece = torch.ne(numbers.narrow(dim, top, count), numbers.narrow(dim, top - 1, count))
+        differs[top : top + count] = piece.any(others)
+        del piece
+    same: Bools = np.logical_not(differs.cpu().numpy())
+    return same
+
+
+def repeated_rows_of(source: Source, batch: Interval, columns: Interval) -> Bools | None:
+    """What a source says of the same; ``None`` for one that says nothing.
+
+    Raises:
+        SourceError: it cannot be asked.
+    """
+    part = select_samples(source, batch)
+    if not isinstance(part, RepeatingSource):
+        return None
+    _, _, height_px, _ = part.shape
+    try:
+        same = np.asarray(part.repeated_rows(columns), dtype=bool)
+    except SftError:
+        raise
+    except Exception as error:
+        raise SourceError(f"cannot tell which rows of {source} are repeated: {type(error).__name__}: {error}. Mend the source.") from error
+    if same.shape != (height_px,):
+        raise SourceError(f"{source} says of {same.shape} rows whether they are repeated: it has {height_px}. Mend repeated_rows.")
+    return same

@@ -69,6 +69,12 @@ class Experiment:
         """The slides of a split, in the order of the table."""
         return [record for record in self.table.records if record.split == split]
 
+    @property
+    def paints(self) -> bool:
+        """Whether slides are painted over outside of a mask: strips of that colour need not run."""
+        by_table = self.task.kind != "segmentation" and any(record.mask is not None for record in self.table.records)
+        return self.config.data.tissue == "mask" or by_table
+
 
 def load_experiment(config: Config, *, table: SlideTable | None = None, task: Task | None = None) -> Experiment:
     """Read the table, and make the network with its initial weights (the same for the same configuration).
@@ -151,7 +157,14 @@ def _crop(experiment: Experiment, record: SlideRecord, draw: np.random.Generator
     return (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std
 
 
-def compile_model(model: nn.Module, config: Config, *, optimizer: torch.optim.Optimizer | None = None, num_inputs: int = 1) -> Any:
+def compile_model(
+    model: nn.Module,
+    config: Config,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    num_inputs: int = 1,
+    skip_repeats: bool = False,
+) -> Any:
     """The model inside the budget, for slides of any size.
 
     The optimizer's state is taken off the budget as what it will be, not as what it is so far. So a plan does not depend on when in a
@@ -162,6 +175,7 @@ def compile_model(model: nn.Module, config: Config, *, optimizer: torch.optim.Op
         config: of the run.
         optimizer: whose state counts; one that has not made a step.
         num_inputs: of the model; label maps come behind the image.
+        skip_repeats: whether strips of background need not run; see `sft.Options`.
 
     Raises:
         UnsupportedError: the network has operators without an exact rule.
@@ -175,7 +189,13 @@ def compile_model(model: nn.Module, config: Config, *, optimizer: torch.optim.Op
             needed_bytes=state_bytes,
         )
     shapes: list[tuple[int | None, ...]] = [(1, 3, None, None), *[(1, 1, None, None)] * (num_inputs - 1)]
-    return sft.compile(model, shapes if num_inputs > 1 else shapes[0], budget=budget_bytes, device=config.train.device)
+    return sft.compile(
+        model,
+        shapes if num_inputs > 1 else shapes[0],
+        budget=budget_bytes,
+        device=config.train.device,
+        options=sft.Options(skip_repeats=skip_repeats),
+    )
 
 
 def plan_of_size(experiment: Experiment, size_px: tuple[int, int]) -> sft.Plan:
@@ -188,7 +208,7 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int]) -> sft.Plan:
     if min(size_px) < 1 or experiment.task.kind == "segmentation":
         raise InputError(f"--size {size_px[0]} {size_px[1]}: give two positive numbers, and a task without masks")
     optimizer = make_optimizer(experiment.model, experiment.config.train)
-    net = compile_model(experiment.model, experiment.config, optimizer=optimizer)
+    net = compile_model(experiment.model, experiment.config, optimizer=optimizer, skip_repeats=experiment.paints)
     set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
     with autocast(experiment.config):
         found: sft.Plan = net.plan_for(_Imagined((1, 3, *size_px)))

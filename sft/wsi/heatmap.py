@@ -69,8 +69,8 @@ class HeatmapMaker:
         if experiment.task.kind == "segmentation":
             raise InputError("heatmaps are for models that pool; a segmentation's output is a map itself. Use evaluate.")
         self._experiment, self._folder = experiment, folder
-        self._evidence = compile_model(Evidence(experiment.model), experiment.config)
-        self._net = compile_model(experiment.model, experiment.config)
+        self._evidence = compile_model(Evidence(experiment.model), experiment.config, skip_repeats=experiment.paints)
+        self._net = compile_model(experiment.model, experiment.config, skip_repeats=experiment.paints)
 
     def draw(self, record: SlideRecord, output: int, *, saliency: bool, num_crops: int, crop_px: int) -> Heatmap:
         """Draw a slide's map for one output.

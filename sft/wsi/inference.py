@@ -32,10 +32,10 @@ class Predictor:
         self._segments = experiment.task.kind == "segmentation"
         model, config = experiment.model, experiment.config
         if self._segments:
-            self._net = net or compile_model(WithLoss(model, segmentation_loss), config, num_inputs=2)
-            self._counts = compile_model(WithLoss(model, segmentation_counts), config, num_inputs=2)
+            self._net = net or compile_model(WithLoss(model, segmentation_loss), config, num_inputs=2, skip_repeats=experiment.paints)
+            self._counts = compile_model(WithLoss(model, segmentation_counts), config, num_inputs=2, skip_repeats=experiment.paints)
         else:
-            self._net = net or compile_model(model, config)
+            self._net = net or compile_model(model, config, skip_repeats=experiment.paints)
 
     def predict(self, record: SlideRecord) -> Prediction:
         """One slide, as it is: without augmentation.

@@ -21,7 +21,7 @@ from sft.wsi.files import clear_partial, replacing, write_csv, write_text
 
 __all__ = ["RunFolder", "add_damage"]
 
-_STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "waited_seconds", "slides")
+_STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "waited_seconds", "skipped_share", "slides")
 _DAMAGE_COLUMNS = ("slide", "level", "left_px", "top_px", "width_px", "height_px", "reason")
 
 
@@ -112,8 +112,12 @@ class RunFolder:
         rows: list[list[str]] = []
         if path.exists():
             with path.open(newline="", encoding="utf-8") as file:
-                # A row that the crash cut short has fewer cells.
-                rows = [row for row in csv.reader(file) if len(row) == len(_STEP_COLUMNS) and row[0].isdigit() and int(row[0]) <= last_step]
+                reader = csv.reader(file)
+                header = next(reader, [])
+                # A row that the crash cut short has fewer cells; one of an earlier version has fewer columns.
+                whole = [dict(zip(header, row, strict=True)) for row in reader if len(row) == len(header)]
+                kept = [row for row in whole if row.get("step", "").isdigit() and int(row["step"]) <= last_step]
+                rows = [[row.get(name, "") for name in _STEP_COLUMNS] for row in kept]
         with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([_STEP_COLUMNS, *rows])
 

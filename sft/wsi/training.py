@@ -65,12 +65,13 @@ class Trainer:
         self._optimizer = make_optimizer(self._model, config.train)
         segments = self._task.kind == "segmentation"
         whole = WithLoss(self._model, segmentation_loss) if segments else self._model
-        self._net = compile_model(whole, config, optimizer=self._optimizer, num_inputs=2 if segments else 1)
+        self._net = compile_model(whole, config, optimizer=self._optimizer, num_inputs=2 if segments else 1, skip_repeats=experiment.paints)
         self._scaler = torch.amp.GradScaler(torch.device(config.train.device).type, enabled=config.train.precision == "fp16")
         #: predicts with the model as it is, through plans that training has made already
         self.predictor = Predictor(experiment, self._net)
         self._ahead = SlideAhead()
         self._strips_waited_seconds = 0.0
+        self._skipped_flops = self._planned_flops = 0
         self._records = experiment.records("train")
         self.progress = Progress(failed=tuple(failed.items()))
         self._saved: Progress | None = None
@@ -140,10 +141,12 @@ class Trainer:
 
     def _train_epoch(self, interruption: Interruption) -> None:
         settings, epoch = self._config.train, self.progress.epoch
+        self._skipped_flops = self._planned_flops = 0
         order = generator(settings.seed, "order", epoch).permutation(len(self._records)).tolist()
         self._reporter.start_epoch(epoch, len(order), self.progress.position)
         while self.progress.position < len(order):
             started, waited_before = time.perf_counter(), self._waited_seconds
+            skipped_before, planned_before = self._skipped_flops, self._planned_flops
             start = self.progress.position
             group = [self._records[number] for number in order[start : start + settings.accumulate]]
             later = [self._records[number] for number in order[start + settings.accumulate :]]
@@ -159,7 +162,9 @@ class Trainer:
                 row = {"step": reached.step, "epoch": epoch, "loss": loss, "lr": rate, "grad_norm": norm}
                 slides = " ".join(record.name for record in group if record.name not in dict(self.progress.failed))
                 seconds, waited = time.perf_counter() - started, self._waited_seconds - waited_before
-                self._folder.add_step({**row, "seconds": round(seconds, 3), "waited_seconds": round(waited, 3), "slides": slides})
+                skipped = (self._skipped_flops - skipped_before) / max(1, self._planned_flops - planned_before)
+                told = {"seconds": round(seconds, 3), "waited_seconds": round(waited, 3), "skipped_share": round(skipped, 4)}
+                self._folder.add_step({**row, **told, "slides": slides})
                 self._reporter.step(row)
             self.progress = reached
             if reached.step % settings.checkpoint_every == 0 or reached.position == len(order):
@@ -211,7 +216,7 @@ class Trainer:
                 return None, 0.0
             for record, upcoming, gradient in zip(group, behind, gradients, strict=True):
                 self._scaler.scale(self._forward(record, upcoming).sum() * gradient).backward()
-                self._note_waiting()
+                self._note_step()
                 self._reporter.advance()
                 self._drop_if(interruption, buffers)
             return loss, float(len(group))
@@ -226,7 +231,7 @@ class Trainer:
                 self._scaler.scale(share).backward()
             except SourceError as error:
                 raise _SlideFailed(record, error) from error
-            self._note_waiting()
+            self._note_step()
             sum_of_losses += share.item()
             self._reporter.advance()
             self._drop_if(interruption, buffers)
@@ -254,10 +259,14 @@ class Trainer:
             decode_beginning(source)
         return inputs
 
-    def _note_waiting(self) -> None:
-        reading = self._net.last_reading
+    def _note_step(self) -> None:
+        """How long a training step waited for strips, and what of it was background that need not run."""
+        reading, skipping = self._net.last_reading, self._net.last_skipping
         if reading is not None:
             self._strips_waited_seconds += reading.forward.waited_seconds + reading.backward.waited_seconds
+        self._planned_flops += self._net.plan.flops
+        if skipping is not None:
+            self._skipped_flops += skipping.skipped_flops
 
     def _inputs(self, record: SlideRecord, augmentation: Any) -> Inputs:
         feed = self.experiment.feed
@@ -322,6 +331,9 @@ class Trainer:
         self._save()
         self._folder.write_epochs(self.progress.epochs)
         self._reporter.epoch({**row, "seconds": round(time.perf_counter() - started, 1)})
+        if self._skipped_flops:
+            share = self._skipped_flops / self._planned_flops
+            self._reporter.note(f"  background: {100 * share:.1f} % of the FLOPs of its training steps were left out")
 
     def _set_training(self) -> None:
         self._net.train()

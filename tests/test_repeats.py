@@ -340,3 +340,9 @@ def test_what_was_left_out_is_counted_by_pass() -> None:
     assert found.forward.num_skipped > 0
     assert (found.backward.num_strips, found.skipped_flops) == (0, found.forward.skipped_flops)
     assert "strips left out" in str(found)
+
+
+def test_a_mesh_runs_all_strips() -> None:
+    """The option is for one device; bands ignore it."""
+    options = sft.Options(tile=(4, None), skip_repeats=True)
+    assert not sft.plan(_made("plain"), (1, 2, 64, 16), mesh=(1, 2), options=options).skips_repeats

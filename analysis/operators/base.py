@@ -34,12 +34,14 @@ class Operator:
         role: how rows flow through it.
         is_sized: whether there may be more problems with a use of it once sizes are numbers.
         is_phased: whether what a strip computes depends on where its first row stands among those that one input row is spread to.
+        follows: whether it is a further result of its operand: it is made where that is made, in the same segment.
     """
 
     name: str
     role: Role = "stream"
     is_sized: bool = False
     is_phased: bool = False
+    follows: bool = False
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         """The operands that come in strips; the others (parameters, global values) are whole."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sft.analysis.repeated import REPEAT
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.options import Options
 from sft.plan.boundaries import keep_what_fits, stream_seconds, streamable
@@ -346,7 +347,7 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
         f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
         f"Raise the budget to {needed} bytes, give a smaller image, "
-        f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}"
+        f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}{_of_repeats(problem)}"
         "or leave out options that force strategy, tile, state_every or state_slots.",
         needed_bytes=needed,
     )
@@ -357,6 +358,13 @@ def _over_the_host(problem: Problem) -> str:
     if problem.host_budget_bytes != 0 or not problem.training:
         return ""
     return "let values wait on the host with Options(host_budget=...), "
+
+
+def _of_repeats(problem: Problem) -> str:
+    """A remedy where repeated blocks have budgets of their own."""
+    if problem.training and any(node.target == REPEAT and node.argument("which").given_bytes for node in problem.graph.operators):
+        return "leave out the budget of repeated blocks, so that it follows this one, "
+    return ""
 
 
 def _without_outputs(problem: Problem, smallest: Planned) -> str:

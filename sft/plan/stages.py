@@ -9,7 +9,8 @@ gate). Where such places are far apart, as in a network of long skips, places th
 counts once for each cut that it crosses, so the chain needs more than the model does. Two cuts without a FLOP between them are one: the
 place that fewer bytes cross, so that a stage ends behind its activation and its pool.
 
-Operators that only make buffers' next values (running statistics) are asides: they run once, behind their stage, and never again.
+Operators that only make buffers' next values (running statistics) are asides: they run once, behind their stage, and never again. Those of
+repeated blocks are made where the blocks run, and stay with them.
 
 The chain leaves out what is there all the time: inputs and outputs, parameters and their gradients. What it gets wrong is small, and every
 schedule is projected exactly before it becomes a plan.
@@ -59,7 +60,9 @@ class StagedModel:
         self.problem, self.rates = problem, rates
         prologue = set(problem.phases.prologue)
         names = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail) if name not in prologue]
-        needed = problem.graph.ancestors(problem.graph.outputs)
+        # What follows its operand is made where that is.
+        rows, graph = problem.phases.rows, problem.graph
+        needed = graph.ancestors([*graph.outputs, *(name for name in names if rows[name].follows)])
         self._main = tuple(name for name in names if name in needed)
         cuts = _Cuts(problem, self._main).found
         self.stages = tuple(self._main[a:b] for a, b in pairwise((0, *(cut.place for cut in cuts), len(self._main))))
@@ -244,6 +247,8 @@ class _Cuts:
         for position in range(1, len(self.names)):
             alive[self.names[position - 1]] = None
             alive = {name: None for name in alive if last[name] >= position}
+            if self.problem.phases.rows[self.names[position]].follows:
+                continue
             values = tuple(name for name in alive if name not in outputs)
             sizes = [self.problem.value_bytes(name) for name in values]
             if 1 <= len(values) <= _MOST_VALUES:

@@ -148,6 +148,7 @@ class Plan:
             and so on do that with what segment 3 kept.
         host_bytes: what leaves the device during a step takes so much of the host's memory.
         notes: why operators that read an image run on whole tensors, one line each.
+        repeat_budgets: most bytes that repeated blocks may hold which have no budget of their own, in order; empty where they keep all.
         mesh: of a plan for several ranks what each holds, computes and sends. The numbers above are then those of the rank that needs most,
             but for ``flops``, which are those of all bands of an image together.
     """
@@ -168,6 +169,7 @@ class Plan:
     order: tuple[str, ...] = ()
     host_bytes: int = 0
     notes: tuple[str, ...] = ()
+    repeat_budgets: tuple[int, ...] = ()
     mesh: MeshPlan | None = None
 
     @property

@@ -17,7 +17,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 
-__all__ = ["Border", "Operator", "Role", "entry"]
+__all__ = ["Border", "NextValue", "Operator", "Role", "entry"]
 
 #: How rows flow: ``stream``: rows in, rows out; ``reduce``: every row is read once and a global value comes out; ``whole``: whole tensors.
 Role = Literal["stream", "reduce", "whole"]
@@ -82,6 +82,15 @@ class Operator:
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         """Why this use of the operator cannot stream; empty when it can."""
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextValue(Operator):
+    """What a buffer of repeated blocks (``sft.nn.Repeat``) holds after the call; made where the blocks run."""
+
+    name: str = "repeat_next"
+    role: Role = "whole"
+    follows: bool = True
 
 
 def entry(value: Any, axis: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.losses import ELEMENT_LOSSES
 from sft.analysis.masks import MASK_TARGETS
-from sft.analysis.operators.base import Operator
+from sft.analysis.operators.base import NextValue, Operator
 from sft.analysis.operators.borders import BorderRows, ChannelPad, Pad, Slice, Wrapped
 from sft.analysis.operators.pixelwise import (
     Affine,
@@ -212,7 +212,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.adaptive_max_pool{n}d.default": AdaptiveMax() for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
     "aten.sum.dim_IntList": (Sum(), AlongChannels()),
-    NEXT: Operator(name="repeat_next", role="whole", follows=True),
+    NEXT: NextValue(),
 }
 
 #: Draws masks of its own where it is given a probability.

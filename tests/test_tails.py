@@ -29,7 +29,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": TinyUNet,
 }
 #: Each example plans and takes several steps.
-_FEW = settings(max_examples=max(4, (settings.default or settings()).max_examples // 8), deadline=None)
+_FEW = settings(max_examples=max(3, (settings.default or settings()).max_examples // 10), deadline=None)
 
 
 @cache
@@ -102,6 +102,13 @@ def test_the_host_never_makes_a_plan_slower_and_lets_smaller_budgets_work(name: 
 
 
 def test_a_small_host_is_kept_to() -> None:
+    model = seeded(_MODELS["groupnorm"])
+    for host_bytes in (1, 100_000):
+        with pytest.raises(sft.BudgetError) as refused:
+            sft.plan(model, _SHAPE, budget=1, options=replace(_HOST, host_budget=host_bytes))
+        plan = sft.plan(model, _SHAPE, budget=refused.value.needed_bytes, options=replace(_HOST, host_budget=host_bytes))
+        assert plan.total_bytes <= refused.value.needed_bytes
+        assert plan.host_bytes <= host_bytes
     model, budget = seeded(_MODELS["plain"]), _budget("plain", 0.2)
     plan = sft.plan(model, _SHAPE, budget=budget, options=_HOST)
     assert plan.host_bytes

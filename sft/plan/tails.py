@@ -145,11 +145,12 @@ def smallest_tails(staged: StagedModel, surveys: Sequence[Survey]) -> Iterator[T
 
 
 def least_schedule(tail: Tail, name: str) -> Schedule:
-    """The schedule of least memory that a solver knows."""
+    """The schedule of least memory that a solver knows, on a host of any size."""
+    link = tail.staged.problem.link
     try:
-        return tail.schedule(name, 1)
+        return strategy(name)(tail.chain, budget_bytes=1, link=link)
     except BudgetError as refusal:
-        return tail.schedule(name, refusal.needed_bytes)
+        return strategy(name)(tail.chain, budget_bytes=refusal.needed_bytes, link=link)
 
 
 def _ends(staged: StagedModel, surveys: Sequence[Survey]) -> Iterator[tuple[Survey, int, int]]:

@@ -28,6 +28,7 @@ from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, prepared
+from sft.analysis.repeated import repetitions_followed
 from sft.errors import InputError, UnsupportedError
 
 __all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_last", "outputs_channels_last"]
@@ -99,11 +100,11 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
     # The caller may be in inference mode, or under autocast with a cache of casts.
-    with torch.inference_mode(False), _autocast(device, autocast), prepared(model):
+    with torch.inference_mode(False), _autocast(device, autocast), prepared(model), repetitions_followed(model) as repeated:
         found = _export(model, shapes, dtypes, device)
     program = found.program
     return Capture(
-        graph=graph_of(found),
+        graph=graph_of(found, repeated.repetitions),
         out_spec=program.call_spec.out_spec,
         bounds=bounds_of(program),
         guards=guards_of(program),
@@ -253,7 +254,7 @@ def outputs_channels_last(
     layouts = [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
     with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), hooks_aside(model):
         try:
-            with mode, on_fake_tensors(model, mode):
+            with mode, on_fake_tensors(model, mode), repetitions_followed(model):
                 inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
                 outputs = pytree.tree_leaves(model(*inputs))
         except Exception:

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from sft.analysis.axes import Axes
 from sft.analysis.functional import FunctionalProgram
 from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, refs_in
+from sft.analysis.repeated import NEXT, REPEAT, Repetition
 from sft.errors import UnsupportedError
 
 __all__ = ["bounds_of", "graph_of", "guards_of"]
@@ -84,13 +85,17 @@ _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
 }
 
 
-def graph_of(functional: FunctionalProgram) -> Graph:
+def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = ()) -> Graph:
     """The program's operators as nodes.
+
+    Args:
+        functional: the program.
+        repetitions: the repeated blocks that its nodes have the numbers of.
 
     Raises:
         UnsupportedError: it holds what a graph cannot say: numbers or None among the outputs, calls that are no operators.
     """
-    builder = _GraphBuilder(functional)
+    builder = _GraphBuilder(functional, repetitions)
     for fx_node in functional.nodes:
         builder.add(fx_node)
     builder.add_outputs(functional)
@@ -124,8 +129,9 @@ def _axes_of(nodes: Sequence[Node]) -> Axes:
 class _GraphBuilder:
     """Reads a program node by node."""
 
-    def __init__(self, functional: FunctionalProgram) -> None:
+    def __init__(self, functional: FunctionalProgram, repetitions: Sequence[Repetition]) -> None:
         signature = functional.program.graph_signature
+        self._repetitions = repetitions
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
         self.updates: list[tuple[str, str]] = []
@@ -179,7 +185,7 @@ class _GraphBuilder:
             effect=effect,
         )
         if kind in ("input", "parameter", "buffer") or (
-            target != _DETACH and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments)))
+            target not in (_DETACH, NEXT) and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments)))
         ):
             self._attached.add(name)
 
@@ -206,6 +212,13 @@ class _GraphBuilder:
                 self._add(fx_node.name, "operator", "getitem", value, (("source", self._convert(source)), ("index", index)))
             return
         made = self.nodes[source.name]
+        if target == REPEAT:
+            if index == 0:
+                self._alias[fx_node.name] = source.name
+            else:
+                own = (("source", Ref(source.name)), ("index", index - 1))
+                self._add(fx_node.name, "operator", NEXT, value, own, made.module_path)
+            return
         if target in _PARTS:
             arguments = _part_arguments(made, source.meta["val"], index)
             target = "aten.select.int" if target == "aten.unbind.int" else "aten.slice.Tensor"
@@ -216,6 +229,8 @@ class _GraphBuilder:
     def _add_operator(self, fx_node: torch.fx.Node, value: Any) -> None:
         arguments = [(name, self._convert(argument)) for name, argument in _named_arguments(fx_node)]
         target = str(fx_node.target)
+        if target == REPEAT:
+            arguments[-1] = ("which", self._repetitions[arguments[-1][1]])
         if target == "aten.copy.default" and all(_is_like(value, source) for source in fx_node.args[:2]):
             self._alias[fx_node.name] = next(refs_in(arguments[1][1]))
             return

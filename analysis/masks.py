@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from sft.analysis.graph import Graph, Node, Ref
+from sft.analysis.repeated import drawing
 from sft.errors import UnsupportedError
 
 __all__ = ["MASK_TARGETS", "SEED", "with_positional_masks"]
@@ -54,7 +55,7 @@ def with_positional_masks(graph: Graph) -> Graph:
     sites = 0
     nodes: list[Node] = []
     for node in graph.nodes:
-        drawn = _dropout(node, sites) or _mask(node, graph, sites)
+        drawn = _dropout(node, sites) or _mask(node, graph, sites) or drawing(node, Ref(SEED), sites)
         nodes.append(drawn or node)
         sites += drawn is not None
     if not sites:

@@ -77,7 +77,7 @@ def find_phases(graph: Graph) -> Phases:
         touched = [name for name in node.operands if name in streamed]
         # A global value spread over the image (the pooled branch of a DeepLab) is one, too.
         beside = touched or (streamed if node.name in depends else ())
-        if (touched and row.role == "stream") or (row.role == "whole" and _is_image_like(graph, node, beside)):
+        if (touched and row.role == "stream") or (row.role == "whole" and not row.follows and _is_image_like(graph, node, beside)):
             streamed.add(node.name)
     if problems:
         raise UnsupportedError(problems)

@@ -27,7 +27,7 @@ from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
-from sft.errors import InputError, UnsupportedError
+from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
 from sft.execute.graphs import CudaRecorder, GraphStore, GraphTurn, repeated_programs
@@ -42,6 +42,7 @@ from sft.plan.describe import describe
 from sft.plan.planner import Planned, carry_out, check_host, plan_segments
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
+from sft.plan.repetitions import with_free_budgets, with_smaller_repeats
 from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
 from sft.resident import resident_bytes
@@ -218,7 +219,7 @@ class Preparation:
         rates = Rates(kind.traced.device.type)
         if self.mesh is not None:
             return self._plan_on_mesh(problem, captured, rates)
-        planned = self._given(problem, kind) or plan_segments(problem, self.budget_bytes, self.options, kind.traced.device.type)
+        problem, planned = self._given(problem, kind) or self._found(problem, kind)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes, rates=rates)
         if self.options.profile == "measure" and kind.traced.device.type != "meta":
             with autocast_off(kind.traced.device):
@@ -295,8 +296,21 @@ class Preparation:
         paths = self.destination.paths
         return frozenset(n for n, path in zip(graph.outputs, paths, strict=False) if path is not None and graph[n].kind == "operator")
 
-    def _given(self, problem: Problem, kind: CallKind) -> Planned | None:
-        """The plan that the user handed in, where it is for this input."""
+    def _found(self, problem: Problem, kind: CallKind) -> tuple[Problem, Planned]:
+        """A plan that fits, and the problem that it is for: where none does at first, one with less for repeated blocks."""
+        try:
+            return problem, plan_segments(problem, self.budget_bytes, self.options, kind.traced.device.type)
+        except BudgetError as error:
+            refused = error
+        for smaller in with_smaller_repeats(problem):
+            try:
+                return smaller, plan_segments(smaller, self.budget_bytes, self.options, kind.traced.device.type)
+            except BudgetError as error:
+                refused = min(refused, error, key=lambda each: each.needed_bytes)
+        raise refused
+
+    def _given(self, problem: Problem, kind: CallKind) -> tuple[Problem, Planned] | None:
+        """The plan that the user handed in, where it is for this input, and the problem that it is for."""
         plan = self.given_plan
         shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
         if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
@@ -308,10 +322,12 @@ class Preparation:
             if kind.traced.autocast is not None:
                 return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
+        if plan.repeat_budgets:
+            problem = with_free_budgets(problem, plan.repeat_budgets)
         order = parse_order(plan.order, len(plan.segments)) if plan.order and problem.training else None
         planned = carry_out(problem, tuple(segment.choice for segment in plan.segments), order)
         check_host(planned, self.options.host_budget_bytes)
-        return planned
+        return problem, planned
 
     def _capture(self, kind: CallKind) -> tuple[Captured, dict[Any, int]]:
         traced = kind.traced

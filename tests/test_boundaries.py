@@ -39,8 +39,8 @@ class Normed(nn.Module):
 
     def __init__(self, axes: int = 2) -> None:
         super().__init__()
-        conv: Any = (nn.Conv2d, nn.Conv3d)[axes - 2]
-        norm: Any = (nn.BatchNorm2d, nn.BatchNorm3d)[axes - 2]
+        conv: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
+        norm: Any = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)[axes - 1]
         self.stem = nn.Sequential(conv(3, 4, 3, padding=1), norm(4), nn.ReLU())
         self.body = nn.Sequential(conv(4, 4, 3, padding=1), norm(4))
         self.down = nn.Sequential(conv(4, 5, 3, stride=2, padding=1), nn.GroupNorm(1, 5), nn.ReLU())
@@ -231,14 +231,68 @@ def test_a_full_disk_is_an_error_and_changes_nothing(problems: list[Problem], tm
         sft.Options(host_folder=str(tmp_path / "missing"))
 
 
-def test_volumes_stream_too(problems: list[Problem]) -> None:
-    shape = (1, 3, 10, 8, 6)
-    model = seeded(lambda: Normed(axes=3))
-    made = _streamed_plan(model, shape, sft.Options(tile=(3, None)), problems, -1)
+@pytest.mark.parametrize(
+    ("shape", "options"),
+    [
+        ((1, 3, 10, 8, 6), sft.Options(tile=(3, None))),
+        ((1, 3, 301), sft.Options(tile=(64, None))),
+        ((3, 3, 128), sft.Options(tile=(37, None), batch_tile=2)),
+        ((1, 3, 7), sft.Options(tile=(1, None))),
+    ],
+    ids=["volume", "signal", "batch of signals", "samples one by one"],
+)
+def test_volumes_and_signals_stream_too(shape: tuple[int, ...], options: sft.Options, problems: list[Problem]) -> None:
+    model = seeded(lambda: Normed(axes=len(shape) - 2))
+    made = _streamed_plan(model, shape, options, problems, -1)
     net = sft.compile(copy.deepcopy(model), shape, budget="4GiB", plan=made)
     assert net.plan.host_bytes > 0
     _compare(net, copy.deepcopy(model), image(*shape))
     assert_within_budget(net, image(*shape), budget="4GiB")
+
+
+class Signal(nn.Module):
+    """Norms of both kinds between convolutions and pools of a signal, and a skip."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv1d(3, 4, 5, padding=2), nn.BatchNorm1d(4), nn.ReLU())
+        self.body = nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), nn.MaxPool1d(3, 2, 1))
+        self.pool = nn.AvgPool1d(2, ceil_mode=True)
+        self.down = nn.Sequential(nn.Conv1d(4, 6, 3, padding=2, dilation=2), nn.GroupNorm(2, 6), nn.ReLU())
+        self.up = nn.ConvTranspose1d(6, 4, 4, stride=2, padding=1)
+        self.last = nn.Conv1d(4, 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        y = torch.relu(self.body(y) + self.pool(y))
+        found: Tensor = self.last(self.up(self.down(y)))
+        return found.mean(2)
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_signals_train_in_a_budget_far_below_the_sum_of_their_cuts(folder: bool, tmp_path: Path) -> None:
+    model, shape = seeded(Signal), (1, 3, 1601)
+    options = sft.Options(host_folder=str(tmp_path)) if folder else _HOST
+    at_home, least = _least(model, shape, sft.Options()), _least(model, shape, options)
+    assert least < 0.4 * at_home
+    budget = (4 * least + at_home) // 5
+    report = assert_exact(model, image(*shape), budget=budget, options=options, input_grad=False, steps=1)
+    assert report.plan.host_bytes > 0 and report.plan.total_bytes <= budget
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.usefixtures("captures")
+def test_any_cut_of_a_signal_may_be_streamed(problems: list[Problem]) -> None:
+    @settings(max_examples=max(4, settings.default.max_examples // 8) if settings.default else 4)
+    @given(rows=st.integers(5, 70), batch_tile=st.integers(1, 2), mask=st.integers(1, 63))
+    def check(rows: int, batch_tile: int, mask: int) -> None:
+        model, shape = seeded(Signal), (2, 3, 201)
+        made = _streamed_plan(model, shape, sft.Options(tile=(rows, None), batch_tile=batch_tile), problems, mask)
+        net = sft.compile(copy.deepcopy(model), shape, budget="4GiB", plan=made)
+        _compare(net, copy.deepcopy(model), image(*shape))
+        assert_within_budget(net, image(*shape), budget="4GiB")
+
+    check()
 
 
 def test_a_graph_may_be_retained(problems: list[Problem]) -> None:

@@ -12,31 +12,17 @@ import sft
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
 from .helpers.models import Residual, TinyUNet, image, seeded
+from .helpers.staged import deep
 
 captures = one_capture_a_model("name")
 
 _SHAPE = (2, 3, 64, 48)
 
 
-def _deep(norm: Callable[[int], nn.Module]) -> nn.Sequential:
-    """A few wide layers at full size, then many at half of it: strips in front are worth it, and so is recomputing behind."""
-    layers: list[nn.Module] = [
-        nn.Conv2d(3, 16, 3, padding=1),
-        norm(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-    ]
-    for _ in range(8):
-        layers += [nn.Conv2d(16, 16, 3, padding=1), norm(16), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
-
-
 _MODELS: dict[str, Callable[[], nn.Module]] = {
-    "identity": lambda: _deep(lambda channels: nn.Identity()),
-    "batchnorm": lambda: _deep(nn.BatchNorm2d),
-    "groupnorm": lambda: _deep(lambda channels: nn.GroupNorm(4, channels)),
+    "identity": lambda: deep(lambda channels: nn.Identity()),
+    "batchnorm": lambda: deep(nn.BatchNorm2d),
+    "groupnorm": lambda: deep(lambda channels: nn.GroupNorm(4, channels)),
     "residual": Residual,
     "unet": TinyUNet,
 }

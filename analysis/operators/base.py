@@ -17,7 +17,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 
-__all__ = ["Border", "Operator", "Role", "entry"]
+__all__ = ["Border", "NextValue", "Operator", "Role", "entry"]
 
 #: How rows flow: ``stream``: rows in, rows out; ``reduce``: every row is read once and a global value comes out; ``whole``: whole tensors.
 Role = Literal["stream", "reduce", "whole"]
@@ -34,12 +34,14 @@ class Operator:
         role: how rows flow through it.
         is_sized: whether there may be more problems with a use of it once sizes are numbers.
         is_phased: whether what a strip computes depends on where its first row stands among those that one input row is spread to.
+        follows: whether it is a further result of its operand: it is made where that is made, in the same segment.
     """
 
     name: str
     role: Role = "stream"
     is_sized: bool = False
     is_phased: bool = False
+    follows: bool = False
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         """The operands that come in strips; the others (parameters, global values) are whole."""
@@ -80,6 +82,15 @@ class Operator:
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         """Why this use of the operator cannot stream; empty when it can."""
         return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextValue(Operator):
+    """What a buffer of repeated blocks (``sft.nn.Repeat``) holds after the call; made where the blocks run."""
+
+    name: str = "repeat_next"
+    role: Role = "whole"
+    follows: bool = True
 
 
 def entry(value: Any, axis: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.losses import ELEMENT_LOSSES
 from sft.analysis.masks import MASK_TARGETS
-from sft.analysis.operators.base import Operator
+from sft.analysis.operators.base import NextValue, Operator
 from sft.analysis.operators.borders import BorderRows, ChannelPad, Pad, Slice, Wrapped
 from sft.analysis.operators.pixelwise import (
     Affine,
@@ -36,6 +36,7 @@ from sft.analysis.operators.resampling import AdaptiveAverage, AdaptiveMax, Anti
 from sft.analysis.operators.shuffles import Folded, Unfolded
 from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
+from sft.analysis.repeated import NEXT
 
 __all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "differentiable_operands", "operator_of", "refusal", "rows_of_table", "window_of"]
 
@@ -211,6 +212,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **{f"aten.adaptive_max_pool{n}d.default": AdaptiveMax() for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
     "aten.sum.dim_IntList": (Sum(), AlongChannels()),
+    NEXT: NextValue(),
 }
 
 #: Draws masks of its own where it is given a probability.
@@ -228,6 +230,7 @@ _ATTENTION = "mixes all pixels; attend to a pooled image, or within channels"
 _NO_RULE = {
     **dict.fromkeys(("matmul", "bmm", "einsum", "baddbmm", "scaled_dot_product_attention"), _ATTENTION),
     "roll": "moves rows from one border to the other; pad and crop, or roll before the compiled model",
+    "repeat": "runs its blocks one after the other on the whole image, by their own schedule; put it where the image is small",
     "flip": "turns the image round; flip it before the compiled model",
     "rot90": "turns the image round; turn it before the compiled model",
     "grid_sample": "samples anywhere in the image; resize with F.interpolate, or warp before the compiled model",
@@ -238,9 +241,11 @@ _NO_RULE = {
 
 def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Operator, list[str]]:
     """The table's row for a node, given the streamed values, and why it runs whole although it reads one of them."""
+    rows = _rows(node.target)
+    if any(row.follows for row in rows):
+        return rows[0], []
     if not any(name in streamed for name in node.operands):
         return WHOLE, []
-    rows = _rows(node.target)
     problems: list[str] = [] if rows else [_no_rule(node, graph)]
     for row in rows:
         why = row.problems(node, graph, streamed)
@@ -291,6 +296,7 @@ _CONSTANT = frozenset(
         "sft.mask",
         "sft.label_weight",
         "sft.filled",
+        NEXT,
         "aten.detach.default",
         *(f"aten.{name}_like.default" for name in ("zeros", "ones", "full")),
     }

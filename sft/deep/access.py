@@ -21,6 +21,7 @@ class StackedAccess:
         shared: buffers that all blocks share.
         updated: the buffers that change.
         with_gradient: the parameters that get a gradient; none in a forward pass.
+        sums: what gradients are added to, by parameter, where they are not to be new tensors. Default: `None`
     """
 
     def __init__(
@@ -31,11 +32,13 @@ class StackedAccess:
         *,
         updated: tuple[str, ...] = (),
         with_gradient: tuple[str, ...] = (),
+        sums: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._stacked = {**params, **buffers}
         self._shared = dict(shared)
         self._buffers = buffers
         self.next_values = {name: torch.empty_like(buffers[name]) for name in updated}
+        self.sums = sums
         self.grads = {name: torch.empty_like(params[name], memory_format=torch.contiguous_format) for name in with_gradient}
 
     def take(self, block: int) -> dict[str, Tensor]:
@@ -53,7 +56,10 @@ class StackedAccess:
     def gradients(self, block: int, grads: dict[str, Tensor]) -> None:
         """Put the gradients where they belong: each block's backward runs once."""
         for name, value in grads.items():
-            self.grads[name][block].copy_(value)
+            if self.sums is None:
+                self.grads[name][block].copy_(value)
+            else:
+                self.sums[name][block].add_(value)
 
     def collect(self) -> dict[str, Tensor]:
         """The gradients, which are the caller's from then on."""

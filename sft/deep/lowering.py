@@ -14,9 +14,9 @@ element, so a recomputation has the same bits whatever it does in which order.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from sft.errors import InternalError, UnsupportedError
 from sft.kernels.dropout import write_mask
 from sft.kernels.mask_tile import MaskTile
 from sft.lower.program import Emitter, Instruction, Port, Program, Slot
+from sft.memory import measure_peak
 
 __all__ = ["DRAW", "GRAD_INPUT", "GRAD_OUTPUT", "INPUT", "OUTPUT", "BlockPrograms", "lower_block"]
 
@@ -284,7 +285,9 @@ class _Lowering:
                 Instruction(function, tuple(arguments), keywords, tuple(outputs), writes=writes, num_bytes=num_bytes)
             )
         else:
-            self.emitter.call_into(function, tuple(arguments), keywords, tuple(outputs), has_many=has_many)
+            self.emitter.call_into(
+                function, tuple(arguments), keywords, tuple(outputs), has_many=has_many, scratch_bytes=_scratch_bytes(function, arguments)
+            )
 
     def _shared(self, node: Node, tensor: Tensor, is_backward: bool) -> Slot | None:
         """The argument whose storage a result shares."""
@@ -326,6 +329,24 @@ class _Lowering:
         if node.target is aten.native_dropout.default and node.args[2]:
             return _native_dropout, [draw, arguments[0], node.args[1], site], {}
         raise UnsupportedError([f"(the repeated block): {node.target} draws random numbers that follow no position; use dropout"])
+
+
+def _scratch_bytes(function: Callable[..., Any], arguments: Sequence[Any]) -> int:
+    """What evaluating a random mask takes besides its results: in plain PyTorch the integers of Philox."""
+    if function is _bernoulli:
+        return _scratch_of_mask(tuple(arguments[1]), arguments[4])
+    if function is _native_dropout:
+        # The product with the mask is there while it is scaled.
+        product: int = arguments[1].num_bytes
+        return max(_scratch_of_mask(tuple(arguments[1].shape), torch.bool) - product, product)
+    return 0
+
+
+@lru_cache(maxsize=256)
+def _scratch_of_mask(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    with measure_peak("meta") as peak:
+        mask = _bernoulli((0, 0), shape, 0.5, 0, dtype, torch.device("meta"))
+    return peak.num_bytes - mask.numel() * mask.element_size()
 
 
 def _drops_nothing(node: Node) -> bool:

@@ -4,7 +4,8 @@ To the segment that makes it such a cut is an output on the host, to those that 
 `sft.sources.Source` of rows, which a thread reads ahead. Backwards the readers' gradients come in strips and are added up on the host, and
 the maker fetches the strips of the sum. What is never whole needs no room on the device but that of a few strips.
 
-In memory an image is as on the device, channels last: rows are contiguous, and strips move as bytes.
+In memory an image lies channels last, as on the device (where a signal is channels first: it is laid out anew on its way): rows are
+contiguous, and strips move as bytes.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _PIECE_BYTES = 1 << 20
 
 
 class _HostImage:
-    """An image ``[N, C, rows, ...]`` on the host.
+    """An image (a signal, a volume) ``[N, C, rows, ...]`` on the host.
 
     Args:
-        shape: four extents or more.
+        shape: three extents (a signal) or more.
         dtype: of its elements.
         room: where its bytes come from; none for a dry run, in which there are none.
         purpose: for error messages.
@@ -98,7 +99,7 @@ class HostCut(_HostImage):
                 np.copyto(target, self._data[sample, interval.start : interval.stop])
             else:
                 part = self.tensor[sample].narrow(1, interval.start, len(interval))
-                out[sample].copy_(part.flatten(2))
+                out[sample].copy_(part.reshape(out[sample].shape))
             self._let_go(Interval(sample, sample + 1), interval)
 
     def repeated_rows(self, columns: Interval) -> Bools:
@@ -163,4 +164,4 @@ class CutStrips(SourceStrips):
 
     def take(self, rows: Interval) -> Tensor:
         strip = super().take(rows)
-        return strip if len(self._trailing) == 1 else strip.unflatten(3, self._trailing)
+        return strip if len(self._trailing) == 1 else strip.view(*strip.shape[:3], *self._trailing)

@@ -26,7 +26,7 @@ from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
 from sft.lower.rules.base import Additive
 from sft.sources.source import select_samples
 from sft.walk.copies import Copy
-from sft.walk.machine import Handle, Saved
+from sft.walk.machine import Bundle, Handle, Saved
 from sft.walk.order import Move
 
 __all__ = ["TorchMachine"]
@@ -191,7 +191,8 @@ class TorchMachine:
         return results, Saved(left)
 
     def buffers_of(self, saved: Saved, slots: Sequence[int]) -> list[torch.Tensor]:
-        return [saved.values[slot] for slot in slots]
+        values = (saved.values[slot] for slot in slots)
+        return [tensor for value in values for tensor in (value.buffers if isinstance(value, Bundle) else (value,))]
 
     @property
     def _host(self) -> HostCopies:

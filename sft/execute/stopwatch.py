@@ -160,7 +160,7 @@ class Stopwatch(PhantomMachine):
             bindings = bound(program)
 
             def once() -> float:
-                held = Saved(dict(saved)) if saved else None
+                held = Saved(saved).fork() if saved else None
                 self._wait()
                 started = time.perf_counter()
                 machine.run(program, bindings, held)

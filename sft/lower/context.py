@@ -165,7 +165,7 @@ class Scope:
 
 @dataclass
 class NodeContext:
-    """One operator in one step, as its lowering rule sees it."""
+    """One operator in one step, as its lowering rule sees it; ``keeps`` says whether a backward pass of the step follows."""
 
     scope: Scope
     emitter: Emitter
@@ -176,6 +176,7 @@ class NodeContext:
     borders: Mapping[str, tuple[int, int]]
     destination: Slot | None
     overwrite: Slot | None
+    keeps: bool = False
     saved: dict[str, Any] = field(default_factory=dict)
     contributions: list[tuple[str, Patch]] = field(default_factory=list)
     _rows_read: dict[str, Read] = field(init=False, repr=False)

@@ -223,11 +223,27 @@ class Emitter:
         outputs: tuple[Slot | None, ...],
         *,
         has_many: bool,
+        scratch_bytes: int = 0,
     ) -> None:
         """Emit an operation whose results go to slots made before; ``has_many`` says whether it returns a tuple."""
         if has_many and len(outputs) == 1:
             raise InternalError(f"{function}: a tuple of one result")
-        self._append(function, arguments, keywords, outputs)
+        self._append(function, arguments, keywords, outputs, scratch_bytes=scratch_bytes)
+
+    def call_measured(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        outputs: tuple[Slot | None, ...],
+        *,
+        writes: tuple[Slot, ...] = (),
+        peak_bytes: int,
+        flops: int,
+    ) -> None:
+        """Emit a call that is a program itself: its caller knows the most bytes that it needs at once, results included, and its FLOPs."""
+        own = sum(out.num_bytes for out in outputs if out is not None)
+        scratch = max(0, peak_bytes - own)
+        self.instructions.append(Instruction(function, arguments, {}, outputs, writes, flops, own, scratch, self.owner))
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
         """An uninitialised buffer, channels last where it has four or five dimensions."""

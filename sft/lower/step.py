@@ -42,7 +42,7 @@ def lower_strip(scope: Scope, step: Step, kind: StripKind) -> Program:
 
 def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, Program | None]:
     """The two programs of a segment that keeps everything: forward and, when training, backward."""
-    lowering = _StepLowering(scope, step, whole=True)
+    lowering = _StepLowering(scope, step, whole=True, keeps=training)
     lowering.forward(write_outputs=True, write_rows=False)
     if not training:
         lowering.hand_to_backend()
@@ -84,8 +84,8 @@ def lower_finish(scope: Scope, name: str) -> Program:
 
 
 class _StepLowering:
-    def __init__(self, scope: Scope, step: Step, *, whole: bool) -> None:
-        self.scope, self.whole = scope, whole
+    def __init__(self, scope: Scope, step: Step, *, whole: bool, keeps: bool = False) -> None:
+        self.scope, self.whole, self.keeps = scope, whole, keeps
         self.emitter = Emitter(dtype=scope.dtype_of(scope.names[0]), makes_gradients=whole)
         self.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
         self.values: dict[str, tuple[Slot, int]] = {}
@@ -252,6 +252,7 @@ class _StepLowering:
             borders=self.borders,
             destination=destination,
             overwrite=None,
+            keeps=self.keeps,
         )
         self.contexts[node.name] = ctx
         return ctx

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sft.analysis.repeated import Capturing, capturing
 from sft.deep.access import StackedAccess
+from sft.deep.calls import function_of
 from sft.deep.function import Call, infer, run_chain
 from sft.deep.lowering import BlockPrograms, lower_block
 from sft.deep.plan import STRATEGIES, Costs, DeepPlan, Strategy, plan_chain
+from sft.deep.repetition import Repeated
 from sft.deep.streamed import StreamedAccess, StreamedBlocks
 from sft.deep.trace import Shape, trace_block
-from sft.errors import InputError
+from sft.errors import InputError, UnsupportedError
 from sft.fingerprint import fingerprint
 from sft.kernels.philox import draw_seed
 from sft.plan.chain.schedule import Operation
@@ -27,6 +31,14 @@ from sft.surroundings import not_compiled, refuse_tracing
 from sft.units import parse_bytes
 
 __all__ = ["Repeat"]
+
+
+@dataclass(slots=True)
+class _Known:
+    """What has been derived of a block: its programs, and plans."""
+
+    programs: dict[Any, BlockPrograms] = field(default_factory=dict)
+    plans: dict[Any, DeepPlan] = field(default_factory=dict)
 
 
 class Repeat(nn.Module):
@@ -56,7 +68,8 @@ class Repeat(nn.Module):
         make_block: makes a block.
         num_blocks: how many.
         budget: bytes for what a call holds on the device above its input and the parameters: activations, intermediate values, gradients of
-            parameters, the output and its gradient. Default: `None` (everything is kept, as in plain PyTorch)
+            parameters, the output and its gradient. Default: `None` (everything is kept, as in plain PyTorch; inside a model that
+            `sft.compile` has compiled as much as that model's budget allows)
         strategy: how to look for a schedule: ``"auto"``, ``"none"``, ``"revolve"``, ``"bisect"`` or ``"optimal"``. Default: ``"auto"``
 
     Raises:
@@ -77,8 +90,8 @@ class Repeat(nn.Module):
         self.trace: Callable[[str], None] | None = None
         self.block = _stacked(make_block, num_blocks)
         self.streamed: StreamedBlocks | None = None
-        self._programs: dict[Any, BlockPrograms] = {}
-        self._plans: dict[Any, DeepPlan] = {}
+        self.is_streamed = False  # a model that is compiled around this is captured again when it changes
+        self._known = _Known()
 
     def stream(
         self,
@@ -124,13 +137,14 @@ class Repeat(nn.Module):
             durable=durable,
             prefetch=prefetch,
         )
+        self.is_streamed = True
         return self
 
     def close(self) -> None:
         """Close the stores of streamed weights; the parameters are ordinary ones then, on the host."""
         if self.streamed is not None:
             self.streamed.close()
-            self.streamed = None
+            self.streamed, self.is_streamed = None, False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Repeat:
         """``to``, ``cuda``, ``double``...: streamed weights stay where they are, only the device changes on which they are used."""
@@ -160,7 +174,7 @@ class Repeat(nn.Module):
         """
         if self.streamed is not None:
             raise InputError("streamed weights are not copied or pickled; take the state_dict, or close() the store first")
-        return {**self.__dict__, "_programs": {}, "_plans": {}, "trace": None}
+        return {**self.__dict__, "_known": _Known(), "trace": None}
 
     @not_compiled
     def forward(self, x: Tensor) -> Tensor:
@@ -174,6 +188,9 @@ class Repeat(nn.Module):
             UnsupportedError: the block cannot be traced, or does not return what it takes.
             BudgetError: no schedule fits.
         """
+        around = capturing()
+        if around is not None:
+            return self._captured(around, x)
         self._check_input(x)
         params = dict(self.block.named_parameters())
         needs_grad = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in params.values()))
@@ -191,6 +208,47 @@ class Repeat(nn.Module):
             if before is not None:
                 torch.set_rng_state(before)
             raise
+
+    def _captured(self, around: Capturing, x: Tensor) -> Tensor:
+        """Write down a call inside of a model that is captured: one operator stands for all blocks."""
+        path = around.path_of(self)
+        if self.is_streamed:
+            raise UnsupportedError(
+                [
+                    f"{path}: repeat: its weights are streamed, and a compiled model keeps weights on the device; "
+                    "compile the parts before and behind it, and call it between them"
+                ]
+            )
+        params, stacked, shared = self._params(), self._buffers_of("stacked"), self._buffers_of("shared")
+        repeated = Repeated(
+            block=self.block,
+            num_blocks=self.num_blocks,
+            given_bytes=self.budget_bytes,
+            strategy=self.strategy,
+            device=x.device,
+            autocast=_autocast_dtype(x.device),
+            params=tuple(params),
+            fixed=tuple(stacked),
+            shared=tuple(shared),
+            make=function_of,
+            trace=self.trace,
+        )
+        try:
+            repeated = repeated.at_hint(x, {**params, **stacked, **shared})
+        except UnsupportedError as error:
+            raise UnsupportedError([f"{path}: repeat: {problem}" for problem in error.problems]) from error
+        out, *nexts = around.call(
+            repeated,
+            x,
+            params=[*params.values()],
+            fixed=[stacked[name] for name in repeated.fixed],
+            shared=[*shared.values()],
+            updated=[stacked[name] for name in repeated.updated],
+        )
+        with torch.no_grad():
+            for name, value in zip(repeated.updated, nexts, strict=True):
+                stacked[name].copy_(value)
+        return out
 
     def plan_for(self, x: Tensor) -> DeepPlan:
         """The plan for such an input.
@@ -265,21 +323,21 @@ class Repeat(nn.Module):
 
     def _programs_for(self, x: Tensor) -> tuple[BlockPrograms, Any]:
         """The block's programs for such an input, and what they were made for."""
-        autocast = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else None
+        autocast = _autocast_dtype(x.device)
         params = {name: Shape(shape=tuple(p.shape[1:]), dtype=p.dtype, requires_grad=p.requires_grad) for name, p in self._params().items()}
         buffers = {name: Shape(shape=tuple(b.shape[1:]), dtype=b.dtype) for name, b in self._buffers_of("stacked").items()}
         buffers |= {name: Shape.of(buffer) for name, buffer in self._buffers_of("shared").items()}
         modes = tuple(module.training for module in self.block.modules())
         own = Shape(shape=tuple(x.shape), dtype=x.dtype)
         key = (own, tuple(params.items()), tuple(buffers.items()), modes, x.device, autocast, fingerprint(self.block))
-        if key not in self._programs:
+        if key not in self._known.programs:
             traced = trace_block(self.block, own, params, buffers, device=x.device, autocast=autocast)
             programs = lower_block(traced)
             shared = [name for name in programs.updated if name in self._buffers_of("shared")]
             if shared:
                 raise InputError(f"buffers {', '.join(shared)} change, and all blocks share them; register them as persistent")
-            self._programs[key] = programs
-        return self._programs[key], key
+            self._known.programs[key] = programs
+        return self._known.programs[key], key
 
     def _params(self) -> Mapping[str, Tensor]:
         return dict(self.block.named_parameters())
@@ -288,7 +346,7 @@ class Repeat(nn.Module):
         wants_input_grad = x.requires_grad and torch.is_grad_enabled()
         extra = self._extra_bytes(programs)
         key = (key, wants_input_grad, x.is_contiguous(), self.budget_bytes, self.strategy, extra)
-        if key not in self._plans:
+        if key not in self._known.plans:
             costs = Costs.of(
                 programs,
                 self.num_blocks,
@@ -297,8 +355,8 @@ class Repeat(nn.Module):
                 forward_extra_bytes=extra[0],
                 backward_extra_bytes=extra[1],
             )
-            self._plans[key] = plan_chain(costs, budget_bytes=self.budget_bytes, strategy=self.strategy)
-        return self._plans[key]
+            self._known.plans[key] = plan_chain(costs, budget_bytes=self.budget_bytes, strategy=self.strategy)
+        return self._known.plans[key]
 
     def _extra_bytes(self, programs: BlockPrograms) -> tuple[int, int]:
         """What is held beside activations: windows, or the buffers' next values forwards and the parameters' gradients backwards."""
@@ -373,6 +431,13 @@ class Repeat(nn.Module):
             return [], [*params.values()]
         fixed = [buffer for name, buffer in self._buffers_of("stacked").items() if name not in programs.updated]
         return [*params.values(), *fixed], []
+
+
+def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast casts to on a device, ``None`` where it is off."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type)
 
 
 def _stacked(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:

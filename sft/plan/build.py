@@ -22,9 +22,6 @@ from sft.walk.whole import WholeSegment
 
 __all__ = ["borders", "build_region", "may_stream", "whole_step"]
 
-#: Of signals strips are no stretches of memory.
-_LEAST_RANK = 4
-
 
 def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """For each segment the values that it takes from outside, and those that others or the caller need of it."""
@@ -65,8 +62,8 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
 
 
 def may_stream(problem: Problem, name: str) -> bool:
-    """Whether a value may be on the host between two segments: an image (or a volume) that is none of the model's outputs."""
-    return name in problem.phases.streamed and name not in problem.graph.results and len(problem.shapes[name]) >= _LEAST_RANK
+    """Whether a value may be on the host between two segments: an image (a signal, a volume) that is none of the model's outputs."""
+    return name in problem.phases.streamed and name not in problem.graph.results
 
 
 def _check_streamed(problem: Problem, choices: Sequence[SegmentChoice], ends: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]) -> None:

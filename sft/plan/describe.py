@@ -14,6 +14,7 @@ from sft.plan.planner import Planned
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
+from sft.plan.repetitions import extra_flops, free_budgets, repeated_calls
 from sft.plan.types import Plan, SegmentPlan
 from sft.walk.order import num_forwards_of, plain_order
 from sft.walk.profile import WalkProfiles
@@ -37,14 +38,21 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         resident_bytes=problem.resident_bytes,
         projected_peak_bytes=planned.projection.peak_bytes,
         flops=planned.projection.flops,
-        plain_flops=sum(program.flops for program in plain_programs(problem)),
+        plain_flops=sum(program.flops for program in plain_programs(problem)) - extra_flops(problem),
         timeline=timeline_of(problem, planned.choices, planned.projection, rates),
         segments=tuple(_segment(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
         order=_order(planned.region),
         host_bytes=planned.projection.host_bytes,
         skips_repeats=any(getattr(segment, "skips_repeats", False) for segment in planned.region.segments),
-        notes=tuple(dict.fromkeys(problem.phases.whole_reasons.values())),
+        notes=(*dict.fromkeys(problem.phases.whole_reasons.values()), *_repeats(problem)),
+        repeat_budgets=free_budgets(problem),
     )
+
+
+def _repeats(problem: Problem) -> tuple[str, ...]:
+    """The schedules of repeated blocks, a line each."""
+    calls = repeated_calls(problem)
+    return tuple(f"{problem.graph[name].label}: {call.plan.explain()}" for name, call in calls.items()) if problem.training else ()
 
 
 def _order(region: Region) -> tuple[str, ...]:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from sft.analysis.repeated import REPEAT
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.options import Options
 from sft.plan.boundaries import keep_what_fits, stream_seconds, streamable
 from sft.plan.build import build_region
+from sft.plan.chain.schedule import Schedule
 from sft.plan.clock import timeline_of
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
@@ -25,6 +27,7 @@ from sft.plan.stages import StagedModel
 from sft.plan.strategy_chain import JOINT, OFFLOADING, RECOMPUTING, Scheduled, least, solve
 from sft.plan.strategy_sft import grids, partition_choices
 from sft.plan.survey import Candidate, Survey
+from sft.plan.tails import Tail, TailPlan, least_schedule, smallest_tails, tails
 from sft.plan.tiling import panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
@@ -47,6 +50,8 @@ _WORTH_STREAMING = 1.05
 _WORTH_RECOMPUTING = 1.02
 #: The solver that recomputes and copies takes seconds where there are more stages.
 _MOST_JOINT_STAGES = 32
+#: Schedules that are looked at of one solver for one head; and heads for which both recomputation and copies are.
+_MAX_TAILS, _MOST_JOINT_TAILS = 4, 1
 #: The chain's schedule of least memory is not quite the model's: another may need less than this share of it, but not by much.
 _LEAST_OF_OPTIMAL = 1.2
 
@@ -106,6 +111,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= _WORTH_RECOMPUTING * surveys[0].plain_flops):
         found = _cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
         fitting += [*([found] if found is not None else []), *_published(mixed.staged, room_bytes), *_offloaded(mixed.staged, room_bytes)]
+        fitting += _with_tails(mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
     over_host: list[Survey] = []
     if not (fitting and min(cost for cost, _ in fitting) <= _WORTH_STREAMING * surveys[0].least_cost):
         for survey in _over_host(problem, surveys, options, device_type):
@@ -120,7 +126,9 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     planned = [carry_out(problem, choices) for choices in _smallest_choices(surveys)]
     streamed = (carry_out(problem, choices) for choices in _smallest_choices(over_host))
     planned += [found for found in streamed if problem.fits_host(found.projection.host_bytes)]
-    planned += _smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned)) if mixed is not None else ()
+    if mixed is not None:
+        planned += _smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned))
+        planned += _smallest_with_tails(mixed)
     best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best
@@ -210,6 +218,78 @@ def _offloaded(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Pl
         found, fits = solve(staged, name, room_bytes)
         if fits:
             yield found.seconds * staged.rates.flops_per_second, _planned(staged, found)
+
+
+def _with_tails(mixed: Mixed, room_bytes: int, worse_than: float) -> Iterator[tuple[float, Planned]]:
+    """Plans with strips in front whose other stages wait on the host, alone and together with recomputation, that may cost less."""
+    staged = mixed.staged
+    if staged.problem.host_budget_bytes == 0:
+        return
+    num_joint = 0
+    for tail in tails(staged, mixed.surveys, room_bytes):
+        if tail.least_cost >= worse_than:
+            return
+        found = _cheapest_tail(tail, "offload-dp", room_bytes)
+        if found is None:
+            continue
+        yield found
+        worse_than = min(worse_than, found[0])
+        # The solver of both takes seconds, and has nothing to gain where copies are hidden.
+        is_slow = found[0] > _WORTH_RECOMPUTING * tail.least_cost
+        if is_slow and num_joint < _MOST_JOINT_TAILS and tail.chain.num_stages <= _MOST_JOINT_STAGES:
+            num_joint += 1
+            both = _cheapest_tail(tail, JOINT, room_bytes)
+            if both is not None:
+                yield both
+                worse_than = min(worse_than, both[0])
+
+
+def _cheapest_tail(tail: Tail, name: str, room_bytes: int) -> tuple[float, Planned] | None:
+    """The cheapest schedule of a solver that fits, as far as a few exact projections tell."""
+    best: tuple[float, Planned] | None = None
+    budget_bytes, tried = room_bytes - tail.base_bytes, set[int]()
+    for _ in range(_MAX_TAILS):
+        if budget_bytes < 1 or budget_bytes in tried:
+            break
+        tried.add(budget_bytes)
+        try:
+            schedule = tail.schedule(name, budget_bytes)
+        except BudgetError as refusal:
+            budget_bytes = refusal.needed_bytes
+            continue
+        found = _tail_planned(tail, schedule)
+        if found is None:
+            break
+        proposal, planned = found
+        if _fits(tail.staged.problem, planned, room_bytes) and (best is None or proposal.cost < best[0]):
+            best = (proposal.cost, planned)
+        budget_bytes = proposal.peak_bytes - (planned.projection.peak_bytes - room_bytes)
+    return best
+
+
+def _tail_planned(tail: Tail, schedule: Schedule) -> tuple[TailPlan, Planned] | None:
+    """A schedule of a tail, projected; ``None`` if the region cannot run it."""
+    problem = tail.staged.problem
+    region = build_region(problem, tail.choices)
+    proposal = tail.plan(schedule, region)
+    if proposal is None or replace(region, order=proposal.order).misplaced() is not None:
+        return None
+    return proposal, carry_out(problem, proposal.choices, proposal.order)
+
+
+def _fits(problem: Problem, planned: Planned, room_bytes: int) -> bool:
+    return planned.projection.peak_bytes <= room_bytes and problem.fits_host(planned.projection.host_bytes)
+
+
+def _smallest_with_tails(mixed: Mixed) -> Iterator[Planned]:
+    """Of the same plans those that should need least."""
+    problem = mixed.staged.problem
+    if problem.host_budget_bytes == 0:
+        return
+    for tail in smallest_tails(mixed.staged, mixed.surveys):
+        found = _tail_planned(tail, least_schedule(tail, "offload-dp"))
+        if found is not None and problem.fits_host(found[1].projection.host_bytes):
+            yield found[1]
 
 
 def _smallest_of_stages(mixed: Mixed, best_bytes: int) -> Iterator[Planned]:
@@ -348,7 +428,7 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
         f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
         f"Raise the budget to {needed} bytes, give a smaller image, "
-        f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}"
+        f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}{_of_repeats(problem)}"
         "or leave out options that force strategy, tile, state_every or state_slots.",
         needed_bytes=needed,
     )
@@ -359,6 +439,13 @@ def _over_the_host(problem: Problem) -> str:
     if problem.host_budget_bytes != 0 or not problem.training:
         return ""
     return "let values wait on the host with Options(host_budget=...), "
+
+
+def _of_repeats(problem: Problem) -> str:
+    """A remedy where repeated blocks have budgets of their own."""
+    if problem.training and any(node.target == REPEAT and node.argument("which").given_bytes for node in problem.graph.operators):
+        return "leave out the budget of repeated blocks, so that it follows this one, "
+    return ""
 
 
 def _without_outputs(problem: Problem, smallest: Planned) -> str:

@@ -9,7 +9,8 @@ gate). Where such places are far apart, as in a network of long skips, places th
 counts once for each cut that it crosses, so the chain needs more than the model does. Two cuts without a FLOP between them are one: the
 place that fewer bytes cross, so that a stage ends behind its activation and its pool.
 
-Operators that only make buffers' next values (running statistics) are asides: they run once, behind their stage, and never again.
+Operators that only make buffers' next values (running statistics) are asides: they run once, behind their stage, and never again. Those of
+repeated blocks are made where the blocks run, and stay with them.
 
 The chain leaves out what is there all the time: inputs and outputs, parameters and their gradients. What it gets wrong is small, and every
 schedule is projected exactly before it becomes a plan.
@@ -59,7 +60,9 @@ class StagedModel:
         self.problem, self.rates = problem, rates
         prologue = set(problem.phases.prologue)
         names = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail) if name not in prologue]
-        needed = problem.graph.ancestors(problem.graph.outputs)
+        # What follows its operand is made where that is.
+        rows, graph = problem.phases.rows, problem.graph
+        needed = graph.ancestors([*graph.outputs, *(name for name in names if rows[name].follows)])
         self._main = tuple(name for name in names if name in needed)
         cuts = _Cuts(problem, self._main).found
         self.stages = tuple(self._main[a:b] for a, b in pairwise((0, *(cut.place for cut in cuts), len(self._main))))
@@ -82,6 +85,11 @@ class StagedModel:
         """The segments behind the first stages."""
         groups = (group for pair in zip(self.stages[num_stages:], self.asides[num_stages:], strict=True) for group in pair)
         return tuple(SegmentChoice(nodes=group, mode="whole") for group in groups if group)
+
+    @property
+    def cut_values(self) -> tuple[tuple[str, ...], ...]:
+        """What crosses behind each stage."""
+        return self._cut_values
 
     @cached_property
     def places(self) -> tuple[int, ...]:
@@ -144,20 +152,35 @@ class StagedModel:
             backward_workspace_bytes=loaded + max(0, backward.peak_bytes - _source_gradients(backward)),
         )
 
-    def order(self, operations: Iterable[Operation], *, head: Sequence[SegmentChoice] | None = None, num_stages: int = 0) -> Order:
+    def order(
+        self,
+        operations: Iterable[Operation],
+        *,
+        head: Sequence[SegmentChoice] | None = None,
+        num_stages: int = 0,
+        head_is_stage: bool = False,
+    ) -> Order:
         """Operations of the chain as moves of segments.
 
         Args:
             operations: of a schedule, for the stages behind the first ``num_stages``.
             head: the segments before these stages, which run once; by default the prologue's.
             num_stages: how many stages the head is in the place of.
+            head_is_stage: whether the operations count the head as their first stage: what it hands on, and the states of its tiled
+                segment if there is one, may leave, too.
         """
         behind = self.choices_behind(num_stages)
         first = len(self.choices) - len(behind) if head is None else len(head)
         index_of = {choice.nodes[0]: first + index for index, choice in enumerate(behind)}
-        moves = [Move("forward", i, True) for i in range(first)]
+        #: of stages of the model, by those of the operations
+        shift = num_stages - 1 if head_is_stage else 0
+        own = [index_of.get(stage[0], -1) for stage in self.stages[shift:]]
+        if head_is_stage and head is not None:
+            tiled = [index for index, choice in enumerate(head) if choice.mode == "tiled"]
+            own[0] = tiled[0] if len(tiled) == 1 else -1
+        copies = CutCopies(((), *self._cut_values[shift:]), (-1, *own))
+        moves = [] if head_is_stage else [Move("forward", i, True) for i in range(first)]
         seen: set[int] = set()
-        copies = CutCopies(((), *self._cut_values), (-1, *(index_of.get(stage[0], -1) for stage in self.stages)))
         for operation in operations:
             if operation.kind == "loss":
                 moves.append(LOSS)
@@ -165,7 +188,14 @@ class StagedModel:
                 moves += copies.moves(operation)
             if operation.kind not in ("forward", "backward"):
                 continue
-            stage = operation.first - 1
+            if head_is_stage and operation.first == 1:
+                is_forward = operation.kind == "forward"
+                moves += [Move("forward", i, True) for i in range(first)] if is_forward else []
+                moves += [] if is_forward else [Move("backward", i) for i in reversed(range(first))]
+                if is_forward:
+                    copies.made(1)
+                continue
+            stage = operation.first - 1 + shift
             index = index_of[self.stages[stage][0]]
             aside = index_of[self.asides[stage][0]] if self.asides[stage] else None
             if operation.kind == "forward":
@@ -176,7 +206,7 @@ class StagedModel:
                 copies.made(operation.last)
             else:
                 moves += [Move("backward", i) for i in (aside, index) if i is not None]
-        return (*moves, *(Move("backward", i) for i in reversed(range(first))))
+        return tuple(moves) if head_is_stage else (*moves, *(Move("backward", i) for i in reversed(range(first))))
 
     def ordered(self, order: Order) -> Region:
         """The region in that order; programs are shared with all others of this model."""
@@ -244,6 +274,8 @@ class _Cuts:
         for position in range(1, len(self.names)):
             alive[self.names[position - 1]] = None
             alive = {name: None for name in alive if last[name] >= position}
+            if self.problem.phases.rows[self.names[position]].follows:
+                continue
             values = tuple(name for name in alive if name not in outputs)
             sizes = [self.problem.value_bytes(name) for name in values]
             if 1 <= len(values) <= _MOST_VALUES:

@@ -149,6 +149,7 @@ class Plan:
         host_bytes: what leaves the device during a step takes so much of the host's memory.
         skips_repeats: whether a step may leave out strips that would make what a neighbour made, and take less than ``flops``.
         notes: why operators that read an image run on whole tensors, one line each.
+        repeat_budgets: most bytes that repeated blocks may hold which have no budget of their own, in order; empty where they keep all.
         mesh: of a plan for several ranks what each holds, computes and sends. The numbers above are then those of the rank that needs most,
             but for ``flops``, which are those of all bands of an image together.
     """
@@ -170,6 +171,7 @@ class Plan:
     host_bytes: int = 0
     skips_repeats: bool = False
     notes: tuple[str, ...] = ()
+    repeat_budgets: tuple[int, ...] = ()
     mesh: MeshPlan | None = None
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
@@ -20,7 +20,7 @@ from sft.sources.readahead import reader_bytes
 from sft.walk.copies import Copy, HostSpace
 from sft.walk.order import Move
 
-__all__ = ["Handle", "Machine", "Meter", "Phantom", "PhantomMachine", "Saved", "Strips"]
+__all__ = ["Bundle", "Handle", "Machine", "Meter", "Phantom", "PhantomMachine", "Saved", "Strips"]
 
 Handle = Any
 _AXES = Axes()
@@ -37,6 +37,24 @@ class Saved:
     values: Any
     loaded: dict[str, Handle] = field(default_factory=dict)
     handed: list[Handle] = field(default_factory=list)
+
+    def fork(self) -> Saved:
+        """The same values for a second half that is not the last to read them."""
+        if not isinstance(self.values, dict):
+            return Saved(self.values)
+        return Saved({slot: value.fork() if isinstance(value, Bundle) else value for slot, value in self.values.items()})
+
+
+@runtime_checkable
+class Bundle(Protocol):
+    """Many tensors in one slot, which whoever reads them takes apart."""
+
+    @property
+    def buffers(self) -> Sequence[Handle]:
+        """One tensor for each storage that is there for their sake."""
+
+    def fork(self) -> Any:
+        """The same tensors, to be taken apart in the place of this."""
 
 
 class Strips(Protocol):

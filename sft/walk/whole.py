@@ -129,7 +129,7 @@ class WholeSegment:
                 bindings[port] = grads.by_name[port.name]
             elif port.role == "origin":
                 bindings[port] = _NO_OFFSET
-        held = saved if consume else Saved(saved.values if not isinstance(saved.values, dict) else dict(saved.values))
+        held = saved if consume else saved.fork()
         results, _ = machine.run(program, bindings, held if saves else None)
         del held
         if consume:

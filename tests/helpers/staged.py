@@ -19,7 +19,7 @@ from sft.plan.stages import StagedModel
 
 from .models import Branches, Residual, TinyUNet, seeded
 
-__all__ = ["MODELS", "Normed", "least_budget", "plain_plan", "problem_of", "staged_models", "step"]
+__all__ = ["MODELS", "Normed", "deep", "least_budget", "plain_plan", "problem_of", "staged_models", "step"]
 
 
 class Normed(nn.Module):
@@ -83,3 +83,18 @@ def step(net: Any, x: Tensor, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         sum(y.square().sum() for y in pytree.tree_leaves(net(x))).backward()
+
+
+def deep(norm: Callable[[int], nn.Module]) -> nn.Sequential:
+    """A few wide layers at full size, then many at half of it: strips in front are worth it, and so is recomputing behind."""
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 16, 3, padding=1),
+        norm(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+    for _ in range(8):
+        layers += [nn.Conv2d(16, 16, 3, padding=1), norm(16), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))

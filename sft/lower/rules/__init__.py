@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sft.analysis.graph import Node
 from sft.analysis.operators import CASTS
+from sft.analysis.repeated import NEXT, REPEAT
 from sft.lower.context import Scope
 from sft.lower.rules.adaptive import AdaptiveMax
 from sft.lower.rules.base import Rule
@@ -18,6 +19,7 @@ from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.places import MaxPoolPlaces, MaxUnpool
 from sft.lower.rules.products import Contracted
 from sft.lower.rules.reductions import LogSumExp, Mean, Sum, WholeMean
+from sft.lower.rules.repeated import NextValue, RepeatedBlocks
 from sft.lower.rules.resample import Grid, Nearest, Resampling
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
 from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
@@ -60,15 +62,15 @@ _RULES: dict[str, Rule] = {
 _ACTIVATION, _TRACED, _WHOLE = ResultActivation(), TracedPointwise(), TracedWhole()
 #: Where a whole image is at hand, a reduction is not a running one; those that are not here are torch's own.
 _WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMean(), "moments": WholeMoments()}
-#: What draws does so by position, on strips and on whole tensors.
-_RANDOM: dict[str, Rule] = {"sft.dropout": Dropout(), "sft.mask": Mask()}
+#: The same on strips and on whole tensors: what draws does so by position; repeated blocks are never on strips.
+_EVERYWHERE: dict[str, Rule] = {"sft.dropout": Dropout(), "sft.mask": Mask(), REPEAT: RepeatedBlocks(), NEXT: NextValue()}
 
 
 def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
     """The rule that lowers a node."""
     row = scope.rows[node.name]
-    if node.target in _RANDOM:
-        return _RANDOM[node.target]
+    if node.target in _EVERYWHERE:
+        return _EVERYWHERE[node.target]
     if node.target in CASTS:
         return _RULES["cast"]
     if row.role == "whole" or row.name == "rowwise" or not any(name in scope.streamed for name in node.operands):

@@ -1,0 +1,79 @@
+"""Budgets for repeated blocks that were given none of their own.
+
+In a model that is compiled such blocks (``sft.nn.Repeat``) follow the model's budget. At first they keep everything, as plain PyTorch does;
+where no plan fits then, they get half as many bytes, and half of that, down to what their smallest schedule needs. The first plan that fits
+is the one with the fewest blocks run again, of those that were looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from sft.analysis.repeated import REPEAT
+from sft.deep.repetition import RepeatedCall
+from sft.errors import InputError
+from sft.plan.problem import Problem
+from sft.plan.project import plain_programs
+
+__all__ = ["extra_flops", "free_budgets", "repeated_calls", "with_free_budgets", "with_smaller_repeats"]
+
+
+def repeated_calls(problem: Problem) -> dict[str, RepeatedCall]:
+    """The places where blocks are repeated, by the operator that stands for them."""
+    found: dict[str, RepeatedCall] = {}
+    for program in plain_programs(problem):
+        for instruction in program.instructions:
+            call = getattr(instruction.function, "call", None)
+            if isinstance(call, RepeatedCall):
+                found[instruction.owner] = call
+    return found
+
+
+def extra_flops(problem: Problem) -> int:
+    """Of the FLOPs of a model that is kept whole those of repeated blocks that run again, which plain PyTorch does not."""
+    return sum(call.extra_flops for call in repeated_calls(problem).values()) if problem.training else 0
+
+
+def with_smaller_repeats(problem: Problem) -> Iterator[Problem]:
+    """The same model with smaller and smaller budgets for repeated blocks that have none."""
+    free = _free(problem)
+    if not free or not problem.training:
+        return
+    calls = repeated_calls(problem)
+    budgets = [calls[name].plan.projected_peak_bytes for name in free]
+    least = [min(calls[name].least_bytes, most) for name, most in zip(free, budgets, strict=True)]
+    while budgets != least:
+        budgets = [max(num_bytes // 2, fewest) for num_bytes, fewest in zip(budgets, least, strict=True)]
+        yield with_free_budgets(problem, budgets)
+
+
+def _free(problem: Problem) -> list[str]:
+    """The repetitions without a budget of their own."""
+    return [node.name for node in problem.graph.operators if node.target == REPEAT and node.argument("which").given_bytes is None]
+
+
+def free_budgets(problem: Problem) -> tuple[int, ...]:
+    """The budgets that repetitions without one have got, in order; empty where they keep everything."""
+    found = [problem.graph[name].argument("which").budget_bytes for name in _free(problem)]
+    return tuple(num_bytes for num_bytes in found if num_bytes is not None)
+
+
+def with_free_budgets(problem: Problem, num_bytes: Sequence[int]) -> Problem:
+    """The problem with these budgets for the repetitions that have none of their own.
+
+    Raises:
+        InputError: they are not as many.
+    """
+    free = _free(problem)
+    if len(num_bytes) != len(free):
+        raise InputError(f"the plan has budgets for {len(num_bytes)} repetitions, the model has {len(free)} without one; make a new plan")
+    budgets = dict(zip(free, num_bytes, strict=True))
+    nodes = []
+    for node in problem.graph.nodes:
+        if node.name in budgets:
+            repeated = node.argument("which").within(budgets[node.name])
+            node = replace(node, arguments=tuple((key, repeated if key == "which" else value) for key, value in node.arguments))
+        nodes.append(node)
+    graph = replace(problem.graph, nodes=tuple(nodes))
+    return replace(problem, phases=replace(problem.phases, graph=graph), memo={})

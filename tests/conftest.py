@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
-from .slow import SLOW
+from .slow import SAMPLED, SLOW
 
 # For `examples`, and for the `harness` of the benchmarks, which the zoo shares. Appended, not put first: the repository's folders must
 # not hide installed packages of the same name.
@@ -45,9 +46,13 @@ settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.enviro
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes long; a name that is no test any more is an error where its file was collected."""
     found = {f"{item.path.name}::{item.name}": item for item in items}
-    for name in SLOW & found.keys():
-        found[name].add_marker(pytest.mark.slow)
+    cases: Counter[str] = Counter()
+    for name, item in found.items():
+        test = name.partition("[")[0]
+        cases[test] += 1
+        if name in SLOW or (cases[test] - 1) % SAMPLED.get(test, 1):
+            item.add_marker(pytest.mark.slow)
     files = {item.path.name for item in items if "[" in item.name}
-    unknown = sorted(name for name in SLOW - found.keys() if name.partition("::")[0] in files)
+    unknown = sorted(name for name in (SLOW - found.keys()) | (SAMPLED.keys() - cases.keys()) if name.partition("::")[0] in files)
     if unknown and len(items) > 1000:
         raise pytest.UsageError(f"tests/slow.py names what is no test: {', '.join(unknown)}")

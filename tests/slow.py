@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["SLOW"]
+__all__ = ["SAMPLED", "SLOW"]
 
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "test_autocast.py::test_as_accurate_as_eager": ("vgg",),
@@ -44,3 +44,18 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 #: Tests by file, name and parameters.
 SLOW = frozenset(f"{test}[{parameter}]" for test, parameters in _PARAMETERS.items() for parameter in parameters)
+
+#: Tests of many cases that differ little: `make test` runs the first of every so many, `make test-slow` the others.
+SAMPLED = {
+    "test_exact_operators.py::test_conv": 2,
+    "test_exact_operators.py::test_panels_and_tiles": 3,
+    "test_exact_operators.py::test_pool": 2,
+    "test_exact_reductions.py::test_any_tiling_is_exact": 3,
+    "test_exact_shuffles.py::test_shuffles": 2,
+    "test_exact_transposed.py::test_every_use": 3,
+    "test_exact_transposed.py::test_no_product_is_computed_twice": 2,
+    "test_functional.py::test_the_graph_is_that_of_the_long_way": 2,
+    "test_inputs.py::test_every_kind_of_array": 2,
+    "test_inputs_cost.py::test_the_closed_form_equals_the_phantom_walk": 2,
+    "test_profile.py::test_profile_equals_the_phantom_walk": 3,
+}

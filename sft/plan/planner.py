@@ -128,7 +128,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     planned += [found for found in streamed if problem.fits_host(found.projection.host_bytes)]
     if mixed is not None:
         planned += _smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned))
-        planned += _smallest_with_tails(mixed)
+        planned += _smallest_with_tails(mixed, min(each.projection.peak_bytes for each in planned))
     best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best
@@ -257,39 +257,41 @@ def _cheapest_tail(tail: Tail, name: str, room_bytes: int) -> tuple[float, Plann
         except BudgetError as refusal:
             budget_bytes = refusal.needed_bytes
             continue
-        found = _tail_planned(tail, schedule)
-        if found is None:
+        proposal = _proposal(tail, schedule)
+        if proposal is None:
             break
-        proposal, planned = found
+        planned = carry_out(tail.staged.problem, proposal.choices, proposal.order)
         if _fits(tail.staged.problem, planned, room_bytes) and (best is None or proposal.cost < best[0]):
             best = (proposal.cost, planned)
         budget_bytes = proposal.peak_bytes - (planned.projection.peak_bytes - room_bytes)
     return best
 
 
-def _tail_planned(tail: Tail, schedule: Schedule) -> tuple[TailPlan, Planned] | None:
-    """A schedule of a tail, projected; ``None`` if the region cannot run it."""
-    problem = tail.staged.problem
-    region = build_region(problem, tail.choices)
+def _proposal(tail: Tail, schedule: Schedule) -> TailPlan | None:
+    """A schedule of a tail as moves; ``None`` if the region cannot run it."""
+    region = build_region(tail.staged.problem, tail.choices)
     proposal = tail.plan(schedule, region)
-    if proposal is None or replace(region, order=proposal.order).misplaced() is not None:
-        return None
-    return proposal, carry_out(problem, proposal.choices, proposal.order)
+    return None if proposal is None or replace(region, order=proposal.order).misplaced() is not None else proposal
 
 
 def _fits(problem: Problem, planned: Planned, room_bytes: int) -> bool:
     return planned.projection.peak_bytes <= room_bytes and problem.fits_host(planned.projection.host_bytes)
 
 
-def _smallest_with_tails(mixed: Mixed) -> Iterator[Planned]:
-    """Of the same plans those that should need least."""
+def _smallest_with_tails(mixed: Mixed, best_bytes: int) -> Iterator[Planned]:
+    """Of the same plans those that should need less than the smallest that is known."""
     problem = mixed.staged.problem
     if problem.host_budget_bytes == 0:
         return
     for tail in smallest_tails(mixed.staged, mixed.surveys):
-        found = _tail_planned(tail, least_schedule(tail, "offload-dp"))
-        if found is not None and problem.fits_host(found[1].projection.host_bytes):
-            yield found[1]
+        schedule = least_schedule(tail, "offload-dp")
+        proposal = _proposal(tail, schedule)
+        if proposal is None or tail.base_bytes + proposal.peak_bytes > best_bytes:
+            continue
+        planned = carry_out(problem, proposal.choices, proposal.order)
+        if problem.fits_host(planned.projection.host_bytes):
+            best_bytes = min(best_bytes, planned.projection.peak_bytes)
+            yield planned
 
 
 def _smallest_of_stages(mixed: Mixed, best_bytes: int) -> Iterator[Planned]:

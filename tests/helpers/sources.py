@@ -24,7 +24,12 @@ __all__ = ["Watched", "reader_threads", "walk", "write_tiled_tiff"]
 
 def reader_threads() -> list[threading.Thread]:
     """Threads of readers that are still there; there must be none once a pass is over."""
-    gc.collect()
+    if _reading():
+        gc.collect()  # which takes long, and ends those that nobody holds any more
+    return _reading()
+
+
+def _reading() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "sft-strip-reader"]
 
 

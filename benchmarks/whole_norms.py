@@ -32,9 +32,9 @@ import sft
 from sft.sources import open_image
 
 SLIDE = Path(__file__).resolve().parents[1] / "examples" / "data" / "CMU-1-Small-Region.svs"
-#: Against plain PyTorch whose norms add up in pairs. Much of a slide is of one white, and ``batch_norm`` on the CPU adds one pixel after the
-#: other, so what is rounded is rounded the same way a million times; ``var_mean`` and ``sum`` do not have that. And the gradient of a
-#: convolution in front of a norm is a sum over millions of pixels in which almost everything cancels.
+#: Against plain PyTorch whose norms add up in pairs. Much of a slide is of one white, and ``batch_norm`` on the CPU adds one pixel after
+#: the other, so what is rounded is rounded the same way a million times; ``var_mean`` and ``sum`` do not have that. And the gradient of
+#: a convolution in front of a norm is a sum over millions of pixels in which almost everything cancels.
 EXACT = 1e-10
 
 HEADERS = (

@@ -38,8 +38,9 @@ from sft.fingerprint import Fingerprint
 from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination
+from sft.plan.carried import Planned, carry_out
 from sft.plan.describe import describe
-from sft.plan.planner import Planned, carry_out, check_host, plan_segments
+from sft.plan.planner import check_host, plan_segments
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
 from sft.plan.repetitions import with_free_budgets, with_smaller_repeats

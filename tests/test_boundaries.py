@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.plan.boundaries import stream_seconds, streamable, streaming, traffic
-from sft.plan.planner import carry_out
+from sft.plan.carried import carry_out
 from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
 from sft.walk.region import Region
@@ -127,7 +127,7 @@ def test_the_profile_of_a_walk_is_the_walk(options: sft.Options, problems: list[
         assert summed.host_bytes == walked.host_bytes
         return summed
 
-    monkeypatch.setattr(import_module("sft.plan.planner"), "project", both)
+    monkeypatch.setattr(import_module("sft.plan.carried"), "project", both)
     model = seeded(Normed)
     made = _streamed_plan(model, _SHAPE, options, problems, -1)
     assert sft.compile(model, _SHAPE, budget="4GiB", plan=made).plan.host_bytes > 0

@@ -15,7 +15,8 @@ from torch import nn
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
 from sft.asking import Asking
-from sft.plan.planner import Planned, carry_out, plan_segments
+from sft.plan.carried import Planned, carry_out
+from sft.plan.planner import plan_segments
 from sft.plan.problem import Problem
 from sft.plan.survey import Survey
 

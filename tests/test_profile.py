@@ -63,7 +63,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Projection]:
         return summed
 
     # `sft.plan` is the function; the package of that name is reached by import alone.
-    monkeypatch.setattr(import_module("sft.plan.planner"), "project", both)
+    monkeypatch.setattr(import_module("sft.plan.carried"), "project", both)
     return seen
 
 

@@ -60,7 +60,7 @@ _OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
 def test_its_peak_and_its_flops_are_the_plans(options: dict[str, Any], training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = import_module("sft.plan.planner")  # `sft.plan` is the function
+    carried = import_module("sft.plan.carried")  # `sft.plan` is the function
 
     def both(problem: Problem, region: Region) -> Projection:
         summed, walked = project(problem, region), project(problem, region, exactly=True)
@@ -68,7 +68,7 @@ def test_its_peak_and_its_flops_are_the_plans(options: dict[str, Any], training:
         assert [_runs(lap) for lap in summed.laps] == [_runs(lap) for lap in walked.laps]
         return summed
 
-    monkeypatch.setattr(planner, "project", both)
+    monkeypatch.setattr(carried, "project", both)
     with torch.set_grad_enabled(training):
         plan = sft.plan(_Model(), _SHAPE, options=sft.Options(**options))
     timeline = plan.timeline

@@ -22,8 +22,8 @@ from sft.bands.mesh import MeshShape
 from sft.bands.region import BandRegion
 from sft.errors import BudgetError, InputError
 from sft.options import Options
+from sft.plan.carried import Planned
 from sft.plan.mesh import MeshPlan, RankPlan
-from sft.plan.planner import Planned
 from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
 from sft.plan.types import SegmentChoice

@@ -9,8 +9,8 @@ import numpy as np
 from sft.analysis.footprint import run_footprint
 from sft.analysis.formulas import run_formulas
 from sft.backends.calls import kernel_operators
+from sft.plan.carried import Planned
 from sft.plan.clock import timeline_of
-from sft.plan.planner import Planned
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates

@@ -8,36 +8,40 @@ fits, it says what the smallest plan it knows needs, and that budget will work.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 
 from sft.analysis.repeated import REPEAT
-from sft.errors import BudgetError, InputError, UnsupportedError
+from sft.errors import BudgetError, UnsupportedError
 from sft.options import Options
+from sft.plan.behind import (
+    MAX_PROJECTIONS,
+    WORTH_ANOTHER_LOOK,
+    WORTH_RECOMPUTING,
+    cheapest_mixed,
+    offloaded,
+    published,
+    scheduled_plan,
+    smallest_of_stages,
+    smallest_with_tails,
+    with_tails,
+)
 from sft.plan.boundaries import keep_what_fits, stream_seconds, streamable
-from sft.plan.build import build_region
-from sft.plan.chain.schedule import Schedule
+from sft.plan.carried import Planned, carry_out
 from sft.plan.clock import timeline_of
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
-from sft.plan.project import Projection, project
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_chain import JOINT, OFFLOADING, RECOMPUTING, Scheduled, least, solve
+from sft.plan.strategy_chain import OFFLOADING, RECOMPUTING, solve
 from sft.plan.strategy_sft import grids, partition_choices
 from sft.plan.survey import Candidate, Survey
-from sft.plan.tails import Tail, TailPlan, least_schedule, smallest_tails, tails
 from sft.plan.tiling import panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
-from sft.walk.order import Order
-from sft.walk.region import Region
 
-__all__ = ["Planned", "carry_out", "check_host", "plan_segments"]
+__all__ = ["check_host", "plan_segments"]
 
-_MAX_PROJECTIONS = 8
-_WORTH_ANOTHER_LOOK = 0.98
 _NUM_SMALLEST = 3
 #: A plan that costs at most so much more than running each strip once more is not worth looking further.
 _WORTH_MORE_PANELS = 1.05
@@ -46,43 +50,6 @@ _WORTH_ANOTHER_PANEL = 0.95
 _LEAST_PANEL_COLS = 64
 #: The same before cuts are streamed over the host.
 _WORTH_STREAMING = 1.05
-#: A plan that costs at most so much more than plain PyTorch is not worth looking for stages to run again.
-_WORTH_RECOMPUTING = 1.02
-#: The solver that recomputes and copies takes seconds where there are more stages.
-_MOST_JOINT_STAGES = 32
-#: Schedules that are looked at of one solver for one head; and heads for which both recomputation and copies are.
-_MAX_TAILS, _MOST_JOINT_TAILS = 4, 1
-#: The chain's schedule of least memory is not quite the model's: another may need less than this share of it, but not by much.
-_LEAST_OF_OPTIMAL = 1.2
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """Decisions, the region that carries them out (in its order), and what it costs."""
-
-    choices: tuple[SegmentChoice, ...]
-    region: Region
-    projection: Projection
-
-
-def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order | None = None) -> Planned:
-    """Build the region for given decisions and project it.
-
-    Raises:
-        InputError: the order runs a segment back that has not kept what it needs for that.
-    """
-    region = replace(build_region(problem, choices), order=order)
-    if any(move.is_copy for move in region.moves):
-        region = region.run_in_full()
-    unkept = region.unkept() if order is not None and problem.training else ()
-    misplaced = region.misplaced() if order is not None and problem.training else None
-    if unkept:
-        raise InputError(
-            f"the plan's order runs segments {list(unkept)} back without F{unkept[0]}+ before; make a new one with sft.plan(...)"
-        )
-    if misplaced is not None:
-        raise InputError(f"the plan's order cannot run: {misplaced}; make a new one with sft.plan(...)")
-    return Planned(tuple(choices), region, project(problem, region))
 
 
 def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_type: str) -> Planned:
@@ -108,10 +75,10 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
         if fitting and survey.least_cost_in(2 * survey.num_panels) > min(cost for cost, _ in fitting):
             break  # what more panels compute twice is more than that
     mixed = _mixed(problem, surveys, room_bytes, options, Rates(device_type))
-    if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= _WORTH_RECOMPUTING * surveys[0].plain_flops):
-        found = _cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
-        fitting += [*([found] if found is not None else []), *_published(mixed.staged, room_bytes), *_offloaded(mixed.staged, room_bytes)]
-        fitting += _with_tails(mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
+    if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= WORTH_RECOMPUTING * surveys[0].plain_flops):
+        found = cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
+        fitting += [*([found] if found is not None else []), *published(mixed.staged, room_bytes), *offloaded(mixed.staged, room_bytes)]
+        fitting += with_tails(mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
     over_host: list[Survey] = []
     if not (fitting and min(cost for cost, _ in fitting) <= _WORTH_STREAMING * surveys[0].least_cost):
         for survey in _over_host(problem, surveys, options, device_type):
@@ -127,8 +94,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     streamed = (carry_out(problem, choices) for choices in _smallest_choices(over_host))
     planned += [found for found in streamed if problem.fits_host(found.projection.host_bytes)]
     if mixed is not None:
-        planned += _smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned))
-        planned += _smallest_with_tails(mixed, min(each.projection.peak_bytes for each in planned))
+        planned += smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned))
+        planned += smallest_with_tails(mixed, min(each.projection.peak_bytes for each in planned))
     best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best
@@ -185,131 +152,6 @@ def _mixed(problem: Problem, surveys: Sequence[Survey], room_bytes: int, options
     return Mixed(staged, surveys, max(1, room_bytes)) if len(staged.stages) > 1 else None
 
 
-def _cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than: float) -> tuple[float, Planned] | None:
-    """The cheapest mixed plan that fits and costs less than one that is known, as far as a few exact projections tell."""
-    error, best = 0.0, None
-    for _ in range(_MAX_PROJECTIONS):
-        proposal = mixed.cheapest(room_bytes - error, worse_than if best is None else _WORTH_ANOTHER_LOOK * best[0])
-        if proposal is None:
-            break
-        planned = carry_out(problem, proposal.choices, proposal.order)
-        if planned.projection.peak_bytes <= room_bytes:
-            best = (proposal.cost, planned)
-        error += planned.projection.peak_bytes - room_bytes
-    return best
-
-
-def _published(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Planned]]:
-    """What the published schedules make of the stages, where they fit, so that no plan is worse than theirs."""
-    optimal = least(staged, "optimal").projection.peak_bytes
-    if optimal > _LEAST_OF_OPTIMAL * room_bytes:
-        return  # no other needs so much less
-    for name in RECOMPUTING:
-        found, fits = solve(staged, name, room_bytes)
-        if fits:
-            yield found.seconds * staged.rates.flops_per_second, _planned(staged, found)
-
-
-def _offloaded(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Planned]]:
-    """The same of what the schedules make that copy to the host, alone and together with recomputation."""
-    if staged.problem.host_budget_bytes == 0:
-        return
-    for name in (*OFFLOADING, *([JOINT] if len(staged.stages) <= _MOST_JOINT_STAGES else [])):
-        found, fits = solve(staged, name, room_bytes)
-        if fits:
-            yield found.seconds * staged.rates.flops_per_second, _planned(staged, found)
-
-
-def _with_tails(mixed: Mixed, room_bytes: int, worse_than: float) -> Iterator[tuple[float, Planned]]:
-    """Plans with strips in front whose other stages wait on the host, alone and together with recomputation, that may cost less."""
-    staged = mixed.staged
-    if staged.problem.host_budget_bytes == 0:
-        return
-    num_joint = 0
-    for tail in tails(staged, mixed.surveys, room_bytes):
-        if tail.least_cost >= worse_than:
-            return
-        found = _cheapest_tail(tail, "offload-dp", room_bytes)
-        if found is None:
-            continue
-        yield found
-        worse_than = min(worse_than, found[0])
-        # The solver of both takes seconds, and has nothing to gain where copies are hidden.
-        is_slow = found[0] > _WORTH_RECOMPUTING * tail.least_cost
-        if is_slow and num_joint < _MOST_JOINT_TAILS and tail.chain.num_stages <= _MOST_JOINT_STAGES:
-            num_joint += 1
-            both = _cheapest_tail(tail, JOINT, room_bytes)
-            if both is not None:
-                yield both
-                worse_than = min(worse_than, both[0])
-
-
-def _cheapest_tail(tail: Tail, name: str, room_bytes: int) -> tuple[float, Planned] | None:
-    """The cheapest schedule of a solver that fits, as far as a few exact projections tell."""
-    best: tuple[float, Planned] | None = None
-    budget_bytes, tried = room_bytes - tail.base_bytes, set[int]()
-    for _ in range(_MAX_TAILS):
-        if budget_bytes < 1 or budget_bytes in tried:
-            break
-        tried.add(budget_bytes)
-        try:
-            schedule = tail.schedule(name, budget_bytes)
-        except BudgetError as refusal:
-            budget_bytes = refusal.needed_bytes
-            continue
-        proposal = _proposal(tail, schedule)
-        if proposal is None:
-            break
-        planned = carry_out(tail.staged.problem, proposal.choices, proposal.order)
-        if _fits(tail.staged.problem, planned, room_bytes) and (best is None or proposal.cost < best[0]):
-            best = (proposal.cost, planned)
-        budget_bytes = proposal.peak_bytes - (planned.projection.peak_bytes - room_bytes)
-    return best
-
-
-def _proposal(tail: Tail, schedule: Schedule) -> TailPlan | None:
-    """A schedule of a tail as moves; ``None`` if the region cannot run it."""
-    region = build_region(tail.staged.problem, tail.choices)
-    proposal = tail.plan(schedule, region)
-    return None if proposal is None or replace(region, order=proposal.order).misplaced() is not None else proposal
-
-
-def _fits(problem: Problem, planned: Planned, room_bytes: int) -> bool:
-    return planned.projection.peak_bytes <= room_bytes and problem.fits_host(planned.projection.host_bytes)
-
-
-def _smallest_with_tails(mixed: Mixed, best_bytes: int) -> Iterator[Planned]:
-    """Of the same plans those that should need less than the smallest that is known."""
-    problem = mixed.staged.problem
-    if problem.host_budget_bytes == 0:
-        return
-    for tail in smallest_tails(mixed.staged, mixed.surveys):
-        schedule = least_schedule(tail, "offload-dp")
-        proposal = _proposal(tail, schedule)
-        if proposal is None or tail.base_bytes + proposal.peak_bytes > best_bytes:
-            continue
-        planned = carry_out(problem, proposal.choices, proposal.order)
-        if problem.fits_host(planned.projection.host_bytes):
-            best_bytes = min(best_bytes, planned.projection.peak_bytes)
-            yield planned
-
-
-def _smallest_of_stages(mixed: Mixed, best_bytes: int) -> Iterator[Planned]:
-    """The smallest plans that recompute stages, where they come near the smallest of strips."""
-    proposal = mixed.smallest()
-    if proposal is None or proposal.peak_bytes > _LEAST_OF_OPTIMAL * best_bytes:
-        return
-    yield carry_out(mixed.staged.problem, proposal.choices, proposal.order)
-    for name in (*RECOMPUTING, *(OFFLOADING if mixed.staged.problem.host_budget_bytes != 0 else ())):
-        found = _planned(mixed.staged, least(mixed.staged, name))
-        if mixed.staged.problem.fits_host(found.projection.host_bytes):
-            yield found
-
-
-def _planned(staged: StagedModel, found: Scheduled) -> Planned:
-    return Planned(staged.choices, staged.ordered(found.order), found.projection)
-
-
 def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Planned:
     """The plan with the fewest FLOPs among the SFT paper's that fit."""
     room_bytes = budget_bytes - problem.resident_bytes
@@ -343,7 +185,7 @@ def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> 
         fits = planned.projection.peak_bytes <= room_bytes
     else:
         found, fits = solve(staged, name, room_bytes)
-        planned = _planned(staged, found)
+        planned = scheduled_plan(staged, found)
     if not fits:
         check_host(planned, problem.host_budget_bytes)
         raise _too_small(problem, planned, budget_bytes)
@@ -399,9 +241,9 @@ def _cheapest(problem: Problem, survey: Survey, room_bytes: int, known: float = 
     tried = np.zeros(survey.cost.shape, dtype=bool)
     error = 0.0  # how many bytes more than the survey says are needed
     best: tuple[float, Planned] | None = None
-    for _ in range(_MAX_PROJECTIONS):
+    for _ in range(MAX_PROJECTIONS):
         candidate = survey.cheapest(room_bytes - error, tried)
-        if candidate is None or candidate.cost > (known if best is None else _WORTH_ANOTHER_LOOK * best[0]):
+        if candidate is None or candidate.cost > (known if best is None else WORTH_ANOTHER_LOOK * best[0]):
             break
         tried[candidate.position, candidate.height, candidate.policy] = True
         planned = carry_out(problem, survey.choices(candidate))

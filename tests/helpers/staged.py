@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 
 import sft
 import sft.preparing
-from sft.plan.planner import Planned, plan_segments
+from sft.plan.carried import Planned
+from sft.plan.planner import plan_segments
 from sft.plan.problem import Problem
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel

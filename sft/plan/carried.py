@@ -1,0 +1,45 @@
+"""Decisions carried out: the region that runs them, and what it costs exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from sft.errors import InputError
+from sft.plan.build import build_region
+from sft.plan.problem import Problem
+from sft.plan.project import Projection, project
+from sft.plan.types import SegmentChoice
+from sft.walk.order import Order
+from sft.walk.region import Region
+
+__all__ = ["Planned", "carry_out"]
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """Decisions, the region that carries them out (in its order), and what it costs."""
+
+    choices: tuple[SegmentChoice, ...]
+    region: Region
+    projection: Projection
+
+
+def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order | None = None) -> Planned:
+    """Build the region for given decisions and project it.
+
+    Raises:
+        InputError: the order runs a segment back that has not kept what it needs for that.
+    """
+    region = replace(build_region(problem, choices), order=order)
+    if any(move.is_copy for move in region.moves):
+        region = region.run_in_full()
+    unkept = region.unkept() if order is not None and problem.training else ()
+    misplaced = region.misplaced() if order is not None and problem.training else None
+    if unkept:
+        raise InputError(
+            f"the plan's order runs segments {list(unkept)} back without F{unkept[0]}+ before; make a new one with sft.plan(...)"
+        )
+    if misplaced is not None:
+        raise InputError(f"the plan's order cannot run: {misplaced}; make a new one with sft.plan(...)")
+    return Planned(tuple(choices), region, project(problem, region))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
+import zlib
 from pathlib import Path
 
 import pytest
@@ -46,13 +46,18 @@ settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.enviro
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes long; a name that is no test any more is an error where its file was collected."""
     found = {f"{item.path.name}::{item.name}": item for item in items}
-    cases: Counter[str] = Counter()
+    seen: dict[str, set[tuple[str, str]]] = {}  # by test: values of parameters that a case of `make test` has
     for name, item in found.items():
         test = name.partition("[")[0]
-        cases[test] += 1
-        if name in SLOW or (cases[test] - 1) % SAMPLED.get(test, 1):
+        values = {(key, str(value)) for key, value in item.callspec.params.items()} if hasattr(item, "callspec") else set()
+        known = seen.setdefault(test, set())
+        # By a hash, as each n-th case might always be of the same tiling.
+        is_drawn = test not in SAMPLED or not values <= known or zlib.crc32(name.encode()) % SAMPLED[test] == 0
+        if name in SLOW or not is_drawn:
             item.add_marker(pytest.mark.slow)
+        else:
+            known |= values
     files = {item.path.name for item in items if "[" in item.name}
-    unknown = sorted(name for name in (SLOW - found.keys()) | (SAMPLED.keys() - cases.keys()) if name.partition("::")[0] in files)
+    unknown = sorted(name for name in (SLOW - found.keys()) | (SAMPLED.keys() - seen.keys()) if name.partition("::")[0] in files)
     if unknown and len(items) > 1000:
         raise pytest.UsageError(f"tests/slow.py names what is no test: {', '.join(unknown)}")

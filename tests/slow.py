@@ -45,7 +45,8 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 #: Tests by file, name and parameters.
 SLOW = frozenset(f"{test}[{parameter}]" for test, parameters in _PARAMETERS.items() for parameter in parameters)
 
-#: Tests of many cases that differ little: `make test` runs the first of every so many, `make test-slow` the others.
+#: Tests of many cases that differ little: `make test` runs about one of so many, and each value of each parameter once at least;
+#: `make test-slow` runs the others.
 SAMPLED = {
     "test_exact_operators.py::test_conv": 2,
     "test_exact_operators.py::test_panels_and_tiles": 3,

@@ -98,6 +98,7 @@ class Scope:
     backend: Backend | None = None
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict, repr=False, compare=False)
+    #: of these columns alone, so it must not be handed on by `replace`
     _columns_read: dict[str, dict[str, Read]] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def windows(self, name: str) -> tuple[Window, ...]:

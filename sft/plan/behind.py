@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from sft.errors import BudgetError
 from sft.plan.build import build_region
-from sft.plan.carried import Planned, carry_out
+from sft.plan.carried import MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, Planned, carry_out
 from sft.plan.chain.schedule import Schedule
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
@@ -19,8 +19,6 @@ from sft.plan.strategy_chain import JOINT, OFFLOADING, RECOMPUTING, Scheduled, l
 from sft.plan.tails import Tail, TailPlan, least_schedule, smallest_tails, tails
 
 __all__ = [
-    "MAX_PROJECTIONS",
-    "WORTH_ANOTHER_LOOK",
     "WORTH_RECOMPUTING",
     "cheapest_mixed",
     "offloaded",
@@ -31,9 +29,6 @@ __all__ = [
     "with_tails",
 ]
 
-#: Exact projections of one search at most; and the share of the best one's cost that another proposal must not exceed to be looked at.
-MAX_PROJECTIONS = 8
-WORTH_ANOTHER_LOOK = 0.98
 #: A plan that costs at most so much more than plain PyTorch is not worth looking for stages to run again.
 WORTH_RECOMPUTING = 1.02
 #: The solver that recomputes and copies takes seconds where there are more stages.

@@ -15,8 +15,6 @@ from sft.analysis.repeated import REPEAT
 from sft.errors import BudgetError, UnsupportedError
 from sft.options import Options
 from sft.plan.behind import (
-    MAX_PROJECTIONS,
-    WORTH_ANOTHER_LOOK,
     WORTH_RECOMPUTING,
     cheapest_mixed,
     offloaded,
@@ -27,7 +25,7 @@ from sft.plan.behind import (
     with_tails,
 )
 from sft.plan.boundaries import keep_what_fits, stream_seconds, streamable
-from sft.plan.carried import Planned, carry_out
+from sft.plan.carried import MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, Planned, carry_out
 from sft.plan.clock import timeline_of
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
@@ -67,20 +65,20 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     fitting: list[tuple[float, Planned]] = []
     for survey in _surveys(problem, options, device_type):
         surveys.append(survey)
-        found = _cheapest(problem, survey, room_bytes, min((cost for cost, _ in fitting), default=float("inf")))
+        found = _cheapest(problem, survey, room_bytes, _least_cost(fitting))
         if found is not None:
             fitting.append(found)
             if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                 break  # what is left to gain are strips that run once more to restore states
-        if fitting and survey.least_cost_in(2 * survey.num_panels) > min(cost for cost, _ in fitting):
+        if fitting and survey.least_cost_in(2 * survey.num_panels) > _least_cost(fitting):
             break  # what more panels compute twice is more than that
     mixed = _mixed(problem, surveys, room_bytes, options, Rates(device_type))
-    if mixed is not None and not (fitting and min(cost for cost, _ in fitting) <= WORTH_RECOMPUTING * surveys[0].plain_flops):
-        found = cheapest_mixed(problem, mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
+    if mixed is not None and not (_least_cost(fitting) <= WORTH_RECOMPUTING * surveys[0].plain_flops):
+        found = cheapest_mixed(problem, mixed, room_bytes, _least_cost(fitting))
         fitting += [*([found] if found is not None else []), *published(mixed.staged, room_bytes), *offloaded(mixed.staged, room_bytes)]
-        fitting += with_tails(mixed, room_bytes, min(cost for cost, _ in fitting) if fitting else float("inf"))
+        fitting += with_tails(mixed, room_bytes, _least_cost(fitting))
     over_host: list[Survey] = []
-    if not (fitting and min(cost for cost, _ in fitting) <= _WORTH_STREAMING * surveys[0].least_cost):
+    if not (_least_cost(fitting) <= _WORTH_STREAMING * surveys[0].least_cost):
         for survey in _over_host(problem, surveys, options, device_type):
             over_host.append(survey)
             found = _cheapest_streamed(problem, survey, room_bytes)
@@ -100,6 +98,11 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     if best.projection.peak_bytes <= room_bytes:
         return best
     raise _too_small(problem, best, budget_bytes)
+
+
+def _least_cost(fitting: Sequence[tuple[float, Planned]]) -> float:
+    """Of plans that fit, infinity where there are none."""
+    return min((cost for cost, _ in fitting), default=float("inf"))
 
 
 def _fastest(problem: Problem, fitting: Sequence[tuple[float, Planned]], rates: Rates) -> Planned:

@@ -107,8 +107,7 @@ class Sharding:
         for part in self._parts:
             part.reshard()  # what is whole since a call without a backward pass may be out of date
         self._shards = [self._model.get_parameter(name) for name in self.sizes]
-        for part in self._parts:
-            part.unshard()
+        self._gather()
         self._is_called = True
         try:
             yield
@@ -147,12 +146,26 @@ class Sharding:
                     "the sharded parameters of the compiled model were changed between its forward and its backward pass, which needs "
                     "those of the forward; step the optimizer after backward"
                 )
-            for part in self._parts:
-                part.unshard()
+            self._gather()
             yield
         except BaseException:
             self._start_anew()
             raise
+
+    def _gather(self) -> None:
+        """Make all weights whole.
+
+        Raises:
+            InputError: FSDP was told not to.
+        """
+        for part in self._parts:
+            part.unshard()
+        missing = [name for name in self.sizes if is_sharded(self._model.get_parameter(name))]
+        if missing:
+            raise InputError(
+                f"{', '.join(missing)}: still in shards; a compiled model needs all weights in both passes, "
+                "leave out set_unshard_in_backward(False)"
+            )
 
     def _start_anew(self) -> None:
         """After a failure FSDP would wait for the end of a pass that is over."""

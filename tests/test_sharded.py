@@ -212,6 +212,8 @@ def _counts_waiting_gradients(rank: int) -> None:
 
 
 def _fails_and_goes_on(rank: int) -> None:
+    from torch.distributed.fsdp import FSDPModule
+
     eager, model = seeded(Net), seeded(Net)
     _in_parts(model, mesh=_mesh((2,), ("outer",)))
     net: Any = sft.compile(model, _SHAPE, budget="64MiB", options=_OPTIONS, mesh=_mesh((1, 2), ("replica", "band")))
@@ -238,6 +240,40 @@ def _fails_and_goes_on(rank: int) -> None:
     _loss(net, x).backward()
     _loss(eager, x).backward()
     assert max(gradient_errors(_full(_grads(net)), _grads(eager)).values()) <= 1e-12
+    # Versions of FSDP that cannot start anew are not asked to.
+    y = net(source)
+    source.is_broken = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        with pytest.raises(sft.SourceError if rank == 1 else sft.RankError):
+            y.square().sum().backward()
+        with pytest.raises(sft.InputError, match="start again from the last checkpoint"):
+            net(x)
+
+
+def _infers_and_differentiates_the_image(rank: int) -> None:
+    """Weights in halves of their columns, which FSDP puts together from a second copy."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    shape = (1, 4, 9, 8)
+    eager, model = (seeded(lambda: nn.Sequential(nn.Conv2d(4, 30, 3, padding=1), nn.ReLU(), nn.Conv2d(30, 2, 1))) for _ in range(2))
+    fully_shard(model, mesh=_mesh((2,), ("outer",)), shard_placement_fn=lambda p: Shard(1) if p.dim() == 4 else None)
+    net: Any = sft.compile(model, shape, budget="64MiB", options=_OPTIONS)
+    before = sum(p.to_local().untyped_storage().nbytes() for p in net.parameters())
+    with sft.measure_peak("cpu") as peak:
+        x, y = (image(*shape).requires_grad_() for _ in range(2))
+        _loss(net, x).backward()
+    assert before + peak.num_bytes <= net.plan.total_bytes
+    _loss(eager, y).backward()
+    assert x.grad is not None and y.grad is not None and relative_error(x.grad, y.grad) <= 1e-12
+    assert max(gradient_errors(_full(_grads(net)), _grads(eager)).values()) <= 1e-12
+    with torch.no_grad():
+        assert relative_error(net(x), eager(y)) <= 1e-12
+    net.set_unshard_in_backward(False)
+    net.set_reshard_after_forward(True)
+    with pytest.raises(sft.InputError, match="set_unshard_in_backward"):
+        _loss(net, x).backward()
 
 
 def _changed_in_between(rank: int) -> None:
@@ -275,7 +311,9 @@ def _refusals(rank: int) -> None:
         assert not sft.check(model, _SHAPE).ok
 
 
-@pytest.mark.parametrize("case", [_counts_waiting_gradients, _fails_and_goes_on, _changed_in_between, _refusals])
+@pytest.mark.parametrize(
+    "case", [_counts_waiting_gradients, _fails_and_goes_on, _infers_and_differentiates_the_image, _changed_in_between, _refusals]
+)
 def test_habits(pair: Ranks, case: Callable[..., None]) -> None:
     pair.run(case)
 

@@ -20,7 +20,7 @@ from .helpers.ranks import Ranks, ranks_of
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
 
-_NUM_RANKS, _NUM_BLOCKS = 2, 4
+_NUM_RANKS, _NUM_BLOCKS = 3, 4
 _SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
     "adamw": {"lr": 0.01, "amsgrad": True},
@@ -28,8 +28,8 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    folder: Path = tmp_path_factory.mktemp("pair")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    folder: Path = tmp_path_factory.mktemp("three")
     with ranks_of(_NUM_RANKS, folder) as ranks:
         yield ranks
 
@@ -49,13 +49,13 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Streamed blocks between a stem and two heads, of which calls use one."""
+    """Streamed blocks between a stem and heads, of which a call uses one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 3, 1)
         self.blocks: nn.Module = Repeat(Block, _NUM_BLOCKS, strategy="revolve")
-        self.heads = nn.ModuleList([nn.Linear(48, 2), nn.Linear(48, 2)])
+        self.heads = nn.ModuleList([nn.Linear(48, 2) for _ in range(_NUM_RANKS)])
 
     def forward(self, x: Tensor, head: int = 0) -> Tensor:
         out: Tensor = self.heads[head](self.blocks(self.stem(x)).flatten(1))
@@ -134,15 +134,14 @@ def _equal_torch(rank: int, kind: str, two_phase: bool) -> None:
             whole = torch.stack([part[slot] for part in parts]) if "blocks." in name else parts[0][slot]
             torch.testing.assert_close(value, whole, rtol=1e-12, atol=1e-12, msg=f"{name}: {slot}")
     fields = _repeat(model).streamed.store.layouts[0].fields  # type: ignore[union-attr]  # it streams
-    # Of 81, 3, 1 and 2 elements the first rank has one more than half where there is no half.
-    num_own = 41 + 2 + 1 + 1 if rank == 0 else 40 + 1 + 0 + 1
+    num_own = 27 + 1 + (1, 0, 0)[rank] + (1, 1, 0)[rank]  # of 81, 3, 1 and 2 elements
     assert sum(field.spec.num_bytes for field in fields if field.spec.is_state) == {"sgd": 1, "adamw": 3}[kind] * 8 * num_own
 
 
 @pytest.mark.parametrize("two_phase", [False, True], ids=["fused", "two-phase"])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_updates_by_the_mean_of_gradients(pair: Ranks, kind: str, two_phase: bool) -> None:
-    pair.run(_equal_torch, kind, two_phase)
+def test_updates_by_the_mean_of_gradients(three: Ranks, kind: str, two_phase: bool) -> None:
+    three.run(_equal_torch, kind, two_phase)
 
 
 def _clips(rank: int) -> None:
@@ -263,8 +262,8 @@ class Other:
 
 
 @pytest.mark.parametrize("case", [_clips, _skips_together, _halves, _holds_what_was_projected, _fails_on_all_or_none, _begin_alike])
-def test_habits(pair: Ranks, case: Callable[..., None]) -> None:
-    pair.run(case)
+def test_habits(three: Ranks, case: Callable[..., None]) -> None:
+    three.run(case)
 
 
 def _resumed(rank: int, folder: str) -> None:
@@ -296,8 +295,9 @@ def _resumed(rank: int, folder: str) -> None:
         optimizer.load_state_dict(state)
         step_all(2, other, optimizer, range(_NUM_RANKS) if group is None else [rank])
         _assert_close(other, plain)
-    swapped, _ = _models(seed=7, path=f"{folder}/{1 - rank}", resume=True, durable=False)
-    with pytest.raises(sft.InputError, match=f"optimizer state of rank {1 - rank}/2, and this is rank {rank}/2"):
+    other_rank = (rank + 1) % _NUM_RANKS
+    swapped, _ = _models(seed=7, path=f"{folder}/{other_rank}", resume=True, durable=False)
+    with pytest.raises(sft.InputError, match=f"optimizer state of rank {other_rank}/3, and this is rank {rank}/3"):
         _optimizer("adamw", swapped)
     _repeat(swapped).close()
     dist.barrier()
@@ -309,5 +309,5 @@ def _resumed(rank: int, folder: str) -> None:
     _assert_close(again, plain)
 
 
-def test_files_and_state_dicts(pair: Ranks, tmp_path: Path) -> None:
-    pair.run(_resumed, str(tmp_path))
+def test_files_and_state_dicts(three: Ranks, tmp_path: Path) -> None:
+    three.run(_resumed, str(tmp_path))

@@ -44,7 +44,8 @@ class StreamedChain:
         self._staging: Staging | None = None
         self.masters = frozenset(name for name, param in self.params.items() if param.dtype in HALF)
         specs = [spec for name, param in self.params.items() for spec in self._specs(name, param)]
-        self._check_share()
+        if specs:
+            self._check_share()
         resumed = blocks.set_state(specs, self._first_state) if self.params else False
         self.num_updates = self._counts() if resumed else dict.fromkeys(self.params, 0)
         self._states = self._window(blocks.store, "state", window_bytes) if specs else None
@@ -75,8 +76,8 @@ class StreamedChain:
         own, theirs = self._share(), metadata.get(_SHARE, _ALONE)
         if _UPDATED in metadata and own != theirs:
             raise InputError(
-                f"the file of weights has the optimizer state of rank {theirs}, and this is rank {own} (of how many); give each rank its "
-                "own file, or load a state_dict, which has all of it"
+                f"the file of weights has the optimizer state of rank {theirs}, and this is rank {own} (of how many). Give each rank "
+                "its own file; for another number of ranks stream the model's state_dict to new files, and load the optimizer's state_dict"
             )
 
     def _share(self) -> str:

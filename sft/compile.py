@@ -52,7 +52,8 @@ def compile(
     """A module that computes what ``model`` computes, with the same gradients, inside ``budget`` bytes.
 
     Args:
-        model: any ``nn.Module`` of supported operators. It is shared, not copied.
+        model: any ``nn.Module`` of supported operators. It is shared, not copied. Its weights may be sharded: by ``fully_shard`` (FSDP2),
+            applied before, to the model itself and any of its parts. Outputs, gradients and updates are those of whole weights.
         input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. ``None`` stands for an
             extent that varies; then planning waits for the first call. A new size re-plans on its first use. A tensor (on any device,
             such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) stands for its shape and, where it holds whole numbers,
@@ -329,6 +330,23 @@ class _Compiled:
         return _rebuild, (engine.model, _settings(engine))
 
 
+class _CompiledSharded(_Compiled):
+    """What a compiled module adds to the class of a model that is sharded by ``fully_shard``."""
+
+    __slots__ = ()
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        sharding = self._sft_engine.sharding
+        assert sharding is not None
+        with sharding.calling():
+            return super().__call__(*inputs, **keywords)  # type: ignore[misc]  # the model's class follows in the order of classes
+
+    def _get_fsdp_state(self) -> Any:
+        """FSDP finds the state of a module by the object that it was given."""
+        model: Any = self._sft_engine.model
+        return model._get_fsdp_state()
+
+
 def _settings(engine: Engine) -> dict[str, Any]:
     """What a copy is compiled with; an optimizer is one of the original's parameters, and the copy's is not known."""
     asked = engine.preparation
@@ -349,8 +367,8 @@ def _rebuild(model: nn.Module, settings: dict[str, Any]) -> Any:
 
 def _wrap(model: nn.Module, engine: Engine) -> Any:
     base: Any = type(model)
-    cls = _compiled_class(base)
-    net = cls.__new__(cls)
+    cls: Any = _compiled_class(base, _Compiled if engine.sharding is None else _CompiledSharded)
+    net = nn.Module.__new__(cls)  # a class's own __new__ would make, or initialize, something else
     object.__setattr__(net, "__dict__", model.__dict__)
     object.__setattr__(net, "_sft_engine", engine)
     object.__setattr__(net, "_sft_forward", None)
@@ -358,9 +376,9 @@ def _wrap(model: nn.Module, engine: Engine) -> Any:
 
 
 @cache
-def _compiled_class(cls: Any) -> type[nn.Module]:
+def _compiled_class(cls: Any, addition: type[_Compiled]) -> type[nn.Module]:
     return type(
         cls.__name__,
-        (_Compiled, cls),
+        (addition, cls),
         {"__slots__": ("_sft_engine", "_sft_forward"), "__module__": cls.__module__, "__doc__": cls.__doc__},
     )

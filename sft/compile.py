@@ -41,7 +41,7 @@ def compile(
     model: nn.Module,
     input_shape: InputShape,
     *,
-    budget: int | str = DEFAULT_BUDGET,
+    budget: int | str | None = None,
     device: torch.device | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     output: Output = "device",
@@ -60,14 +60,16 @@ def compile(
             for their type. Or the input itself where it will be read in strips (an array, a slide, a source): the plan then is one
             for inputs that are never resident.
         budget: what the card may hold, in bytes or as ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
-            when ``optimizer`` is given, inputs, outputs, and all that the step makes.
+            when ``optimizer`` is given, inputs, outputs, and all that the step makes. Default: `None` (11 GiB, or the budget that a given
+            ``plan`` was made for).
         device: where to run; the model is moved there. The model's own device by default.
         optimizer: counts its state into the budget.
         output: where outputs go, those of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be
             larger than the device: they leave it strip by strip, losses on them run on the host, and their gradients enter strip by
             strip. Or the path of a ``.npy`` file (a list, one for each output, where there are several): the tensor is then the mapped
             file, which appears when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
-        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape that, like the outputs, are where it says.
+        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape that, like the outputs, are where it says. One
+            that needs more than ``budget`` here (it may have been made on another machine) is refused.
         mesh: a ``torch.distributed`` ``DeviceMesh`` with dimensions ``"replica"`` and ``"band"`` (one may be left out): all its ranks
             compile and call the model together. Ranks along ``"band"`` share one image, of which each runs a band of rows; all of them
             give the same input (a tensor of the whole image, or a source, of which each reads its own rows and a few of its neighbours').
@@ -97,6 +99,8 @@ def compile(
         raise InputError("plan: plans that are handed in are for one device; leave plan out with mesh, and make another without")
     examples = _examples(input_shape)
     shapes = () if examples else _shapes(input_shape)
+    if budget is None:
+        budget = DEFAULT_BUDGET if plan is None else plan.budget_bytes
     budget_bytes = parse_bytes(budget)
     if device is not None:
         model.to(device)

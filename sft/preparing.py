@@ -40,7 +40,7 @@ from sft.options import Options
 from sft.outputs import Destination
 from sft.plan.carried import Planned, carry_out
 from sft.plan.describe import describe
-from sft.plan.planner import check_host, plan_segments
+from sft.plan.planner import check_device, check_host, plan_segments
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
 from sft.plan.repetitions import with_free_budgets, with_smaller_repeats
@@ -333,6 +333,7 @@ class Preparation:
         order = parse_order(plan.order, len(plan.segments)) if plan.order and problem.training else None
         planned = carry_out(problem, tuple(segment.choice for segment in plan.segments), order)
         check_host(planned, self.options.host_budget_bytes)
+        check_device(problem, planned, self.budget_bytes)
         return problem, planned
 
     def _capture(self, kind: CallKind) -> tuple[Captured, dict[Any, int]]:

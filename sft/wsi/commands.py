@@ -27,6 +27,7 @@ from sft.wsi.runfolder import RunFolder, UnwrittenFolder, add_damage
 from sft.wsi.runstate import Progress, fingerprint
 from sft.wsi.table import SlideRecord, SlideTable, read_table
 from sft.wsi.tasks import Task
+from sft.wsi.together import dealt
 from sft.wsi.training import Trainer
 
 __all__ = ["Result", "Selection", "config_path", "evaluate", "heatmap", "plan", "train"]
@@ -328,7 +329,7 @@ def _evaluate(
 ) -> dict[str, dict[str, Estimate]]:
     experiment = loaded.experiment
     with Reporter(console, 0) as reporter:
-        reporter.start_validation(len(loaded.records))
+        reporter.start_validation(len(dealt(loaded.records, ranks)))
         predictions = predictor.predict_all(loaded.records, loaded.failed, after=reporter.advance)
     names = {record.name for record in loaded.records}
     failed = {name: problem for name, problem in loaded.failed.items() if name in names}

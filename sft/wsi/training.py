@@ -38,6 +38,7 @@ from sft.wsi.ranks import ALONE, Ranks
 from sft.wsi.runfolder import RunFolder
 from sft.wsi.runstate import Progress, check_same_run, fingerprint, surroundings
 from sft.wsi.table import SlideRecord
+from sft.wsi.together import dealt
 
 __all__ = ["Trainer"]
 
@@ -234,7 +235,7 @@ class Trainer:
         failed = dict(progress.failed)
         records = self.experiment.records("val")
         self._check_same_weights()
-        self._reporter.start_validation(len(records))
+        self._reporter.start_validation(len(dealt(records, self._ranks)))
         predictions = self.predictor.predict_all(records, failed, after=self._reporter.advance, interruption=interruption)
         train_loss = progress.loss_sum / progress.loss_weight if progress.loss_weight else math.nan
         row: dict[str, Any] = {"epoch": progress.epoch + 1, "step": progress.step, "train_loss": train_loss}

@@ -11,16 +11,19 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
 
 from sft.wsi.checkpoint import CheckpointFolder
+from sft.wsi.randomness import generator
 from tests.helpers.killing import Death, _arrange
 from tests.helpers.ranks import RankFailedError, Ranks, ranks_of
 from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table
@@ -29,6 +32,8 @@ pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_availa
 
 _ROOT = Path(__file__).resolve().parents[1]
 _GROUPS = "sft.wsi.groups:GroupGradients"
+#: What the processes' common parent imports for all of them.
+_PRELOAD = ("sft.wsi.cli", "torch._dynamo", "torch.distributed.device_mesh")
 #: Where double precision ends in the same weights after a few steps, for sums that are taken in another order.
 _TOLERANCE = 1e-12
 
@@ -42,7 +47,8 @@ def _command(rank: int, arguments: list[str], death: Death | None = None, dies: 
     said = io.StringIO()
     torch.set_default_dtype(torch.float64)
     try:
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.filterwarnings("always", ".* not to the same bits")
             code = main(arguments)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -51,13 +57,13 @@ def _command(rank: int, arguments: list[str], death: Death | None = None, dies: 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_of(1, tmp_path_factory.mktemp("alone")) as found:
+    with ranks_of(1, tmp_path_factory.mktemp("alone"), _PRELOAD) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    with ranks_of(2, tmp_path_factory.mktemp("pair")) as found:
+    with ranks_of(2, tmp_path_factory.mktemp("pair"), _PRELOAD) as found:
         yield found
 
 
@@ -161,7 +167,9 @@ def test_bands_take_the_steps_of_one_process(pair: Ranks, slides: Path, referenc
 
 
 def test_the_risks_of_a_group_are_those_of_all_replicas(alone: Ranks, pair: Ranks, slides: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"task": {"kind": "cox"}, "model": {"norm": "calibrated"}, "train": {"accumulate": 3, "monitor": "c_index", "epochs": 1}}
+    settings: dict[str, Any] = {"task": {"kind": "cox"}, "model": {"norm": "calibrated"}}
+    # The last bias has no gradient but rounding errors, which Adam would make a step of.
+    settings["train"] = {"accumulate": 3, "monitor": "c_index", "epochs": 1, "optimizer": "sgd"}
     for ranks, name in ((alone, "one"), (pair, "two")):
         code, said = ranks.run(_command, _config(tmp_path, slides, name, "cox.csv", **settings))[0]
         assert code == 0, said
@@ -169,12 +177,12 @@ def test_the_risks_of_a_group_are_those_of_all_replicas(alone: Ranks, pair: Rank
 
 
 def test_label_maps_are_dealt_out_and_shared(alone: Ranks, pair: Ranks, slides: Path, tmp_path: Path) -> None:
-    import numpy as np
-
-    rows = [{"slide": str(slides / f"s{n}.tif"), "mask": f"m{n}.npy", "split": "val" if n > 5 else "train"} for n in (0, 1, 2, 6)]
+    rows = []
     for number in (0, 1, 2, 6):
         top, left = tissue_places(144)[number]
-        np.save(tmp_path / f"m{number}.npy", (real_pixels()[top : top + 136, left : left + 128].mean(2) < 170).astype(np.uint8))
+        mask = tmp_path / f"m{number}.npy"
+        np.save(mask, (real_pixels()[top : top + 136, left : left + 128].mean(2) < 170).astype(np.uint8))
+        rows.append({"slide": str(slides / f"s{number}.tif"), "mask": str(mask), "split": "val" if number > 5 else "train"})
     table = write_table(tmp_path / "t.csv", rows)
     settings: dict[str, Any] = {"task": {"kind": "segmentation", "classes": ["light", "dark"]}, "model": {"head": "segmentation"}}
     settings["data"] = {"slides": "/"}
@@ -196,8 +204,6 @@ def test_running_statistics_are_those_of_the_first_replica(alone: Ranks, pair: R
     rows = [row for row in _rows(slides / "sound.csv") if row["split"] == "val" or row["slide"].removesuffix(".tif") in first]
     settings["data"] = {"slides": str(slides)}
     # In the order that the first replica had them; the one process draws its order among three slides.
-    from sft.wsi.randomness import generator
-
     order = generator(0, "order", 0).permutation(3).tolist()
     placed = dict(zip(order, first, strict=True))
     training = [next(row for row in rows if row["slide"] == f"{placed[number]}.tif") for number in range(3)]
@@ -217,7 +223,9 @@ def test_what_stops_a_run_stops_all_ranks_and_is_named(pair: Ranks, slides: Path
         command = _config(tmp_path, slides, f"r{bands}", ranks={"bands": bands}, train={"on_error": "raise", "accumulate": 6})
         (code, said), (other, silence) = pair.run(_command, command)
         assert code == other == 1 and silence == ""
-        assert said.splitlines()[-1].startswith("error: slide s4 cannot be read (rank 1): "), said
+        # The damaged tile is in the lower band.
+        rank = generator(0, "order", 0).permutation(6).tolist().index(4) % 2 if bands == 1 else 1
+        assert said.splitlines()[-1].startswith(f"error: slide s4 cannot be read (rank {rank}): "), said
     cases = [
         (_config(tmp_path, slides, "three", ranks={"bands": 3}), "ranks.bands 3, and 2 processes: start a multiple of 3"),
         (["plan", *_config(tmp_path, slides, "plan")[1:3]], "plan is for one process, and 2 were started"),
@@ -245,7 +253,7 @@ def test_one_process_plans_for_the_bands_of_a_slide(alone: Ranks, slides: Path, 
     assert code == 1 and "ranks.bands 2, and one process" in said
     for arguments in ([*command, "--dry-run"], ["plan", *command[1:3], "--size", "4096", "4096"]):
         ((code, said),) = alone.run(_command, arguments)
-        assert code == 0 and "2 bands" in said, said
+        assert code == 0 and "of 2 band(s)" in said, said
 
 
 def test_evaluation_is_shared_and_the_same(pair: Ranks, shared: Path, tmp_path: Path) -> None:
@@ -261,11 +269,8 @@ def test_evaluation_is_shared_and_the_same(pair: Ranks, shared: Path, tmp_path: 
 
 def test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits(pair: Ranks, shared: Path, slides: Path, tmp_path: Path) -> None:
     command = _config(tmp_path, slides, "run")
-    with ranks_of(2, tmp_path) as dying:
-        connection = dying.connections[0]
-        with pytest.raises(RankFailedError, match="rank 1: the process ended"):
-            dying.run(_answer, command, tmp_path / "said.txt")
-        assert not connection.closed
+    with ranks_of(2, tmp_path, _PRELOAD) as dying, pytest.raises(RankFailedError, match="^rank 1: the process ended$"):
+        dying.run(_answer, command, tmp_path / "said.txt")
     said = (tmp_path / "said.txt").read_text()
     assert said.startswith("1\n") and "error: rank 1 does not answer (it died" in said, said
     assert not list((tmp_path / "run").rglob(".partial-*")) and list((tmp_path / "run" / "checkpoints").glob("last-*"))

@@ -10,7 +10,6 @@ failure the next call makes a new link, which works if all ranks are still there
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -56,7 +55,6 @@ class ProcessLink:
         self._place = ranks.index(dist.get_rank())
         self._group: Any = None
         self._generation = 0
-        self._raised: weakref.ref[RankError] | None = None  # weak, as its traceback holds all that the step held
 
     def swap(self, over: Over, send: tuple[int, Handle] | None, receive: tuple[int, Handle] | None) -> None:
         failure = self._swapped(over, send, receive)
@@ -111,9 +109,7 @@ class ProcessLink:
             yield
         except _LinkBroken as error:
             raise self._because_of(error) from error
-        except RankError as error:
-            if self._raised is None or self._raised() is not error:  # of another link of this rank: what was told there is told here
-                self._close(error.cause)
+        except RankError:
             raise
         except BaseException as error:
             self._close(f"rank {self.ranks[self._place]} failed: {type(error).__name__}: {error}")
@@ -124,13 +120,11 @@ class ProcessLink:
         told = self._cause()
         cause = told or f"rank {error.rank} does not answer (it died, hangs, or lost its connection; limit {self.timeout}): {error}"
         self._close(cause)
-        raised = RankError(
+        return RankError(
             f"{cause}. Nothing was updated on this rank ({self.ranks[self._place]}): no gradient, no buffer. Find the cause on the rank "
             "named, and start all ranks again from the last checkpoint, or call again where all of them are still there.",
             cause,
         )
-        self._raised = weakref.ref(raised)
-        return raised
 
     def _opened(self) -> Any:
         """The process group, made anew after a failure, once all ranks are there."""

@@ -244,10 +244,8 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks 
 class _Imagined:
     """A slide of which only the size is known: enough to plan for."""
 
-    dtype = torch.float32
-
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
-        self.shape = shape
+        self.shape, self.dtype = shape, torch.get_default_dtype()
 
     def rows(self, interval: Interval, out: Tensor) -> None:
         """Never called.

@@ -89,7 +89,7 @@ def slides(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _config(folder: Path, slides: Path, name: str, table: str = "damaged.csv", **groups: dict[str, Any]) -> list[str]:
     """A command that trains in groups of two, the last of which is smaller, and skips what cannot be read."""
     train = {"on_error": "skip", "clip_norm": 1.0, "warmup_steps": 2, **groups.pop("train", {})}
-    settings = {"augment": {"rotations": False}, "model": {"norm": "frozen"}, **groups, "train": train}
+    settings: dict[str, Any] = {"augment": {"rotations": False}, "model": {"norm": "frozen"}, **groups, "train": train}
     ranks = settings.pop("ranks", None)
     path = write_config(folder / f"{name}.yaml", slides / table, folder / name, **settings)
     if ranks is not None:

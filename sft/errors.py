@@ -50,7 +50,16 @@ class SkipSlideError(SourceError):
 
 
 class RankError(SftError, RuntimeError):
-    """Another rank of the mesh failed, or does not answer: the step is given up on all of them."""
+    """Another rank of the mesh failed, or does not answer: the step is given up on all of them.
+
+    Args:
+        message: which rank, why, what was kept, and what to do.
+        cause: the rank and why alone, as all ranks are told it. Default: the message
+    """
+
+    def __init__(self, message: str, cause: str | None = None) -> None:
+        self.cause = message if cause is None else cause
+        super().__init__(message)
 
 
 class InternalError(SftError):

@@ -17,17 +17,17 @@ from sft.wsi.checkpoint import CheckpointFolder
 from tests.helpers.killing import Death, _child, run_process
 from tests.helpers.wsi import write_config, write_task
 
-_TRAINING, _CHECKPOINT = "sft.wsi.training:Trainer", "sft.wsi.checkpoint"
+_TRAINING, _GROUPS, _CHECKPOINT = "sft.wsi.training:Trainer", "sft.wsi.groups:GroupGradients", "sft.wsi.checkpoint"
 
 #: In the order in which they happen to one run of 3 epochs with 3 optimizer steps each, and a checkpoint every second step.
 _DEATHS = (
     Death(place=f"{_TRAINING}._step", call=2, manner="after"),  # weights have changed, nothing is saved
     Death(place=f"{_CHECKPOINT}:save_file", manner="half"),  # half of the weights are written
-    Death(place=f"{_TRAINING}._forward", call=4),  # in the middle of a group
+    Death(place=f"{_GROUPS}._forward", call=4),  # in the middle of a group
     Death(place=f"{_CHECKPOINT}:os.rename", manner="after"),  # the new checkpoint is there, and so are the old ones
-    Death(place="sft.wsi.inference:Predictor.predict", call=2),  # validating
+    Death(place="sft.wsi.inference:Predictor._predict", call=2),  # validating
     Death(place=f"{_CHECKPOINT}:sync_folder", call=2),  # between the best checkpoint and the last one
-    Death(place=f"{_TRAINING}._forward", call=4, manner="term"),  # asked to end, in the middle of a group
+    Death(place=f"{_GROUPS}._forward", call=4, manner="term"),  # asked to end, in the middle of a group
     Death(place="sft.wsi.report:write_csv"),  # all is trained, nothing is evaluated
 )
 

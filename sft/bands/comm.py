@@ -28,8 +28,8 @@ from sft.walk.machine import Handle, Machine
 
 __all__ = ["WINDOW_BYTES", "BandMachine", "Comm", "Link", "Over", "Rows", "Topic", "Traffic", "Whole"]
 
-#: The ranks that share an image, or all of the mesh.
-Over = Literal["band", "mesh"]
+#: The ranks that share an image; those of all replicas that have the same band; or all of the mesh.
+Over = Literal["band", "replica", "mesh"]
 #: What is sent: rows of images and of their gradients, global values and their gradients, gradients of parameters.
 Topic = Literal["rows", "globals", "parameters"]
 
@@ -151,7 +151,12 @@ class Comm:
     def _place(self, over: Over) -> tuple[int, int]:
         """How many members a group has, and which of them this rank is."""
         num_bands = self.shape.num_bands
-        return (num_bands, self.band) if over == "band" else (self.shape.num_ranks, self.replica * num_bands + self.band)
+        places = {
+            "band": (num_bands, self.band),
+            "replica": (self.shape.num_replicas, self.replica),
+            "mesh": (self.shape.num_ranks, self.replica * num_bands + self.band),
+        }
+        return places[over]
 
     def _rounds(self, over: Over) -> Iterator[tuple[int, int]]:
         """Whom to send to and whom to receive from, round by round."""

@@ -122,7 +122,8 @@ class ProcessLink:
         self._close(cause)
         return RankError(
             f"{cause}. Nothing was updated on this rank ({self.ranks[self._place]}): no gradient, no buffer. Find the cause on the rank "
-            "named, and start all ranks again from the last checkpoint, or call again where all of them are still there."
+            "named, and start all ranks again from the last checkpoint, or call again where all of them are still there.",
+            cause,
         )
 
     def _opened(self) -> Any:

@@ -36,6 +36,7 @@ class Party:
         first = mesh.replica * num_bands
         members: dict[Over, tuple[int, ...]] = {
             "band": tuple(range(first, first + num_bands)),
+            "replica": tuple(range(mesh.band, mesh.shape.num_ranks, num_bands)),
             "mesh": tuple(range(mesh.shape.num_ranks)),
         }
         name = f"{'-'.join(map(str, mesh.ranks))}/{_num_links[mesh.ranks]}"

@@ -157,7 +157,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     version, numbers, next_gauss = state["python"]
     random.setstate((version, tuple(numbers), next_gauss))
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
 
 
 def _sha256(path: Path) -> str:

@@ -1,6 +1,7 @@
 """The command line: a YAML file, overridden by options (``--train.lr 1e-4``), and one line for every mistake.
 
-Exit codes: 0 done; 1 an error; 2 a wrong command line; 3 done, but slides were left out; 75 asked to end, saved, start again to go on.
+Exit codes: 0 done; 1 an error; 2 a wrong command line; 3 done, but slides were left out (0 on several ranks); 75 asked to end, saved, start
+again to go on.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -19,12 +21,15 @@ from rich.console import Console
 
 from sft.errors import InputError, SftError
 from sft.wsi import commands, inspection
-from sft.wsi.config import GROUPS, Config
+from sft.wsi.config import GROUPS, Config, RanksConfig
 from sft.wsi.errors import DatasetError, RunInterrupted
+from sft.wsi.ranks import World, joined
 
 __all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE", "main", "read_config"]
 
 EXIT_ERROR, EXIT_USAGE, EXIT_FAILED_SLIDES, EXIT_INTERRUPTED = 1, 2, 3, 75
+
+_ON_SEVERAL_RANKS = ("train", "evaluate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,25 +40,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debug, is_json = "--debug" in given, "--json" in given
+    # Of several ranks the first one tells how the run goes, and the first of each machine what went wrong.
+    world = World.here()
     # What people read goes to stderr when a program reads stdout.
-    console = Console(stderr=is_json)
+    console = Console(stderr=is_json, quiet=world.rank > 0)
+    complain = partial(_complain, is_debug=is_debug, is_json=is_json and world.rank == 0, is_quiet=world.local_rank > 0)
     logging.getLogger("fontTools").setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
+            if world.local_rank > 0:
+                warnings.simplefilter("ignore")
             parser, run = _parser()
             found = parser.parse_args(given)
+            if world.num_ranks > 1 and found.subcommand not in _ON_SEVERAL_RANKS:
+                raise InputError(
+                    f"{found.subcommand} is for one process, and {world.num_ranks} were started: start it without torchrun; several ranks "
+                    f"can {' and '.join(_ON_SEVERAL_RANKS)}"
+                )
             result = run[found.subcommand](found[found.subcommand], console)
     except ArgumentError as error:
-        return _complain(error, EXIT_USAGE, is_debug, is_json)
+        return complain(error, EXIT_USAGE)
     except RunInterrupted as error:
-        return _complain(error, EXIT_INTERRUPTED, is_debug, is_json, kind="interrupted")
+        return complain(error, EXIT_INTERRUPTED, kind="interrupted")
     except (SftError, OSError) as error:
-        return _complain(error, EXIT_ERROR, is_debug, is_json)
+        return complain(error, EXIT_ERROR)
     except KeyboardInterrupt as error:
-        return _complain(error, 130, is_debug, is_json, kind="interrupted")
-    if is_json:
+        return complain(error, 130, kind="interrupted")
+    if is_json and world.rank == 0:
         print(json.dumps(result.value, allow_nan=False))
+    if result.num_failed and world.num_ranks > 1:
+        # What starts ranks takes any other code for a failure, and would start them again.
+        console.print(f"{result.num_failed} slides were left out: failed.csv", markup=False, highlight=False, soft_wrap=True)
+        return 0
     return EXIT_FAILED_SLIDES if result.num_failed else 0
 
 
@@ -88,6 +107,7 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
     train.add_argument("--bootstrap", type=int, default=1000, help="draws for the intervals")
     evaluate = _of_run("predict and measure")
     evaluate.add_argument("--bootstrap", type=int, default=1000, help="draws for the intervals")
+    evaluate.add_argument("--bands", type=int, default=1, help="of the ranks that torchrun starts, how many share one slide")
     heatmap = _of_run("draw class-activation maps over slides")
     heatmap.add_argument("--names", type=str, nargs="+", help="slides by name; default: all of the split")
     heatmap.add_argument("--classes", type=str, nargs="+", help="classes to draw; default: all, or the second of two")
@@ -109,9 +129,9 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
         "doctor": lambda given, console: inspection.doctor(console),
         "slide-info": lambda given, console: inspection.slide_information(given.slides, console),
         "tissue": lambda given, console: inspection.tissue(given.slides, given.out, console, mpp=given.mpp, slide_mpp=given.slide_mpp),
-        "plan": lambda given, console: commands.plan(_config(given), given.size, console),
-        "train": lambda given, console: commands.train(_config(given), console, is_dry=given.dry_run, num_draws=given.bootstrap),
-        "evaluate": lambda given, console: commands.evaluate(_selection(given), console, num_draws=given.bootstrap),
+        "plan": _plan,
+        "train": _train,
+        "evaluate": _evaluate,
         "heatmap": lambda given, console: commands.heatmap(
             _selection(given),
             console,
@@ -122,6 +142,24 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
             crop_px=given.crop_px,
         ),
     }
+
+
+def _plan(given: Namespace, console: Console) -> commands.Result:
+    config = _config(given)
+    with joined(config.ranks, plans_only=True) as ranks:
+        return commands.plan(config, given.size, console, ranks)
+
+
+def _train(given: Namespace, console: Console) -> commands.Result:
+    config = _config(given)
+    with joined(config.ranks, plans_only=given.dry_run) as ranks:
+        return commands.train(config, console, is_dry=given.dry_run, num_draws=given.bootstrap, ranks=ranks)
+
+
+def _evaluate(given: Namespace, console: Console) -> commands.Result:
+    with joined(RanksConfig(bands=given.bands)) as ranks:
+        selection = ranks.from_first(lambda: _selection(given))
+        return commands.evaluate(selection, console, num_draws=given.bootstrap, ranks=ranks)
 
 
 def _plain(description: str) -> ArgumentParser:
@@ -173,8 +211,10 @@ def _selection(given: Namespace) -> commands.Selection:
     )
 
 
-def _complain(error: BaseException, code: int, is_debug: bool, is_json: bool, *, kind: str = "error") -> int:
+def _complain(error: BaseException, code: int, *, is_debug: bool, is_json: bool, is_quiet: bool, kind: str = "error") -> int:
     """Print an error as one line (a wrong table: one line a problem)."""
+    if is_quiet and not is_debug:
+        return code
     if is_debug:
         traceback.print_exception(error)
     message = str(error).rstrip() if isinstance(error, DatasetError) else " ".join(str(error).split())

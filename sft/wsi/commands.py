@@ -14,18 +14,20 @@ import sft
 from sft.errors import InputError
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError
-from sft.wsi.experiment import Experiment, check_slides, load_experiment, plan_of_size
+from sft.wsi.experiment import Experiment, check_records, check_slides, load_experiment, plan_of_size
 from sft.wsi.files import write_csv, write_json, write_text
 from sft.wsi.heatmap import HeatmapMaker, output_numbers
 from sft.wsi.inference import Predictor
 from sft.wsi.interruption import Interruption
 from sft.wsi.metrics import Estimate
 from sft.wsi.progress import Reporter
+from sft.wsi.ranks import ALONE, Ranks
 from sft.wsi.report import draw_curves, write_evaluation
-from sft.wsi.runfolder import RunFolder, add_damage
-from sft.wsi.runstate import Progress
+from sft.wsi.runfolder import RunFolder, UnwrittenFolder, add_damage
+from sft.wsi.runstate import Progress, fingerprint
 from sft.wsi.table import SlideRecord, SlideTable, read_table
 from sft.wsi.tasks import Task
+from sft.wsi.together import dealt
 from sft.wsi.training import Trainer
 
 __all__ = ["Result", "Selection", "config_path", "evaluate", "heatmap", "plan", "train"]
@@ -90,8 +92,14 @@ def config_path(run: Path) -> Path:
     return path
 
 
-def plan(config: Config, size: Sequence[int] | None, console: Console) -> Result:
+def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ranks = ALONE) -> Result:
     """The plan of a training step for the largest slide, or for a size.
+
+    Args:
+        config: of the run.
+        size: height and width in px, instead of the largest slide's.
+        console: is told the plan.
+        ranks: those that share the slide. Default: this process alone
 
     Raises:
         BudgetError: it does not fit.
@@ -99,59 +107,86 @@ def plan(config: Config, size: Sequence[int] | None, console: Console) -> Result
     """
     experiment = load_experiment(config)
     if size is not None:
-        found = plan_of_size(experiment, (size[0], size[1]))
+        found = plan_of_size(experiment, (size[0], size[1]), ranks)
     else:
-        failed = check_slides(experiment)
-        trainer = Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0))
+        failed = check_slides(experiment, ranks)
+        trainer = Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0), ranks)
         found = _plans(experiment, trainer, failed)[0]
     console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
     return Result(value=json.loads(found.to_json()))
 
 
-def train(config: Config, console: Console, *, is_dry: bool, num_draws: int) -> Result:
+def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ranks: Ranks = ALONE) -> Result:
     """Train, or go on; then evaluate the best model on validation and test slides.
+
+    Args:
+        config: of the run; the same on all ranks.
+        console: is told what happens; quiet on all ranks but the first.
+        is_dry: whether to check everything, tell the plan, and write nothing.
+        num_draws: of the bootstrap.
+        ranks: those that share the work (`sft.wsi.ranks.joined`). Default: this process alone
+
+    Returns:
+        What was found; of several ranks, the first has all of it.
 
     Raises:
         SftError: as `Trainer.run`; everything that can be checked is checked before training.
     """
+    ranks.use_device(config.train.device)
     experiment = load_experiment(config)
+    _check_same(experiment, ranks)
     counts = {split: len(experiment.records(split)) for split in ("train", "val", "test")}
     told = ", ".join(f"{count} {split}" for split, count in counts.items())
     console.print(
         f"{len(experiment.table.records)} slides ({told}); task {config.task.kind}", markup=False, highlight=False, soft_wrap=True
     )
     if is_dry:
-        failed = check_slides(experiment)
-        found = _plans(experiment, Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0)), failed)[0]
+        failed = check_slides(experiment, ranks)
+        found = _plans(experiment, Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0), ranks), failed)[0]
         console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
         return Result(value={"slides": counts, "failed": failed, "plan": json.loads(found.to_json())}, num_failed=len(failed))
-    with RunFolder(config.run, needed_bytes=_checkpoint_bytes(experiment)) as folder:
-        failed = check_slides(experiment)
-        events = config.run / "tensorboard" if config.tensorboard else None
+    is_first = ranks.rank == 0
+    opened = RunFolder(config.run, needed_bytes=_checkpoint_bytes(experiment)) if is_first else UnwrittenFolder(config.run)
+    with opened as folder:
+        failed = check_slides(experiment, ranks)
+        events = config.run / "tensorboard" if config.tensorboard and is_first else None
         with Reporter(console, config.train.epochs, events=events) as reporter, Interruption() as interruption:
-            trainer = Trainer(experiment, folder, failed, reporter)
+            trainer = Trainer(experiment, folder, failed, reporter, ranks)
             plans = _plans(experiment, trainer, failed)
             trainer.restore()
-            _describe(folder, experiment, plans[0])
+            if is_first:
+                _describe(folder, experiment, plans[0])
             progress = trainer.run(interruption)
-        draw_curves(config.run / "curves.png", progress.epochs)
+        if is_first:
+            draw_curves(config.run / "curves.png", progress.epochs)
         failed = dict(progress.failed)
-        value = _finish(trainer.predictor, experiment, folder, progress, failed, console, num_draws)
+        value = _finish(trainer.predictor, experiment, folder, progress, failed, console, num_draws, ranks)
     return Result(value=value, num_failed=len(failed))
 
 
-def evaluate(selection: Selection, console: Console, *, num_draws: int) -> Result:
+def evaluate(selection: Selection, console: Console, *, num_draws: int, ranks: Ranks = ALONE) -> Result:
     """Predict slides and measure.
+
+    Args:
+        selection: the model and the slides; the same on all ranks.
+        console: is told the metrics; quiet on all ranks but the first.
+        num_draws: of the bootstrap.
+        ranks: those that share the work (`sft.wsi.ranks.joined`). Default: this process alone
+
+    Returns:
+        What was found; of several ranks, the first has all of it.
 
     Raises:
         SftError: the run, the table or a slide is wrong.
     """
-    loaded = _load(selection)
+    loaded = _load(selection, ranks)
     folder = selection.out or selection.run / (f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
     title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
-    estimates = _evaluate(Predictor(loaded.experiment), loaded, folder, console, title=title, num_draws=num_draws)
+    predictor = Predictor(loaded.experiment, ranks=ranks)
+    estimates = _evaluate(predictor, loaded, folder, console, title=title, num_draws=num_draws, ranks=ranks)
     value = {"folder": str(folder), "metrics": _plain(estimates), "failed": loaded.failed}
-    return Result(value={**value, **_filled(loaded.experiment, folder / "damaged.csv", console)}, num_failed=len(loaded.failed))
+    filled = _filled(loaded.experiment, folder / "damaged.csv", console, ranks)
+    return Result(value={**value, **filled}, num_failed=len(loaded.failed))
 
 
 def heatmap(
@@ -171,7 +206,7 @@ def heatmap(
     """
     if num_crops < 0 or crop_px < 1:
         raise InputError(f"--crops {num_crops}, --crop-px {crop_px}: give numbers of at least 0 and 1")
-    loaded = _load(selection)
+    loaded = _load(selection, ALONE)
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
         raise InputError(f"--names {', '.join(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
@@ -191,7 +226,7 @@ def heatmap(
             if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
                 raise
             loaded.failed[record.name] = " ".join(str(error).split())
-    filled = _filled(loaded.experiment, folder / "damaged.csv", console)
+    filled = _filled(loaded.experiment, folder / "damaged.csv", console, ALONE)
     return Result(value={"heatmaps": drawn, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
 
 
@@ -202,6 +237,17 @@ def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) 
     largest = max(records, key=lambda record: sizes[record.name][0] * sizes[record.name][1])
     turns = (False, True) if experiment.config.augment.rotations and sizes[largest.name][0] != sizes[largest.name][1] else (False,)
     return [trainer.plan(largest, turned=turned) for turned in turns]
+
+
+def _check_same(experiment: Experiment, ranks: Ranks) -> None:
+    """Refuse ranks that were asked for different runs."""
+    own = {**fingerprint(experiment.config), "run": str(experiment.config.run), "slides, labels or splits": experiment.table.digest()}
+    for rank, other in enumerate(ranks.gathered(own)):
+        differing = [name for name in own if own[name] != other[name]]
+        if differing:
+            raise InputError(
+                f"ranks {ranks.rank} and {rank} were started with different {', '.join(differing)}. Start all with the same command."
+            )
 
 
 def _checkpoint_bytes(experiment: Experiment) -> int:
@@ -229,9 +275,10 @@ def _finish(
     failed: dict[str, str],
     console: Console,
     num_draws: int,
+    ranks: Ranks,
 ) -> dict[str, Any]:
     """Evaluate the best model on what it was not trained on, and write the page of the run."""
-    best = folder.checkpoints.load("best")
+    best = ranks.from_first(lambda: folder.checkpoints.load("best"))
     if best is not None:
         experiment.model.load_state_dict(best.weights)
     epoch = progress.best[1] if progress.best else progress.epoch
@@ -243,15 +290,17 @@ def _finish(
         if records:
             loaded = _Loaded(experiment=experiment, records=records, epoch=epoch, failed=failed)
             title = f"{split}, best model (epoch {epoch})"
-            estimates = _evaluate(predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws)
+            estimates = _evaluate(predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws, ranks=ranks)
             metrics[split] = _plain(estimates)
-            page = (folder.path / split / "summary.md").read_text(encoding="utf-8")
-            lines += [page.replace("# ", "## ", 1).replace("](", f"]({split}/"), ""]
-    filled = _filled(experiment, folder.path / "damaged.csv", console)
+            if ranks.rank == 0:
+                page = (folder.path / split / "summary.md").read_text(encoding="utf-8")
+                lines += [page.replace("# ", "## ", 1).replace("](", f"]({split}/"), ""]
+    filled = _filled(experiment, folder.path / "damaged.csv", console, ranks)
     if filled.get("filled_tiles"):
         lines += [f"{filled['filled_tiles']} tiles could not be decoded and are background: [damaged.csv](damaged.csv).", ""]
-    write_text(folder.path / "summary.md", "\n".join(lines).rstrip() + "\n")
-    write_csv(folder.path / "failed.csv", ["slide", "problem"], list(failed.items()))
+    if ranks.rank == 0:
+        write_text(folder.path / "summary.md", "\n".join(lines).rstrip() + "\n")
+        write_csv(folder.path / "failed.csv", ["slide", "problem"], list(failed.items()))
     console.print(f"written to {folder.path}: summary.md", markup=False, highlight=False, soft_wrap=True)
     return {
         "run": str(folder.path),
@@ -264,41 +313,43 @@ def _finish(
     }
 
 
-def _filled(experiment: Experiment, path: Path, console: Console) -> dict[str, int]:
+def _filled(experiment: Experiment, path: Path, console: Console, ranks: Ranks) -> dict[str, int]:
     """Note and tell which tiles were filled, where that is what a run does about damage."""
     if experiment.config.train.on_error != "fill":
         return {}
-    count = add_damage(path, experiment.feed.bad_tiles)
+    tiles = ranks.gathered(experiment.feed.bad_tiles)
+    count = ranks.from_first(lambda: [add_damage(path, theirs) for theirs in tiles][-1])
     if count:
         console.print(f"{count} damaged tiles are background: {path}", markup=False, highlight=False, soft_wrap=True)
     return {"filled_tiles": count}
 
 
 def _evaluate(
-    predictor: Predictor, loaded: _Loaded, folder: Path, console: Console, *, title: str, num_draws: int
+    predictor: Predictor, loaded: _Loaded, folder: Path, console: Console, *, title: str, num_draws: int, ranks: Ranks
 ) -> dict[str, dict[str, Estimate]]:
     experiment = loaded.experiment
     with Reporter(console, 0) as reporter:
-        reporter.start_validation(len(loaded.records))
+        reporter.start_validation(len(dealt(loaded.records, ranks)))
         predictions = predictor.predict_all(loaded.records, loaded.failed, after=reporter.advance)
     names = {record.name for record in loaded.records}
     failed = {name: problem for name, problem in loaded.failed.items() if name in names}
-    estimates = write_evaluation(
-        folder, experiment.task, predictions, failed, title=title, num_draws=num_draws, seed=experiment.config.train.seed
+    seed = experiment.config.train.seed
+    estimates = ranks.from_first(
+        lambda: write_evaluation(folder, experiment.task, predictions, failed, title=title, num_draws=num_draws, seed=seed)
     )
     told = ", ".join(f"{name} {estimate.value:.4f}" for name, estimate in estimates["slides"].items())
     console.print(f"{title}: {told or 'no targets'}", markup=False, highlight=False, soft_wrap=True)
     return estimates
 
 
-def _load(selection: Selection) -> _Loaded:
-    """The model of a run, and the slides that it is wanted for.
+def _load(selection: Selection, ranks: Ranks) -> _Loaded:
+    """The model of a run, and the slides that it is wanted for; the first rank reads the run's folder.
 
     Raises:
         RunFolderError: the run is not complete enough.
         InputError: its table has changed.
     """
-    saved = json.loads((selection.run / "task.json").read_text(encoding="utf-8"))
+    saved = ranks.from_first(lambda: json.loads((selection.run / "task.json").read_text(encoding="utf-8")))
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["task"].items()}
     task = Task(**fields)
     config = selection.config
@@ -307,6 +358,7 @@ def _load(selection: Selection) -> _Loaded:
         train=replace(config.train, device=selection.device or config.train.device),
         model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config)),
     )
+    ranks.use_device(config.train.device)
     if selection.csv is not None:
         settings = replace(config.task, classes=list(task.classes) or None)
         table = read_table(selection.csv, settings, root=selection.slides, needs_targets=config.task.kind == "segmentation")
@@ -322,7 +374,7 @@ def _load(selection: Selection) -> _Loaded:
         records = [r for r in experiment.table.records if selection.split in ("all", r.split)]
     if not records:
         raise InputError(f"the run has no slides of split {selection.split!r}; choose another with --split, or give --csv")
-    with_weights = RunFolder(selection.run).checkpoints.load(selection.checkpoint)
+    with_weights = ranks.from_first(lambda: RunFolder(selection.run).checkpoints.load(selection.checkpoint))
     if with_weights is None:
         raise RunFolderError(
             f"{selection.run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last."
@@ -330,10 +382,7 @@ def _load(selection: Selection) -> _Loaded:
     experiment.model.load_state_dict(with_weights.weights)
     state = with_weights.state
     loaded = _Loaded(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
-    for record in records:
-        problem = experiment.feed.check(record)
-        if problem is not None:
-            loaded.failed[record.name] = problem
+    loaded.failed |= check_records(experiment, records, ranks)
     if loaded.failed and config.train.on_error != "skip":
         raise InputError("; ".join(loaded.failed.values()))
     return loaded

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from sft.errors import InputError
 from sft.units import parse_bytes
 
-__all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "TaskConfig", "TaskKind", "TrainConfig"]
+__all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
 
@@ -220,11 +220,33 @@ class TrainConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksConfig:
+    """How the processes that torchrun starts share the work; a run may go on with another number of them.
+
+    Args:
+        bands: ranks that share one slide, each with a band of its rows; so many such groups as there are ranks for work on a slide each.
+        timeout_seconds: how long a rank waits for one that is there and says nothing: longer than an optimizer step takes. One that
+            died is missed at once.
+    """
+
+    bands: int = 1
+    timeout_seconds: float = 7200.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.bands < 1:
+            problems.append(f"ranks.bands {self.bands}: give at least 1")
+        if not 0 < self.timeout_seconds < 1e9:
+            problems.append(f"ranks.timeout_seconds {self.timeout_seconds}: give a number of seconds above 0")
+        _refuse(problems)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """A whole run.
 
     Attributes:
-        data, task, model, augment, train: the groups.
+        data, task, model, augment, train, ranks: the groups.
         run: folder that everything is written to.
         tensorboard: whether to write events for TensorBoard as well.
     """
@@ -234,6 +256,7 @@ class Config:
     model: ModelConfig
     augment: AugmentConfig
     train: TrainConfig
+    ranks: RanksConfig = field(default_factory=RanksConfig)
     run: Path
     tensorboard: bool = False
 
@@ -266,7 +289,8 @@ class Config:
 
 #: The groups by name, as the command line knows them.
 GROUPS: dict[str, type] = {
-    item.name: cls for item, cls in zip(fields(Config), (DataConfig, TaskConfig, ModelConfig, AugmentConfig, TrainConfig), strict=False)
+    item.name: cls
+    for item, cls in zip(fields(Config), (DataConfig, TaskConfig, ModelConfig, AugmentConfig, TrainConfig, RanksConfig), strict=False)
 }
 
 

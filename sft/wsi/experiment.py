@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,7 @@ from sft.wsi.heads import SlideModel, build_model
 from sft.wsi.norms import calibrate, set_training
 from sft.wsi.optimization import make_optimizer
 from sft.wsi.randomness import counter_seed, generator
+from sft.wsi.ranks import ALONE, Ranks
 from sft.wsi.splits import assign_splits
 from sft.wsi.table import SlideRecord, SlideTable, read_table
 from sft.wsi.tasks import Task, make_task
@@ -33,6 +35,7 @@ __all__ = [
     "Experiment",
     "autocast",
     "calibrate_norms",
+    "check_records",
     "check_slides",
     "compile_model",
     "load_experiment",
@@ -110,8 +113,23 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
     return Experiment(config=config, table=table, task=task, model=model, feed=SlideFeed(config), freezes_norms=settings.norm != "train")
 
 
-def check_slides(experiment: Experiment) -> dict[str, str]:
+def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks) -> dict[str, str]:
+    """Open slides, each on one of the ranks; returns what is wrong, by the slide's name, and leaves the sizes of the others in the feed."""
+    feed = experiment.feed
+    mine = records[ranks.rank :: ranks.shape.num_ranks]
+    problems = {record.name: problem for record in mine if (problem := feed.check(record)) is not None}
+    for theirs, sizes in ranks.gathered((problems, feed.sizes)):
+        problems |= theirs
+        feed.sizes |= sizes
+    return {record.name: problems[record.name] for record in records if record.name in problems}
+
+
+def check_slides(experiment: Experiment, ranks: Ranks = ALONE) -> dict[str, str]:
     """Open every slide.
+
+    Args:
+        experiment: whose slides.
+        ranks: those that share the work. Default: this process alone
 
     Returns:
         What is wrong, by the slide's name; empty unless such slides are to be left out.
@@ -119,7 +137,7 @@ def check_slides(experiment: Experiment) -> dict[str, str]:
     Raises:
         DatasetError: slides cannot be used, and ``train.on_error`` is not "skip"; or none is left to train on.
     """
-    found = {record.name: problem for record in experiment.table.records if (problem := experiment.feed.check(record)) is not None}
+    found = check_records(experiment, experiment.table.records, ranks)
     if found and experiment.config.train.on_error != "skip":
         problems = [f"line {record.row}: {found[record.name]}" for record in experiment.table.records if record.name in found]
         raise DatasetError(str(experiment.config.data.csv), problems)
@@ -164,6 +182,7 @@ def compile_model(
     optimizer: torch.optim.Optimizer | None = None,
     num_inputs: int = 1,
     skip_repeats: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Any:
     """The model inside the budget, for slides of any size.
 
@@ -176,6 +195,7 @@ def compile_model(
         optimizer: whose state counts; one that has not made a step.
         num_inputs: of the model; label maps come behind the image.
         skip_repeats: whether strips of background need not run; see `sft.Options`.
+        ranks: those that share each slide. Default: this process alone
 
     Raises:
         UnsupportedError: the network has operators without an exact rule.
@@ -194,12 +214,18 @@ def compile_model(
         shapes if num_inputs > 1 else shapes[0],
         budget=budget_bytes,
         device=config.train.device,
-        options=sft.Options(skip_repeats=skip_repeats),
+        mesh=ranks.mesh,
+        options=sft.Options(skip_repeats=skip_repeats, mesh_timeout_seconds=ranks.timeout_seconds),
     )
 
 
-def plan_of_size(experiment: Experiment, size_px: tuple[int, int]) -> sft.Plan:
+def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks = ALONE) -> sft.Plan:
     """The plan of a training step on a slide of (height, width) px that need not exist.
+
+    Args:
+        experiment: whose network and budget.
+        size_px: of the slide.
+        ranks: those that share it. Default: this process alone
 
     Raises:
         UnsupportedError, BudgetError: as `sft.plan`.
@@ -208,7 +234,7 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int]) -> sft.Plan:
     if min(size_px) < 1 or experiment.task.kind == "segmentation":
         raise InputError(f"--size {size_px[0]} {size_px[1]}: give two positive numbers, and a task without masks")
     optimizer = make_optimizer(experiment.model, experiment.config.train)
-    net = compile_model(experiment.model, experiment.config, optimizer=optimizer, skip_repeats=experiment.paints)
+    net = compile_model(experiment.model, experiment.config, optimizer=optimizer, skip_repeats=experiment.paints, ranks=ranks)
     set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
     with autocast(experiment.config):
         found: sft.Plan = net.plan_for(_Imagined((1, 3, *size_px)))
@@ -218,10 +244,8 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int]) -> sft.Plan:
 class _Imagined:
     """A slide of which only the size is known: enough to plan for."""
 
-    dtype = torch.float32
-
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
-        self.shape = shape
+        self.shape, self.dtype = shape, torch.get_default_dtype()
 
     def rows(self, interval: Interval, out: Tensor) -> None:
         """Never called.

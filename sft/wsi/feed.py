@@ -69,7 +69,7 @@ class SlideFeed:
         budget = self._config.data.host_budget
         if budget is not None:
             image = Cached(image, host_budget_bytes=budget)
-        return Normalized(image, mean=self._config.model.mean, std=self._config.model.std, dtype=torch.float32)
+        return Normalized(image, mean=self._config.model.mean, std=self._config.model.std, dtype=torch.get_default_dtype())
 
     def coloured(self, record: SlideRecord) -> Image:
         """The slide as the network sees it, before its pixels are normalised.

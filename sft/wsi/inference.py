@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from sft.errors import SourceError
 from sft.nn import WithLoss
+from sft.wsi.ahead import Inputs
 from sft.wsi.experiment import Experiment, autocast, compile_model, segmentation_counts, segmentation_loss
+from sft.wsi.interruption import Interruption
 from sft.wsi.metrics import Prediction
 from sft.wsi.norms import set_training
+from sft.wsi.ranks import ALONE, Ranks
 from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import cox_gradients
+from sft.wsi.together import SlideFailed, agreed, dealt, opened, reading
 
 __all__ = ["Predictor", "mean_loss"]
 
@@ -24,37 +28,53 @@ class Predictor:
 
     Args:
         experiment: whose model, slides and task.
-        nets: what is compiled already: the model (or, for segmentation, the model with its loss). Default: `None`
+        net: what is compiled already: the model (or, for segmentation, the model with its loss). Default: `None`
+        ranks: those that share the work. Default: this process alone
     """
 
-    def __init__(self, experiment: Experiment, net: Any = None) -> None:
-        self._experiment = experiment
+    def __init__(self, experiment: Experiment, net: Any = None, ranks: Ranks = ALONE) -> None:
+        self._experiment, self._ranks = experiment, ranks
         self._segments = experiment.task.kind == "segmentation"
         model, config = experiment.model, experiment.config
         if self._segments:
-            self._net = net or compile_model(WithLoss(model, segmentation_loss), config, num_inputs=2, skip_repeats=experiment.paints)
-            self._counts = compile_model(WithLoss(model, segmentation_counts), config, num_inputs=2, skip_repeats=experiment.paints)
+            skips = experiment.paints
+            self._net = net or compile_model(WithLoss(model, segmentation_loss), config, num_inputs=2, skip_repeats=skips, ranks=ranks)
+            self._counts = compile_model(WithLoss(model, segmentation_counts), config, num_inputs=2, skip_repeats=skips, ranks=ranks)
         else:
-            self._net = net or compile_model(model, config, skip_repeats=experiment.paints)
+            self._net = net or compile_model(model, config, skip_repeats=experiment.paints, ranks=ranks)
 
     def predict(self, record: SlideRecord) -> Prediction:
-        """One slide, as it is: without augmentation.
+        """One slide, as it is: without augmentation. The ranks that share it call this together.
 
         Raises:
             SourceError: it cannot be read.
             BudgetError: it does not fit.
         """
+        try:
+            return agreed(lambda: self._predict(record, None), self._ranks, among="bands")[0]
+        except SlideFailed as failure:
+            raise failure.error from None
+
+    def _predict(self, record: SlideRecord, interruption: Interruption | None) -> Prediction:
         experiment = self._experiment
         set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
-        source = experiment.feed.source(record)
+        inputs = opened(record, lambda: self._inputs(record), self._ranks, interruption)
+        with reading(record, self._ranks):
+            return self._predicted(record, inputs)
+
+    def _inputs(self, record: SlideRecord) -> Inputs:
+        feed = self._experiment.feed
+        return (feed.source(record), feed.labels(record)) if self._segments else (feed.source(record),)
+
+    def _predicted(self, record: SlideRecord, inputs: Inputs) -> Prediction:
+        experiment = self._experiment
         loss = math.nan
         with torch.no_grad(), autocast(experiment.config):
             if self._segments:
-                labels = experiment.feed.labels(record)
-                loss = float(self._net.eval()(source, labels))
-                output = tuple(self._counts.eval()(source, labels).double().tolist())
+                loss = float(self._net.eval()(*inputs))
+                output = tuple(self._counts.eval()(*inputs).double().tolist())
             else:
-                scores = self._net.eval()(source).float()
+                scores = self._net.eval()(*inputs).float()
                 output = experiment.task.probabilities(scores)
                 if record.target is not None and experiment.task.kind != "cox":
                     loss = float(experiment.task.slide_loss(scores, record.target))
@@ -63,32 +83,55 @@ class Predictor:
         )
 
     def predict_all(
-        self, records: Sequence[SlideRecord], failed: dict[str, str], *, after: Callable[[], None] | None = None
+        self,
+        records: Sequence[SlideRecord],
+        failed: dict[str, str],
+        *,
+        after: Callable[[], None] | None = None,
+        interruption: Interruption | None = None,
     ) -> list[Prediction]:
-        """All slides that can be read; the others are added to ``failed``.
+        """All slides that can be read; the others are added to ``failed``. Every rank gets all predictions.
 
         Args:
             records: the slides.
             failed: what is wrong with slides, by name; these are left out.
-            after: called after each slide.
+            after: called after each slide of this rank.
+            interruption: asks to end. Default: `None` (nobody does)
 
         Raises:
+            EndRequested: somebody asked to end.
             SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: one does not fit.
         """
-        predictions = []
-        for record in records:
-            if record.name in failed:
-                continue
+        mine = dealt([record for record in records if record.name not in failed], self._ranks)
+        try:
+            parts = agreed(lambda: self._predict_some(mine, after, interruption), self._ranks, interruption)
+        except SlideFailed as failure:
+            raise failure.error from None
+        found: dict[str, Prediction] = {}
+        problems: dict[str, str] = {}
+        for predictions, unreadable in parts:
+            found |= predictions
+            problems |= unreadable
+        failed |= {record.name: problems[record.name] for record in records if record.name in problems}
+        return [found[record.name] for record in records if record.name in found]
+
+    def _predict_some(
+        self, mine: Sequence[SlideRecord], after: Callable[[], None] | None, interruption: Interruption | None
+    ) -> tuple[dict[str, Prediction], dict[str, str]]:
+        """Predictions of this rank's slides, and what is wrong with the others of them, by name."""
+        found, problems = {}, {}
+        for record in mine:
             try:
-                predictions.append(self.predict(record))
-            except SourceError as error:
+                # Bands that have lost each other over a slide meet again before the next.
+                found[record.name] = agreed(partial(self._predict, record, interruption), self._ranks, among="bands")[0]
+            except SlideFailed as failure:
                 if self._experiment.config.train.on_error != "skip":
                     raise
-                failed[record.name] = " ".join(str(error).split())
+                problems[record.name] = failure.slides[record.name].problem
             if after is not None:
                 after()
-        return predictions
+        return found, problems
 
 
 def mean_loss(kind: str, predictions: Sequence[Prediction]) -> float:

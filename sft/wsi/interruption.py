@@ -6,7 +6,18 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Interruption"]
+__all__ = ["EndRequested", "Interruption"]
+
+
+class EndRequested(Exception):
+    """The run was asked to end, and is between two slides.
+
+    Args:
+        signal: that asked.
+    """
+
+    def __init__(self, signal: signal.Signals) -> None:
+        self.signal = signal
 
 
 class Interruption:

@@ -69,10 +69,10 @@ class Reporter:
         """Validation begins."""
         self._start("validation", num_slides, 0)
 
-    def advance(self) -> None:
-        """A slide is done."""
+    def advance(self, num_slides: int = 1) -> None:
+        """Slides are done."""
         if self._bar is not None:
-            self._bars.advance(self._bar)
+            self._bars.advance(self._bar, num_slides)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """An optimizer step is done: ``step``, ``loss``, ``lr``, ``grad_norm``."""

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import IO, Any
 
 import yaml
+from torch import nn
 
 from sft.sources import BadTile
 from sft.units import format_bytes
@@ -19,7 +20,7 @@ from sft.wsi.checkpoint import CheckpointFolder
 from sft.wsi.errors import RunFolderError
 from sft.wsi.files import clear_partial, replacing, write_csv, write_text
 
-__all__ = ["RunFolder", "add_damage"]
+__all__ = ["RunFolder", "UnwrittenFolder", "add_damage"]
 
 _STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "waited_seconds", "skipped_share", "slides")
 _DAMAGE_COLUMNS = ("slide", "level", "left_px", "top_px", "width_px", "height_px", "reason")
@@ -149,6 +150,41 @@ class RunFolder:
     def add_damage(self, tiles: Mapping[str, Sequence[BadTile]]) -> int:
         """Note filled tiles in damaged.csv; see :func:`add_damage`."""
         return add_damage(self.path / "damaged.csv", tiles)
+
+
+class UnwrittenFolder(RunFolder):
+    """What the folder of a run is to ranks that do not write it: the first one does, perhaps on another machine.
+
+    Args:
+        path: of the folder, as the first rank knows it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.checkpoints = _UnwrittenCheckpoints(path / "checkpoints")
+
+    def __enter__(self) -> UnwrittenFolder:
+        return self
+
+    def write_yaml(self, name: str, value: Any) -> None:
+        pass
+
+    def start_steps(self, last_step: int) -> None:
+        pass
+
+    def add_step(self, row: Mapping[str, Any]) -> None:
+        pass
+
+    def write_epochs(self, epochs: Sequence[Mapping[str, Any]]) -> None:
+        pass
+
+    def add_damage(self, tiles: Mapping[str, Sequence[BadTile]]) -> int:
+        return 0
+
+
+class _UnwrittenCheckpoints(CheckpointFolder):
+    def save(self, kind: str, number: int, model: nn.Module, state: Mapping[str, Any], *, keep: int) -> Path:
+        return self.path
 
 
 def add_damage(path: Path, tiles: Mapping[str, Sequence[BadTile]]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from sft.bands.mesh import MeshShape
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError
 from sft.wsi.table import SlideTable
@@ -18,6 +19,8 @@ __all__ = ["Progress", "check_same_run", "fingerprint", "surroundings"]
 
 #: Settings that a run may change when it goes on: none of them changes a number.
 _NEUTRAL = {"data": {"csv", "slides", "host_budget"}, "train": {"checkpoint_every"}}
+
+_ALONE = MeshShape()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,7 @@ class Progress:
     stopped: bool = False
 
 
-def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table: SlideTable) -> None:
+def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table: SlideTable, shape: MeshShape = _ALONE) -> None:
     """Refuse to go on with another run; warn where the bits cannot be the same.
 
     Args:
@@ -56,6 +59,7 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
         state: of its checkpoint.
         config: what is asked now.
         table: the slides now.
+        shape: the ranks now. Default: one
 
     Raises:
         RunFolderError: settings, slides, labels or splits are others.
@@ -72,9 +76,10 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
             f"the run folder {folder} holds a run on other slides, labels or splits. Put the table back to go on, or give "
             "another folder with --run."
         )
-    if state["surroundings"] != surroundings():
+    before, now = {**surroundings(), **state["surroundings"]}, surroundings(shape)  # checkpoints of earlier versions say less
+    if before != now:
         warnings.warn(
-            f"the run was started with {state['surroundings']} and goes on with {surroundings()}: it goes on, but not to the same bits",
+            f"the run was started with {before} and goes on with {now}: it goes on, but not to the same bits",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -93,6 +98,11 @@ def fingerprint(config: Config) -> dict[str, Any]:
     return found
 
 
-def surroundings() -> dict[str, Any]:
-    """What else decides the bits of a run."""
-    return {"torch": str(torch.__version__), "num_threads": torch.get_num_threads()}
+def surroundings(shape: MeshShape = _ALONE) -> dict[str, Any]:
+    """What else decides the bits of a run: in which order sums are taken.
+
+    Args:
+        shape: its ranks. Default: one
+    """
+    threads = {"torch": str(torch.__version__), "num_threads": torch.get_num_threads()}
+    return {**threads, "num_replicas": shape.num_replicas, "num_bands": shape.num_bands}

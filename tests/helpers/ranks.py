@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 __all__ = ["RankFailedError", "Ranks", "ranks_of"]
 
+_PRELOAD = ("tests.helpers.banded", "torch.export", "torch._dynamo", "torch.distributed.device_mesh")
+
 
 class RankFailedError(AssertionError):
     """A case failed on a rank; the message is its traceback."""
@@ -25,10 +27,10 @@ class RankFailedError(AssertionError):
 class Ranks:
     """Running processes with gloo between them."""
 
-    def __init__(self, count: int, store: Path) -> None:
+    def __init__(self, count: int, store: Path, preload: Sequence[str] = _PRELOAD) -> None:
         # Their common parent imports once for all of them.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.helpers.banded", "torch.export", "torch._dynamo", "torch.distributed.device_mesh"])
+        context.set_forkserver_preload(list(preload))
         self.connections: list[Connection] = []
         self.processes = []
         self.is_broken = False
@@ -81,9 +83,9 @@ class Ranks:
 
 
 @contextmanager
-def ranks_of(count: int, folder: Path) -> Iterator[Ranks]:
-    """So many processes, for the time of the context."""
-    ranks = Ranks(count, folder / "store")
+def ranks_of(count: int, folder: Path, preload: Sequence[str] = _PRELOAD) -> Iterator[Ranks]:
+    """So many processes, for the time of the context; ``preload`` are modules that they need."""
+    ranks = Ranks(count, folder / "store", preload)
     try:
         yield ranks
     finally:

@@ -1,0 +1,151 @@
+"""What becomes of a slide on several ranks: who could not read it, and who was asked to end, is known to all before anything counts.
+
+A rank that cannot read a slide does not leave the others waiting: before a slide is run, the ranks that share it say whether they could
+open it; when everybody is through with its slides, all say how that went. On one rank nothing is said, and the same things happen.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from sft.errors import RankError, SourceError
+from sft.wsi.interruption import EndRequested, Interruption
+from sft.wsi.ranks import Among, Ranks
+from sft.wsi.table import SlideRecord
+
+__all__ = ["SlideFailed", "Unreadable", "agreed", "dealt", "in_order", "opened", "reading"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreadable:
+    """What is wrong with a slide, and the rank that found out."""
+
+    problem: str
+    rank: int
+
+
+class SlideFailed(Exception):
+    """Slides cannot be read.
+
+    Args:
+        slides: by name.
+        error: what is raised where that stops the run.
+    """
+
+    def __init__(self, slides: Mapping[str, Unreadable], error: SourceError) -> None:
+        self.slides, self.error = dict(slides), error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Said:
+    """How a rank fared.
+
+    Attributes:
+        value: what it made.
+        unreadable: slides that it could not read.
+        asked: the signal that asked it to end.
+        broken: why it lost the ranks that share its slide.
+    """
+
+    value: Any = None
+    unreadable: Mapping[str, Unreadable] | None = None
+    asked: signal.Signals | None = None
+    broken: str | None = None
+
+
+def dealt(items: Sequence[T], ranks: Ranks) -> list[T]:
+    """Those of some items that are this rank's replica's."""
+    return list(items[ranks.rank // ranks.shape.num_bands :: ranks.shape.num_replicas])
+
+
+def in_order(parts: Sequence[Sequence[T]], ranks: Ranks) -> list[T]:
+    """What the replicas made of what was dealt out to them, in the order of the items; ``parts`` are everybody's."""
+    hands = [iter(part) for part in parts[:: ranks.shape.num_bands]]
+    count = sum(len(part) for part in parts[:: ranks.shape.num_bands])
+    return [next(hands[number % len(hands)]) for number in range(count)]
+
+
+@contextmanager
+def reading(record: SlideRecord, ranks: Ranks) -> Iterator[None]:
+    """Where a slide is read.
+
+    Raises:
+        SlideFailed: it cannot be.
+    """
+    try:
+        yield
+    except SourceError as error:
+        raise SlideFailed({record.name: Unreadable(problem=" ".join(str(error).split()), rank=ranks.rank)}, error) from error
+
+
+def opened(record: SlideRecord, make: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None) -> T:
+    """What ``make`` makes of a slide, once all ranks that share it have made theirs.
+
+    Raises:
+        SlideFailed: one of them cannot.
+        EndRequested: one of them was asked to end.
+    """
+    with _told_others(ranks, "bands"):
+        if interruption is not None and interruption.received is not None:
+            raise EndRequested(interruption.received)
+        with reading(record, ranks):
+            own = make()
+    _raise_for(ranks.gathered(_Said(), "bands"), ranks)
+    return own
+
+
+def agreed(part: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None, *, among: Among = "all") -> list[T]:
+    """What ``part`` makes on each rank.
+
+    Raises:
+        SlideFailed: slides cannot be read, on any rank.
+        EndRequested: a rank was asked to end.
+        RankError: ranks lost each other.
+    """
+    with _told_others(ranks, among):
+        own = part()
+    asked = None if interruption is None else interruption.received
+    everybody = ranks.gathered(_Said(value=own, asked=asked), among)
+    _raise_for(everybody, ranks)
+    return [said.value for said in everybody]
+
+
+@contextmanager
+def _told_others(ranks: Ranks, among: Among) -> Iterator[None]:
+    """Tell the others what went wrong, and fail as they do."""
+    try:
+        yield
+    except (SlideFailed, EndRequested, RankError) as error:
+        # Nothing but `error` may refer to the failed step here: its traceback keeps all that the step held.
+        everybody = ranks.gathered(_said_of(error), among)
+        if ranks.shape.num_ranks > 1:
+            _raise_for(everybody, ranks)
+        raise
+
+
+def _said_of(error: SlideFailed | EndRequested | RankError) -> _Said:
+    if isinstance(error, SlideFailed):
+        return _Said(unreadable=error.slides)
+    return _Said(asked=error.signal) if isinstance(error, EndRequested) else _Said(broken=error.cause)
+
+
+def _raise_for(everybody: Sequence[_Said], ranks: Ranks) -> None:
+    """Fail as all others do. What somebody could not read comes first: those who share the slide have lost each other over it."""
+    unreadable: dict[str, Unreadable] = {}
+    for said in everybody:
+        unreadable = {**(said.unreadable or {}), **unreadable}
+    if unreadable:
+        told = (f"slide {name} cannot be read (rank {found.rank}): {found.problem}" for name, found in unreadable.items())
+        raise SlideFailed(unreadable, SourceError("; ".join(told)))
+    asked = [said.asked for said in everybody if said.asked is not None]
+    if asked:
+        raise EndRequested(asked[0])
+    broken = [said.broken for said in everybody if said.broken is not None]
+    if broken:
+        raise RankError(f"{broken[0]}. The run goes on from its last checkpoint: start the same command again.", broken[0])

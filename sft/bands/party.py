@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from sft.bands.comm import Comm, Over, Traffic
+from sft.bands.comm import Comm
 from sft.bands.link import ProcessLink
 from sft.bands.machines import BandTorchMachine
 from sft.bands.mesh import LiveMesh
+from sft.bands.traffic import Over, Traffic
 from sft.errors import InputError
 
 __all__ = ["Party"]
@@ -36,6 +37,7 @@ class Party:
         first = mesh.replica * num_bands
         members: dict[Over, tuple[int, ...]] = {
             "band": tuple(range(first, first + num_bands)),
+            "replica": tuple(range(mesh.band, mesh.shape.num_ranks, num_bands)),
             "mesh": tuple(range(mesh.shape.num_ranks)),
         }
         name = f"{'-'.join(map(str, mesh.ranks))}/{_num_links[mesh.ranks]}"

@@ -15,11 +15,12 @@ from sft.analysis.axes import ROWS
 from sft.analysis.bands import Shares, even_bounds
 from sft.analysis.footprint import Footprint, run_footprint
 from sft.bands.build import Bands
-from sft.bands.comm import Comm, Traffic
+from sft.bands.comm import Comm
 from sft.bands.dividing import divisions
 from sft.bands.machines import BandLapMachine, CountingLink
 from sft.bands.mesh import MeshShape
 from sft.bands.region import BandRegion
+from sft.bands.traffic import Traffic
 from sft.errors import BudgetError, InputError
 from sft.options import Options
 from sft.plan.carried import Planned
@@ -362,6 +363,8 @@ def _planned(bands: Bands, shape: MeshShape, found: Sequence[_Projected]) -> Ban
                 sent_global_bytes=sent["globals"],
                 sent_parameter_bytes=sent["parameters"],
                 received_bytes=sum(traffic.received_bytes.values()),
+                sent_beside_bytes=sum(traffic.sent_beside_bytes.values()),
+                received_beside_bytes=sum(traffic.received_beside_bytes.values()),
             )
         )
     return BandsPlanned(

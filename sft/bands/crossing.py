@@ -54,7 +54,7 @@ class Crossing:
         """Run a segment forward inside: what it reads arrives, what others read of its results goes."""
         table, earlier = self.timetables[index], list(machine.parcels)
         for name in self.reads[index]:
-            self._take(machine, name, lambda name, rows: _of(table).read(name, rows.start))
+            self._take(machine, name, table, _read)
         lent = {name: held for name in self.makes[index] if (held := self.layout.held.get(name)) is not None and held.borrowed}
         ahead = self._parcels({name: held.borrowed for name, held in lent.items() if not held.is_gathered}, upwards=True)
         due = max((_of(table).made(name, parcel.sent.stop) for name, parcel in ahead.items()), default=0)
@@ -72,7 +72,7 @@ class Crossing:
         """Run a segment back inside (if it has a backward pass): gradients of lent rows arrive, those of borrowed rows go."""
         table, earlier = self.timetables[index], list(machine.parcels)
         for name in self.makes[index]:
-            self._take(machine, name, lambda name, rows: _of(table).wanted(name, rows.stop))
+            self._take(machine, name, table, _wanted)
         complete = {name: self.layout.held[name].lent for name, last in self.returned.items() if last == index}
         ahead = self._parcels(complete, upwards=False, returns=True)
         due = max((_of(table).settled(name, parcel.sent.start) for name, parcel in ahead.items() if parcel.sends), default=0)
@@ -118,14 +118,21 @@ class Crossing:
             parcel.post(machine, handles[name])
             machine.parcels[name, False] = parcel
 
-    def _take(self, machine: BandMachine, name: str, due: Callable[[str, Interval], int]) -> None:
-        """Wait for rows that were made last now, and for those that were made first before the strip that needs them."""
-        late = machine.parcels.pop((name, False), None)
-        if late is not None:
-            late.wait(machine)
-        early = machine.parcels.pop((name, True), None)
-        if early is not None:
-            machine.agenda.put(due(name, early.received) if early.receives else 0, partial(early.wait, machine))
+    def _take(self, machine: BandMachine, name: str, table: Timetable | None, due: Callable[[Timetable, str, Interval], int]) -> None:
+        """Wait for rows that were made last now, and for those that were made first before the strip that needs them.
+
+        What has only been sent nobody here waits for, and is left to the end of the segment.
+        """
+        for is_first in (False, True):
+            parcel = machine.parcels.pop((name, is_first), None)
+            if parcel is None:
+                continue
+            if table is None or (parcel.receives and not is_first):
+                parcel.wait(machine)
+            else:
+                machine.agenda.put(
+                    due(table, name, parcel.received) if parcel.receives else table.num_strips, partial(parcel.wait, machine)
+                )
 
     def _end(self, machine: BandMachine, which: Sequence[tuple[str, bool]]) -> None:
         """Wait for those of some parcels that are still under way."""
@@ -139,6 +146,14 @@ class Crossing:
         sends = {t.target: t.rows for t in held.borrowed if t.source == self.band}
         receives = {t.source: t.rows for t in held.borrowed if t.target == self.band}
         machine.comm.exchange(machine, self.rows(name, handle, False), sends, receives, adds=False)
+
+
+def _read(table: Timetable, name: str, rows: Interval) -> int:
+    return table.read(name, rows.start)
+
+
+def _wanted(table: Timetable, name: str, rows: Interval) -> int:
+    return table.wanted(name, rows.stop)
 
 
 def _of(table: Timetable | None) -> Timetable:

@@ -128,7 +128,9 @@ class Engine:
         ready = self.preparation.prepare(kind)
         if self.party is not None:  # where a run is cut, and so what is sent, depends on the budget
             cuts = [(segment.mode, segment.nodes[-1]) for segment in ready.plan.segments]
-            self.party.agree(cuts, "their plans cut the model at other places: compile with the same budget and options on all ranks")
+            rows = ready.plan.mesh and [rank.rows for rank in ready.plan.mesh.ranks]
+            remedy = "their plans cut the model, or the image, at other places: compile with the same budget and options on all ranks"
+            self.party.agree((cuts, rows), remedy)
         self.last_plan = ready.plan
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)

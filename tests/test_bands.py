@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sft
+from sft.bands import sums
 
-from .helpers.banded import check_bands
-from .helpers.models import Branches, ConvNet, Residual
+from .helpers.banded import check_bands, mesh_of
+from .helpers.models import Branches, ConvNet, Residual, image, seeded
 from .helpers.ranks import Ranks, ranks_of
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
@@ -213,6 +215,27 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 def test_two_bands_equal_eager(pair: Ranks, name: str) -> None:
     make, shape, extra = _CASES[name]
     pair.run(partial(check_bands, **extra), 1, make, shape, _TILED)
+
+
+def _in_small_windows(rank: int) -> None:
+    """Gradients of parameters in many windows: the same bits each time, in any windows, and on both ranks."""
+    mesh, x, found = mesh_of(1, 2), image(2, 3, 40, 16), []
+    for window_bytes in (sums.WINDOW_BYTES, 512, 512):
+        with patch.object(sums, "WINDOW_BYTES", window_bytes):
+            net: Any = sft.compile(seeded(NormedVgg).train(), tuple(x.shape), mesh=mesh, options=_TILED)
+            net(x).square().sum().backward()
+        assert net._sft_engine.party.traffic.sent_beside_bytes["parameters"] > 0
+        found.append([parameter.grad for parameter in net.parameters()])
+    for grads in zip(*found, strict=True):
+        both = [torch.empty_like(grads[0]) for _ in range(2)]
+        dist.all_gather(both, grads[0])
+        assert all(torch.equal(grads[0], other) for other in (*grads, *both))
+    with patch.object(sums, "WINDOW_BYTES", 512):
+        check_bands(rank, 1, NormedVgg, (2, 3, 40, 16), _TILED, steps=1)
+
+
+def test_sums_of_gradients_in_many_windows(pair: Ranks) -> None:
+    pair.run(_in_small_windows)
 
 
 def test_resnet18_with_norms_in_training(pair: Ranks) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sft
+from sft.bands.segments import BandSegment
 
 from .helpers.banded import mesh_of
 from .helpers.models import image, seeded
@@ -88,6 +90,44 @@ def _raises_in_backward(rank: int) -> str:
         y.sum().backward()
     assert all(parameter.grad is None for parameter in net.parameters())
     return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _raises_beside_messages(rank: int, method: str) -> str:
+    """Rank 1 fails between strips, with messages under way; the step is then taken again."""
+    net, x = _net(), image(*_SHAPE)
+    net(x).sum().backward()
+    grads = {name: parameter.grad for name, parameter in net.named_parameters()}
+    net.zero_grad(set_to_none=True)
+    before, link, num_under_way = _state(net), net._sft_engine.party.link, 0
+    original = getattr(BandSegment, method)
+
+    def failing(segment: BandSegment, *arguments: Any) -> Any:
+        nonlocal num_under_way
+        found = original(segment, *arguments)
+        if rank == 1 and link._under_way:
+            num_under_way = len(link._under_way)
+            raise OSError("the disk is gone")
+        return found
+
+    with patch.object(BandSegment, method, failing), pytest.raises((sft.SftError, OSError)) as caught:
+        net(x).sum().backward()
+    assert (num_under_way > 0) == (rank == 1)
+    assert not link._under_way, "a failed step leaves messages behind"
+    assert all(parameter.grad is None for parameter in net.parameters())
+    if method == "_run_forward":
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    net(x).sum().backward()
+    for name, parameter in net.named_parameters():
+        expected = grads[name]
+        assert expected is not None and parameter.grad is not None
+        assert torch.equal(parameter.grad, expected), name
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_rank_that_raises_between_strips(ranks: Ranks) -> None:
+    for method in ("_run_forward", "_run_joint"):
+        for rank, message in enumerate(ranks.run(_raises_beside_messages, method)):
+            assert message.startswith("OSError: the disk" if rank == 1 else "RankError: rank 1 failed: OSError: the disk"), message
 
 
 def test_a_rank_that_raises(ranks: Ranks) -> None:

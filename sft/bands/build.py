@@ -85,6 +85,7 @@ class Bands:
             whole_shapes=problem.shapes,
             synchronized=self.synchronized,
             num_replicas=self.num_replicas,
+            timetables=tuple(segment.timetable if isinstance(segment, BandSegment) else None for segment in segments),
             together=together,
         )
 
@@ -97,7 +98,11 @@ class Bands:
             (
                 len(held.rows[band]),
                 len(held.own[band]),
-                tuple((len(t.rows), t.source == band) for t in (*held.borrowed, *held.lent) if band in (t.source, t.target)),
+                tuple(
+                    (len(t.rows), t.rows.start - held.own[band].start, t.source == band, t.source < t.target)
+                    for t in (*held.borrowed, *held.lent)
+                    if band in (t.source, t.target)
+                ),
             )
             for held in layout.held.values()
         )

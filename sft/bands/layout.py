@@ -52,6 +52,7 @@ class Held:
         lent: of which rows gradients come back, ``target`` being the owner.
         is_summed: whether its gradient is a sum over bands.
         is_whole: whether every band needs its gradient complete: it is an input, or made on whole tensors.
+        is_gathered: whether every band borrows all of it.
     """
 
     own: tuple[Interval, ...]
@@ -60,6 +61,7 @@ class Held:
     lent: tuple[Transfer, ...] = ()
     is_summed: bool = False
     is_whole: bool = False
+    is_gathered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +142,7 @@ def lay_out(problem: Problem, choices: Sequence[SegmentChoice], shares: Shares, 
             lent=_back(own, needed(name, lambda index: has_gradients[index])) if differentiated(name) else (),
             is_summed=differentiated(name),
             is_whole=is_whole,
+            is_gathered=is_gathered,
         )
     leaves = {node.name for node in graph.nodes if node.kind != "operator" and node.name in problem.requires_grad}
     sides = (name for reads, _ in ends for name in reads if name not in phases.streamed)

@@ -5,12 +5,19 @@ closes the link. Whoever waits for it, or comes to wait later, finds the connect
 :class:`sft.errors.RankError` that names the rank and the cause; closing its own link in turn, so that within one hop after another nobody
 waits. A process that died without a word has closed its connections, too; one that hangs is noticed when the timeout is over. After a
 failure the next call makes a new link, which works if all ranks are still there.
+
+Messages that are under way belong to the link: it alone holds on to what the backend calls their work, which keeps connections open, and
+lets go of all of it when it closes. So a step that fails leaves no message behind that another step could take for its own.
+
+gloo carries all topics over one group, told apart by their tags. With NCCL each topic has a communicator of its own, as what is posted to
+one communicator runs in the order of posting, and what is posted together runs as one operation, so that two ranks that send to each
+other do not wait for each other; waiting puts the wait on the current stream.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -18,10 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sft.bands.comm import Over, Traffic
 from sft.bands.machines import dense
+from sft.bands.traffic import TOPICS, Message, Over, Topic, Traffic
 from sft.errors import RankError
-from sft.walk.machine import Handle
 
 __all__ = ["ProcessLink"]
 
@@ -39,7 +45,7 @@ class _LinkBroken(Exception):
 
 
 class ProcessLink:
-    """Swaps with the other ranks of a mesh.
+    """Messages to and from the other ranks of a mesh.
 
     Args:
         ranks: the global ranks of the mesh.
@@ -53,26 +59,46 @@ class ProcessLink:
         self.ranks, self.members, self.timeout, self.device, self.name = ranks, members, timeout, device, name
         self.traffic = Traffic()
         self._place = ranks.index(dist.get_rank())
-        self._group: Any = None
+        self._groups: dict[Topic, Any] | None = None
         self._generation = 0
+        self._under_way: dict[int, list[tuple[Any, int]]] = {}
+        self._num_tickets = 0
 
-    def swap(self, over: Over, send: tuple[int, Handle] | None, receive: tuple[int, Handle] | None) -> None:
-        failure = self._swapped(over, send, receive)
+    def post(self, over: Over, topic: Topic, messages: Sequence[Message]) -> int:
+        self._num_tickets += 1
+        failure = self._posted(self._num_tickets, over, topic, messages)
+        if failure is not None:
+            raise failure
+        return self._num_tickets
+
+    def wait(self, ticket: int) -> None:
+        failure = self._waited(ticket)
         if failure is not None:
             raise failure
 
-    def _swapped(self, over: Over, send: tuple[int, Handle] | None, receive: tuple[int, Handle] | None) -> _LinkBroken | None:
-        """Swap; what went wrong is returned, so that no frame of a traceback keeps the connections open."""
-        group, members = self._opened(), self.members[over]
-        works = {}
+    def _posted(self, ticket: int, over: Over, topic: Topic, messages: Sequence[Message]) -> _LinkBroken | None:
+        """Post; what went wrong is returned, so that no frame of a traceback keeps the connections open."""
+        group, members = self._opened()[topic], self.members[over]
         place = self._place
+        works: list[tuple[Any, int]] = []
         try:
-            for call, message in ((group.send, send), (group.recv, receive)):
-                if message is not None:
-                    place = members[message[0]]
-                    works[call([dense(message[1])], place, 0)] = place
-            for work in works:
-                place = works[work]
+            with _together(group, self.device) as batch:
+                for message in messages:
+                    place = members[message.member]
+                    call = group.send if message.is_sent else group.recv
+                    works.append((call([dense(message.handle)], place, TOPICS.index(topic)), place))
+            self._under_way[ticket] = works if batch.work is None else [(batch.work, place)]
+        except RuntimeError as error:
+            return _LinkBroken(self.ranks[place], str(error))
+        return None
+
+    def _waited(self, ticket: int) -> _LinkBroken | None:
+        """Wait; what went wrong is returned, likewise."""
+        place = self._place
+        works = self._under_way.pop(ticket)
+        try:
+            for work, other in works:
+                place = other
                 work.wait()
         except RuntimeError as error:
             return _LinkBroken(self.ranks[place], str(error))
@@ -83,10 +109,8 @@ class ProcessLink:
         members = self.members[over]
         me = members.index(self._place)
         for other in range(1, len(members)):
-            if me == 0:
-                self.swap(over, (other, tensor), None)
-            elif me == other:
-                self.swap(over, None, (0, tensor))
+            if me in (0, other):
+                self.wait(self.post(over, "globals", [Message(0 if me else other, tensor, is_sent=me == 0)]))
 
     def gathered(self, over: Over, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's tensor, in order; a control message."""
@@ -94,8 +118,9 @@ class ProcessLink:
         count, me = len(members), members.index(self._place)
         found = [tensor if place == me else torch.empty_like(tensor) for place in range(count)]
         for distance in range(1, count):
-            source = (me - distance) % count
-            self.swap(over, ((me + distance) % count, tensor), (source, found[source]))
+            target, source = (me + distance) % count, (me - distance) % count
+            messages = [Message(target, tensor, is_sent=True), Message(source, found[source], is_sent=False)]
+            self.wait(self.post(over, "globals", messages))
         return found
 
     @contextmanager
@@ -126,9 +151,9 @@ class ProcessLink:
             cause,
         )
 
-    def _opened(self) -> Any:
-        """The process group, made anew after a failure, once all ranks are there."""
-        if self._group is None:
+    def _opened(self) -> dict[Topic, Any]:
+        """The process group of each topic, made anew after a failure, once all ranks are there."""
+        if self._groups is None:
             store, started = self._store(), time.monotonic()
             store.set(f"ready/{self._place}", "1")
             missing = list(range(len(self.ranks)))
@@ -137,8 +162,8 @@ class ProcessLink:
                 if store.check(["cause"]) or is_late:
                     raise _LinkBroken(self.ranks[missing[0]], "it has not come")
                 time.sleep(_POLL_SECONDS)
-            self._group = _new_group(store, self._place, len(self.ranks), self.timeout, self.device)
-        return self._group
+            self._groups = _new_groups(store, self._place, len(self.ranks), self.timeout, self.device)
+        return self._groups
 
     def _store(self) -> Any:
         return dist.distributed_c10d.PrefixStore(f"sft/{self.name}/{self._generation}", dist.distributed_c10d._get_default_store())
@@ -156,16 +181,35 @@ class ProcessLink:
         """Write down why, once for all ranks, and close the connections."""
         with suppress(RuntimeError):  # the process that held the store may be gone; who waits for us sees the connection closed
             self._store().compare_set("cause", "", cause)
-        group, self._group = self._group, None
+        self._under_way.clear()
+        groups, self._groups = self._groups, None
         self._generation += 1
-        if group is not None and hasattr(group, "shutdown"):
-            group.shutdown()
-        del group
+        for group in {id(group): group for group in (groups or {}).values()}.values():
+            if hasattr(group, "shutdown"):
+                group.shutdown()
 
 
-def _new_group(store: Any, place: int, count: int, timeout: timedelta, device: torch.device) -> Any:
+class _Batch:
+    """What was posted together as one operation, where the backend does that."""
+
+    work: Any = None
+
+
+@contextmanager
+def _together(group: Any, device: torch.device) -> Iterator[_Batch]:
+    """Post everything inside as one operation, with NCCL."""
+    batch = _Batch()
     if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, place, count, options)
-    return dist.ProcessGroupGloo(store, place, count, timeout)
+        group._start_coalescing(device)
+    yield batch
+    if device.type == "cuda":
+        batch.work = group._end_coalescing(device)
+
+
+def _new_groups(store: Any, place: int, count: int, timeout: timedelta, device: torch.device) -> dict[Topic, Any]:
+    if device.type != "cuda":
+        return dict.fromkeys(TOPICS, dist.ProcessGroupGloo(store, place, count, timeout))
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    prefixed = {topic: dist.distributed_c10d.PrefixStore(topic, store) for topic in TOPICS}
+    return {topic: dist.ProcessGroupNCCL(part, place, count, options) for topic, part in prefixed.items()}

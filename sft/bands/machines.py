@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sft.bands.comm import Comm, Over, Traffic
+from sft.bands.comm import Comm, Parcel
 from sft.bands.merge import merge
+from sft.bands.traffic import Message, Over, Topic, Traffic
+from sft.bands.underway import Agenda
 from sft.errors import InternalError
 from sft.execute.machine import TorchMachine
 from sft.plan.laps import LapMachine
@@ -23,7 +25,10 @@ class CountingLink:
 
     traffic: Traffic = field(default_factory=Traffic)
 
-    def swap(self, over: Over, send: tuple[int, Handle] | None, receive: tuple[int, Handle] | None) -> None:
+    def post(self, over: Over, topic: Topic, messages: Sequence[Message]) -> int:
+        return 0
+
+    def wait(self, ticket: int) -> None:
         pass
 
 
@@ -33,9 +38,13 @@ class BandLapMachine(LapMachine):
 
     Attributes:
         comm: this rank's part in the exchanges.
+        agenda: what is to be done between strips.
+        parcels: rows that are under way.
     """
 
     comm: Comm
+    agenda: Agenda = field(default_factory=Agenda)
+    parcels: dict[tuple[str, bool], Parcel] = field(default_factory=dict)
 
     def copy(self, target: Handle, source: Handle) -> None:
         pass
@@ -60,9 +69,13 @@ class BandTorchMachine(TorchMachine):
 
     Attributes:
         comm: this rank's part in the exchanges.
+        agenda: what is to be done between strips.
+        parcels: rows that are under way.
     """
 
     comm: Comm
+    agenda: Agenda = field(default_factory=Agenda)
+    parcels: dict[tuple[str, bool], Parcel] = field(default_factory=dict)
 
     def copy(self, target: Handle, source: Handle) -> None:
         target.copy_(source)

@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from sft.bands.comm import Comm, Over, Traffic
+from sft.bands.comm import Comm
 from sft.bands.link import ProcessLink
 from sft.bands.machines import BandTorchMachine
 from sft.bands.mesh import LiveMesh
+from sft.bands.traffic import Over, Traffic
 from sft.errors import InputError
 
 __all__ = ["Party"]

@@ -14,12 +14,14 @@ from itertools import pairwise
 from sft.analysis.axes import ROWS
 from sft.analysis.bands import Shares, even_bounds
 from sft.analysis.footprint import Footprint, run_footprint
+from sft.bands.balancing import balanced
 from sft.bands.build import Bands
-from sft.bands.comm import Comm, Traffic
+from sft.bands.comm import Comm
 from sft.bands.dividing import divisions
 from sft.bands.machines import BandLapMachine, CountingLink
 from sft.bands.mesh import MeshShape
 from sft.bands.region import BandRegion
+from sft.bands.traffic import Traffic
 from sft.errors import BudgetError, InputError
 from sft.options import Options
 from sft.plan.carried import Planned
@@ -130,6 +132,19 @@ class _Found:
     def flops(self) -> float:
         return max(cost.projection.flops for cost in self.costs.values())
 
+    @property
+    def shares(self) -> Shares:
+        return self.bands.layout.shares
+
+    @property
+    def flops_by_band(self) -> list[int]:
+        return [self.costs[band].projection.flops for band in range(self.shares.num_bands)]
+
+    @property
+    def row_flops(self) -> float:
+        """FLOPs of a row of the tallest input, nearly: those of halos count as their bands' own rows'."""
+        return sum(_tiled_flops(self.bands, cost.projection) for cost in self.costs.values()) / self.shares.height
+
 
 def project_bands(bands: Bands, shape: MeshShape, which: Sequence[int] | None = None) -> dict[int, _Projected]:
     """What a step costs some of the bands (all of them by default), and what they send; bands that are alike cost the same."""
@@ -164,23 +179,19 @@ def plan_bands(
     height = _height(problem)
     _check(problem, shape, options, height)
     room_bytes = budget_bytes - problem.resident_bytes
-    shares = Shares(even_bounds(height, shape.num_bands, _multiple(problem, height, shape.num_bands)))
+    multiple = _multiple(problem, height, shape.num_bands)
+    shares = Shares(even_bounds(height, shape.num_bands, multiple))
     middle, smallest = shape.num_bands // 2, sys.maxsize
     some = sorted({0, middle, shape.num_bands - 1})
     best: _Found | None = None
     lowest: Bands | None = None
+
+    def made(choices: tuple[SegmentChoice, ...], shares: Shares = shares) -> Bands:
+        return Bands(
+            problem, choices, shares, outputs_in_bands=outputs_in_bands, num_replicas=shape.num_replicas, synchronized=synchronized
+        )
+
     for cuts in divisions(problem, shares) if options.tile is None else ({},):
-
-        def made(choices: tuple[SegmentChoice, ...]) -> Bands:
-            return Bands(
-                problem,
-                choices,
-                shares,
-                outputs_in_bands=outputs_in_bands,
-                num_replicas=shape.num_replicas,
-                synchronized=synchronized,
-            )
-
         if cuts and _held_bytes(made(banded_choices(problem, lambda names: 1, cuts=cuts)), middle) > room_bytes:
             continue
         for num_panels in _numbers_of_panels(problem, options):
@@ -207,6 +218,13 @@ def plan_bands(
             if best is not None or smallest > _WORTH_ANOTHER_PANEL * least:
                 break
     if best is not None:
+        choices = best.bands.choices
+
+        def rebuilt(shares: Shares) -> _Found:
+            bands = made(choices, shares)
+            return _Found(bands, project_bands(bands, shape))
+
+        best = balanced(best, rebuilt, multiple, room_bytes)
         return _planned(best.bands, shape, [best.costs[band] for band in range(shape.num_bands)])
     if lowest is not None:
         smallest = _Found(lowest, project_bands(lowest, shape)).peak_bytes
@@ -362,6 +380,8 @@ def _planned(bands: Bands, shape: MeshShape, found: Sequence[_Projected]) -> Ban
                 sent_global_bytes=sent["globals"],
                 sent_parameter_bytes=sent["parameters"],
                 received_bytes=sum(traffic.received_bytes.values()),
+                sent_beside_bytes=sum(traffic.sent_beside_bytes.values()),
+                received_beside_bytes=sum(traffic.received_beside_bytes.values()),
             )
         )
     return BandsPlanned(

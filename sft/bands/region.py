@@ -2,7 +2,9 @@
 
 The order of events is the plain region's. After a segment has run forward, other bands get the rows of its results that they read. Before
 it runs back the gradients of its results are made complete: borrowed rows return to their owners, and gradients of global values are summed
-over bands. At the end the gradients of parameters are summed over the mesh.
+over bands. The gradients of a parameter are summed over bands when the last segment that reads it has run back, while the next one does;
+what is left then, and the mean over replicas, comes at the end. (Replicas have images of their own, of any size, so one is not made to
+wait for another before it is through.) Rows cross while segments run, too (``crossing``).
 
 Gradients that arrive from the caller are complete on every rank, since every rank computed its loss from the same whole outputs; they are
 counted once. Those of outputs that are kept in bands are each rank's own rows.
@@ -13,13 +15,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any, cast
 
 from sft.analysis.axes import ROWS
-from sft.bands.comm import BandMachine, Over, Rows, Topic, Whole
-from sft.bands.layout import Held, Layout
+from sft.bands.comm import BandMachine, Rows
+from sft.bands.crossing import Crossing
+from sft.bands.layout import Layout
 from sft.bands.segments import CountsOnce
+from sft.bands.sums import Whole, put_sums, sum_now
+from sft.bands.timetable import Timetable
+from sft.bands.traffic import Over, Topic
 from sft.walk.machine import Handle, Machine
 from sft.walk.order import Move
 from sft.walk.region import Region, Tape
@@ -39,6 +46,7 @@ class BandRegion(Region):
         whole_shapes: shape of every value in the whole image.
         synchronized: moments that are those of all replicas together.
         num_replicas: images that are worked on at once; parameters get the mean of their gradients.
+        timetables: of each segment in strips.
         together: a context for the backward pass, which fails on all ranks or on none.
     """
 
@@ -48,6 +56,7 @@ class BandRegion(Region):
     whole_shapes: Mapping[str, tuple[int, ...]]
     synchronized: frozenset[str] = frozenset()
     num_replicas: int = 1
+    timetables: tuple[Timetable | None, ...] = ()
     together: Any = field(default=nullcontext, repr=False)
 
     def output_shape(self, name: str) -> tuple[int, ...]:
@@ -62,6 +71,7 @@ class BandRegion(Region):
     ) -> tuple[dict[str, Handle], Tape]:
         outputs, tape = super().forward(machine, given, keep=keep, hosts=hosts)
         own = cast(BandMachine, machine)
+        self._crossing.end(own)
         for name in [name for name in outputs if name in self.layout.kept_in_bands]:
             held = self.layout.held[name]
             if held.rows[self.band] != held.own[self.band]:
@@ -72,18 +82,33 @@ class BandRegion(Region):
         return outputs, tape
 
     def _run_forward(self, machine: Machine, values: Values, kept: dict[int, Any] | None, move: Move) -> None:
-        super()._run_forward(machine, values, kept, move)
-        for name in self.makes[move.segment]:
-            held = self.layout.held.get(name)
-            if held is not None and held.borrowed:
-                self._borrow(machine, name, values.by_name[name], self.dtypes[name], held)
+        with self._crossing.forward(cast(BandMachine, machine), move.segment, values.by_name):
+            super()._run_forward(machine, values, kept, move)
 
-    def _borrow(self, machine: Machine, name: str, handle: Handle, dtype: Any, held: Held) -> None:
-        """Give others the rows that they read, and take theirs."""
-        own = cast(BandMachine, machine)
-        sends = {t.target: t.rows for t in held.borrowed if t.source == self.band}
-        receives = {t.source: t.rows for t in held.borrowed if t.target == self.band}
-        own.comm.exchange(own, self._rows(name, handle, dtype), sends, receives, adds=False)
+    @cached_property
+    def _crossing(self) -> Crossing:
+        """What goes between this band and others."""
+        return Crossing(
+            band=self.band,
+            layout=self.layout,
+            timetables=self.timetables,
+            reads=self._reads_from_outside,
+            makes=self.makes,
+            returned=self._returned,
+            rows=lambda name, handle, is_gradient: self._rows(name, handle, (self.grad_dtypes if is_gradient else self.dtypes)[name]),
+        )
+
+    @property
+    def _returned(self) -> dict[str, int]:
+        """Of values whose borrowed rows' gradients return beside strips the segment that adds to these last."""
+        names = (name for name, held in self.layout.held.items() if held.lent and not held.is_whole)
+        last = ((name, self._last_contribution(name)) for name in names)
+        return {name: index for name, index in last if index is not None and self.timetables[index] is not None}
+
+    def _last_contribution(self, name: str) -> int | None:
+        """The segment that adds to a value's gradient last: the first of those that read it."""
+        readers = (index for index, reads in enumerate(self._reads_from_outside) if name in reads and self._differentiated[index])
+        return next(readers, None)
 
     def _rows(self, name: str, handle: Handle, dtype: Any) -> Rows:
         """This band's buffer of a value."""
@@ -144,20 +169,27 @@ class BandRegion(Region):
         waiting: set[str],
         consume: bool,
     ) -> None:
-        if self._differentiated[index]:
+        own, is_run = cast(BandMachine, machine), self._differentiated[index]
+        if is_run:
             for name in self.makes[index]:
                 if name in grads.by_name and name in self.requires_grad and name not in borrowed:
                     self._complete(machine, name, grads.by_name[name])
                     if name in self.synchronized:
                         self._synchronize(machine, name, grads.by_name[name], values.by_name[name])
-        super()._run_back(machine, values, kept, grads, index, borrowed, waiting, consume)
+        with self._crossing.backward(own, index, grads.by_name, is_run=is_run):
+            table = self.timetables[index]
+            if is_run and table is not None:
+                complete = {name: grads.by_name[name] for name in self._summed_beside[index] if name in grads.by_name}
+                put_sums(own, self._wholes(complete), "band", "parameters", num_strips=table.num_strips)
+                del complete
+            super()._run_back(machine, values, kept, grads, index, borrowed, waiting, consume)
 
     def _complete(self, machine: Machine, name: str, handle: Handle) -> None:
         """Make a gradient complete where it is needed: in the owner's rows, or everywhere."""
         held, dtype = self.layout.held.get(name), self.grad_dtypes[name]
         own = cast(BandMachine, machine)
         if held is not None:
-            if held.lent:
+            if held.lent and name not in self._crossing.returned:
                 sends = {t.target: t.rows for t in held.lent if t.source == self.band}
                 receives = {t.source: t.rows for t in held.lent if t.target == self.band}
                 own.comm.exchange(own, self._rows(name, handle, dtype), sends, receives, adds=True)
@@ -181,20 +213,40 @@ class BandRegion(Region):
         own.scale(handle, own.synchronized_share(moments, num_elements))
 
     def _sum(self, machine: Machine, handles: Mapping[str, Handle], over: Over, topic: Topic, factor: float = 1.0) -> None:
-        own = cast(BandMachine, machine)
-        values = [
+        sum_now(cast(BandMachine, machine), self._wholes(handles), over, topic, factor=factor)
+
+    def _wholes(self, handles: Mapping[str, Handle]) -> list[Whole]:
+        """Gradients of whole values, to be summed."""
+        return [
             Whole(handle=handle, num_elements=prod(self.whole_shapes[name]), dtype=self.grad_dtypes[name])
             for name, handle in handles.items()
         ]
-        own.comm.sum(own, values, over, topic, factor=factor)
+
+    @cached_property
+    def _summed_beside(self) -> dict[int, tuple[str, ...]]:
+        """For each segment in strips that runs back the parameters whose gradients are complete when it begins, and were not before."""
+        last = {
+            node.name: self._last_contribution(node.name)
+            for node in self.graph.nodes
+            if node.name in self._leaves & self.requires_grad and node.name not in self.graph.inputs
+        }
+        found, complete = {}, list[str]()
+        for index in reversed(range(len(self.segments))):
+            if self._differentiated[index] and self.timetables[index] is not None:
+                found[index], complete = tuple(complete), []
+            complete += [name for name, segment in last.items() if segment == index]
+        return found
 
     def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
+        self._crossing.end(cast(BandMachine, machine))
         found = {node.name: grads.by_name[node.name] for node in self.graph.nodes if node.name in self._leaves & grads.by_name.keys()}
         inputs = set(self.graph.inputs)
         for name in [name for name in found if name in inputs]:
             self._complete(machine, name, found[name])
         weights = {name: handle for name, handle in found.items() if name not in inputs}
-        self._sum(machine, weights, "mesh", "parameters", 1 / self.num_replicas)
+        summed = {name for names in self._summed_beside.values() for name in names}
+        self._sum(machine, {name: handle for name, handle in weights.items() if name not in summed}, "band", "parameters")
+        self._sum(machine, weights, "replica", "parameters", 1 / self.num_replicas)
 
 
 def with_rows(region: Region, layout: Layout, band: int) -> dict[str, tuple[int, ...]]:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import Schedule, Step
-from sft.bands.comm import BandMachine, Over
+from sft.bands.comm import BandMachine
+from sft.bands.timetable import Timetable
+from sft.bands.traffic import Over
 from sft.lower.program import Program
 from sft.lower.step import StripKind, partial_shape
 from sft.walk.machine import Handle, Machine, Saved
+from sft.walk.rowstore import RowStore
 from sft.walk.segments import TiledSegment, Walk
 from sft.walk.values import Gradients, Values
 from sft.walk.whole import WholeSegment
@@ -42,6 +46,44 @@ class BandSegment(TiledSegment):
             self.shared[key] = super().program(kind, index, walk)
         self._programs[(kind, int(schedule.kinds[1][index]), *key[2:])] = self.shared[key]
         return self.shared[key]
+
+    @cached_property
+    def timetable(self) -> Timetable:
+        """When which rows are made and read."""
+        assert isinstance(self.schedule, Schedule)
+        return Timetable(schedule=self.schedule, num_walks=len(self.chunks) * len(self.panels))
+
+    @cached_property
+    def _strips_before(self) -> Mapping[Walk, int]:
+        """Strips of the walks before each walk, forward."""
+        return {walk: number * self.schedule.num_steps for number, walk in enumerate(self.walks)}
+
+    def _run_forward(
+        self,
+        machine: Machine,
+        values: Values,
+        store: RowStore,
+        index: int,
+        walk: Walk,
+        partial: Mapping[str, Handle] | None,
+    ) -> None:
+        if partial is not None:  # strips that are only restored are run when their gradients are made
+            cast(BandMachine, machine).agenda.reach(self._strips_before[walk] + index)
+        super()._run_forward(machine, values, store, index, walk, partial)
+
+    def _run_joint(
+        self,
+        machine: Machine,
+        values: Values,
+        store: RowStore,
+        grads: Gradients,
+        index: int,
+        walk: Walk,
+        carried: dict[str, Handle],
+        count: int,
+    ) -> dict[str, Handle]:
+        cast(BandMachine, machine).agenda.reach(self.timetable.num_strips - self._strips_before[walk] - index - 1)
+        return super()._run_joint(machine, values, store, grads, index, walk, carried, count)
 
     def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:
         own = cast(BandMachine, machine)

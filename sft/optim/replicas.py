@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sft.bands.link import ProcessLink
+from sft.bands.traffic import Message
 from sft.errors import InputError
 
 __all__ = ["Replicas", "Staging"]
@@ -88,7 +89,8 @@ class Replicas:
     def swap(self, send: tuple[int, Tensor], receive: tuple[int, Tensor]) -> None:
         """Send to one rank while receiving from another."""
         assert self._link is not None
-        self._link.swap("mesh", send, receive)
+        messages = [Message(send[0], send[1], is_sent=True), Message(receive[0], receive[1], is_sent=False)]
+        self._link.wait(self._link.post("mesh", "parameters", messages))
 
     @contextmanager
     def guarded(self) -> Iterator[None]:

@@ -25,6 +25,8 @@ class RankPlan:
         sent_global_bytes: running reductions and gradients of global values that it sends.
         sent_parameter_bytes: gradients of parameters that it sends.
         received_bytes: all that it receives.
+        sent_beside_bytes: of what it sends that which is under way while strips run: it computes between posting it and waiting for it.
+        received_beside_bytes: likewise, of what it receives.
     """
 
     rows: tuple[int, int]
@@ -35,6 +37,8 @@ class RankPlan:
     sent_global_bytes: int
     sent_parameter_bytes: int
     received_bytes: int
+    sent_beside_bytes: int
+    received_beside_bytes: int
 
     @property
     def sent_bytes(self) -> int:
@@ -70,6 +74,11 @@ class MeshPlan:
         return sum(rank.sent_bytes for rank in self.ranks)
 
     @property
+    def beside_share(self) -> float:
+        """Which part of what all ranks send is under way while they compute; 1 where nothing is sent."""
+        return sum(rank.sent_beside_bytes for rank in self.ranks) / self.sent_bytes if self.sent_bytes else 1.0
+
+    @property
     def halo_share(self) -> float:
         """What is computed twice at the bands' borders, over what is computed once."""
         once = sum(rank.flops - rank.repeated_flops for rank in self.ranks) - self.halo_flops
@@ -93,7 +102,9 @@ class MeshPlan:
             f"  borders           {100 * self.halo_share:>10.3f} %  of FLOPs are computed by two neighbours",
             f"  balance           {100 * self.balance:>10.1f} %  mean over largest of the ranks' FLOPs",
             f"  sent              {format_bytes(self.sent_bytes):>12}  a step, by all ranks of an image",
-            "  band          rows of the image   projected peak   share of FLOPs      sent: rows   global values      parameters",
+            f"  beside arithmetic {100 * self.beside_share:>10.1f} %  of that is under way while strips run",
+            "  band          rows of the image   projected peak   share of FLOPs      sent: rows   global values      parameters"
+            "   beside strips",
         ]
         shown = {*range(_SHOWN), self.num_bands - 1}
         for band, rank in enumerate(self.ranks):
@@ -103,9 +114,8 @@ class MeshPlan:
                     lines.append(f"   ... {len(peaks)} more, projected peaks {format_bytes(min(peaks))} to {format_bytes(max(peaks))}")
                 continue
             rows = f"{rank.rows[0]} .. {rank.rows[1]}"
-            amounts = "".join(
-                f"{format_bytes(sent):>16}" for sent in (rank.sent_row_bytes, rank.sent_global_bytes, rank.sent_parameter_bytes)
-            )
+            sent = (rank.sent_row_bytes, rank.sent_global_bytes, rank.sent_parameter_bytes, rank.sent_beside_bytes)
+            amounts = "".join(f"{format_bytes(num_bytes):>16}" for num_bytes in sent)
             share = 100 * rank.flops / total if total else 0.0
             lines.append(f"  {band:>4} {rows:>26} {format_bytes(rank.projected_peak_bytes):>16} {share:>14.2f} %{amounts}")
         return lines

@@ -13,7 +13,7 @@ from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 8
+_FORMAT = 9
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]

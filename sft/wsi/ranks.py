@@ -22,9 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sft.bands.comm import Over, Whole
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.party import Party
+from sft.bands.sums import Whole, sum_now
+from sft.bands.traffic import Over
 from sft.errors import InputError
 from sft.wsi.config import RanksConfig
 
@@ -189,7 +190,7 @@ class _Several:
                 # In the order of the indices, whatever layout each rank's gradient has.
                 staged.append((parameter.grad, parameter.grad.to(_HOST).contiguous()))
         sums = [Whole(handle=host, num_elements=host.numel(), dtype=host.dtype) for _, host in staged]
-        self._party.comm.sum(self._party.machine(_HOST), sums, "replica", "parameters")
+        sum_now(self._party.machine(_HOST), sums, "replica", "parameters")
         for gradient, host in staged:
             gradient.copy_(host)
 

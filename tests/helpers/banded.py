@@ -164,7 +164,7 @@ def _check_plan(net: Any, x: Tensor, weights: list[Tensor], *, input_grad: bool)
     rank = plan.mesh.ranks[engine.mesh.band]
     net.zero_grad(set_to_none=True)
     traffic = engine.party.traffic
-    before = dict(traffic.sent_bytes), dict(traffic.received_bytes)
+    before = copy.deepcopy(traffic)
 
     def step() -> None:
         own = x.clone().requires_grad_(input_grad)
@@ -174,8 +174,13 @@ def _check_plan(net: Any, x: Tensor, weights: list[Tensor], *, input_grad: bool)
 
     with sft.measure_peak("cpu") as peak:
         step()
-    sent = {topic: traffic.sent_bytes[topic] - before[0][topic] for topic in traffic.sent_bytes}
-    received = sum(traffic.received_bytes.values()) - sum(before[1].values())
+    sent = {topic: traffic.sent_bytes[topic] - before.sent_bytes[topic] for topic in traffic.sent_bytes}
+    received = sum(traffic.received_bytes.values()) - sum(before.received_bytes.values())
+    sent_beside = sum(traffic.sent_beside_bytes.values()) - sum(before.sent_beside_bytes.values())
+    received_beside = sum(traffic.received_beside_bytes.values()) - sum(before.received_beside_bytes.values())
+    assert (sent_beside, received_beside) == (rank.sent_beside_bytes, rank.received_beside_bytes), (
+        f"beside strips {traffic}, planned {rank}"
+    )
     assert (sent["rows"], sent["globals"], sent["parameters"]) == (
         rank.sent_row_bytes,
         rank.sent_global_bytes,

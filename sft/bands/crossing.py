@@ -1,0 +1,161 @@
+"""Rows on their way between bands, while segments run.
+
+Strips run from the top to the bottom, so of a result the rows that the band above borrows are made first; and of what comes from below, the
+last strips of the next segment are the first to read it. So the messages *upwards* are posted as soon as these rows are there, between two
+strips, and waited for before the strip that reads what they bring. It is the other way round with the messages *downwards*: their rows are
+made last and read first, so they are posted when the segment has run and waited for before the next one that reads them begins. In the
+backward pass strips run from the bottom to the top, and upwards and downwards change places.
+
+A message is waited for at the latest when the segment behind that which posted it has run, so that what is staged for a value that is read
+much later does not wait for that. All bands post in one order: segment by segment, what is made first, then what is made last, and the
+values of a segment in order. Whole images that everybody gathers are exchanged at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from sft.analysis.interval import Interval
+from sft.bands.comm import BandMachine, Parcel, Rows
+from sft.bands.layout import Held, Layout, Transfer
+from sft.bands.timetable import Timetable
+from sft.walk.machine import Handle
+
+__all__ = ["Crossing"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """What one band sends and receives of the values between segments.
+
+    Attributes:
+        band: which.
+        layout: who holds what.
+        timetables: of each segment in strips.
+        reads: for each segment the values it takes from outside.
+        makes: for each segment the values that others need.
+        returned: of values whose borrowed rows' gradients return beside strips the segment that adds to these last.
+        rows: the buffer of a value's rows, or (``True``) of their gradients, around a handle.
+    """
+
+    band: int
+    layout: Layout
+    timetables: Sequence[Timetable | None]
+    reads: Sequence[tuple[str, ...]]
+    makes: Sequence[tuple[str, ...]]
+    returned: Mapping[str, int]
+    rows: Callable[[str, Handle, bool], Rows]
+
+    @contextmanager
+    def forward(self, machine: BandMachine, index: int, values: Mapping[str, Handle]) -> Iterator[None]:
+        """Run a segment forward inside: what it reads arrives, what others read of its results goes."""
+        table, earlier = self.timetables[index], list(machine.parcels)
+        for name in self.reads[index]:
+            self._take(machine, name, table, _read)
+        lent = {name: held for name in self.makes[index] if (held := self.layout.held.get(name)) is not None and held.borrowed}
+        ahead = self._parcels({name: held.borrowed for name, held in lent.items() if not held.is_gathered}, upwards=True)
+        due = max((_of(table).made(name, parcel.sent.stop) for name, parcel in ahead.items()), default=0)
+        self._send_ahead(machine, ahead, due, values)
+        yield
+        machine.agenda.finish(1 if table is None else table.num_strips)
+        self._end(machine, earlier)
+        for name, held in lent.items():
+            if held.is_gathered:
+                self._gather(machine, name, values[name], held)
+        self._send(machine, self._parcels({n: held.borrowed for n, held in lent.items() if not held.is_gathered}, upwards=False), values)
+
+    @contextmanager
+    def backward(self, machine: BandMachine, index: int, grads: Mapping[str, Handle], *, is_run: bool) -> Iterator[None]:
+        """Run a segment back inside (if it has a backward pass): gradients of lent rows arrive, those of borrowed rows go."""
+        table, earlier = self.timetables[index], list(machine.parcels)
+        for name in self.makes[index]:
+            self._take(machine, name, table, _wanted)
+        complete = {name: self.layout.held[name].lent for name, last in self.returned.items() if last == index}
+        ahead = self._parcels(complete, upwards=False, returns=True)
+        due = max((_of(table).settled(name, parcel.sent.start) for name, parcel in ahead.items() if parcel.sends), default=0)
+        self._send_ahead(machine, ahead, due, grads)
+        yield
+        machine.agenda.finish((1 if table is None else table.num_strips) if is_run else 0)
+        self._end(machine, earlier)
+        self._send(machine, self._parcels(complete, upwards=True, returns=True), grads)
+
+    def end(self, machine: BandMachine) -> None:
+        """Wait for all that is still under way."""
+        self._end(machine, list(machine.parcels))
+
+    def _parcels(self, transfers: Mapping[str, Sequence[Transfer]], *, upwards: bool, returns: bool = False) -> dict[str, Parcel]:
+        """What goes one way, by value."""
+        found = {}
+        for name, crossing in transfers.items():
+            crossing = sorted(crossing, key=lambda t: abs(t.source - t.target))
+            sends = {t.target: t.rows for t in crossing if t.source == self.band and (t.target < t.source) == upwards}
+            receives = {t.source: t.rows for t in crossing if t.target == self.band and (t.target < t.source) == upwards}
+            if sends or receives:
+                found[name] = Parcel(value=self.rows(name, None, returns), sends=sends, receives=receives, adds=returns)
+        return found
+
+    def _send_ahead(self, machine: BandMachine, parcels: Mapping[str, Parcel], due: int, handles: Mapping[str, Handle]) -> None:
+        """Post what is made first, between strips of the segment that runs next."""
+        if not parcels:
+            return
+        for name, parcel in parcels.items():
+            parcel.make_room(machine)
+            machine.parcels[name, True] = parcel
+
+        def post() -> None:
+            for name, parcel in parcels.items():
+                parcel.post(machine, handles[name])
+
+        machine.agenda.put(due, post)
+
+    def _send(self, machine: BandMachine, parcels: Mapping[str, Parcel], handles: Mapping[str, Handle]) -> None:
+        """Post what is made last."""
+        for name, parcel in parcels.items():
+            parcel.make_room(machine)
+            parcel.post(machine, handles[name])
+            machine.parcels[name, False] = parcel
+
+    def _take(self, machine: BandMachine, name: str, table: Timetable | None, due: Callable[[Timetable, str, Interval], int]) -> None:
+        """Wait for rows that were made last now, and for those that were made first before the strip that needs them.
+
+        What has only been sent nobody here waits for, and is left to the end of the segment.
+        """
+        for is_first in (False, True):
+            parcel = machine.parcels.pop((name, is_first), None)
+            if parcel is None:
+                continue
+            if table is None or (parcel.receives and not is_first):
+                parcel.wait(machine)
+            else:
+                machine.agenda.put(
+                    due(table, name, parcel.received) if parcel.receives else table.num_strips, partial(parcel.wait, machine)
+                )
+
+    def _end(self, machine: BandMachine, which: Sequence[tuple[str, bool]]) -> None:
+        """Wait for those of some parcels that are still under way."""
+        for key in which:
+            parcel = machine.parcels.pop(key, None)
+            if parcel is not None:
+                parcel.wait(machine)
+
+    def _gather(self, machine: BandMachine, name: str, handle: Handle, held: Held) -> None:
+        """Give everybody the own rows of an image, and take theirs."""
+        sends = {t.target: t.rows for t in held.borrowed if t.source == self.band}
+        receives = {t.source: t.rows for t in held.borrowed if t.target == self.band}
+        machine.comm.exchange(machine, self.rows(name, handle, False), sends, receives, adds=False)
+
+
+def _read(table: Timetable, name: str, rows: Interval) -> int:
+    return table.read(name, rows.start)
+
+
+def _wanted(table: Timetable, name: str, rows: Interval) -> int:
+    return table.wanted(name, rows.stop)
+
+
+def _of(table: Timetable | None) -> Timetable:
+    assert table is not None, "rows cross beside strips, and the segment has none"
+    return table

@@ -48,6 +48,9 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 _TESTS = (
     "test_planner.py::test_a_gigapixel_image_fits_or_the_error_says_what_would",
     "test_tails.py::test_a_small_host_is_kept_to",
+    "test_wsi_ranks.py::test_label_maps_are_dealt_out_and_shared",
+    "test_wsi_ranks.py::test_running_statistics_are_those_of_the_first_replica",
+    "test_wsi_ranks.py::test_two_replicas_of_two_bands_take_the_steps_of_one_process",
 )
 
 #: Tests by file, name and parameters.

@@ -216,9 +216,8 @@ def _dtypes(input_shape: InputShape) -> list[torch.dtype | None]:
 def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
     """One shape, or several, with ``None`` for extents that vary."""
     shapes = [tuple(item.shape) if isinstance(item, torch.Tensor) else tuple(item) for item in _items(input_shape)]
-    if not any(len(shape) in (3, 4, 5) for shape in shapes):
-        shape = shapes[0]
-        raise InputError(f"input_shape {shape}: {len(shape)} extents, expected 4, (N, C, H, W); 3 for signals, 5 for volumes")
+    if not any(shapes):
+        raise InputError(f"input_shape {shapes[0]}: no extents, expected at least one, the batch; (N, C, H, W) for images")
     for shape in shapes:
         for extent in shape:
             if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):

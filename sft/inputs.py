@@ -189,6 +189,8 @@ def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.de
 def _host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> Given:
     if value.layout is not torch.strided or value.is_neg():
         raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
+    if value.dim() < 3:
+        raise InputError(f"{name} has {value.dim()} dimensions, and only images are read strip by strip; move it to the model's device")
     return Given(source=ArraySource(value.detach(), layout="NCHW", dtype=dtype), witness=value)
 
 

@@ -4,11 +4,13 @@ Every streamed value is laid out ``[N, channels..., axes...]``: the batch first,
 last, in one order for the whole graph (:mod:`sft.analysis.layout` sees to that). A walk streams along the first axis (*rows*: the height
 of an image, the depth of a volume, the length of a signal) and cuts panels along the second (*columns*); a third one is always whole. A
 signal has no second axis: its values count as one column wide.
+
+Inputs of other ranks (vectors, token ids) have no axes that a walk could follow: nothing of such a model comes in strips.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -17,7 +19,7 @@ __all__ = ["COLUMNS", "ROWS", "Axes"]
 #: Index of the streamed axis, and of the one that panels cut.
 ROWS, COLUMNS = 0, 1
 
-_NAMES = {1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+_NAMES: dict[int, tuple[str, ...]] = {0: (), 1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 Extent = TypeVar("Extent")
 
@@ -27,10 +29,24 @@ class Axes:
     """The spatial axes of a graph.
 
     Attributes:
-        count: how many there are, 1 to 3.
+        count: how many there are, 1 to 3; 0 where no input is an image.
     """
 
     count: int = 2
+
+    @classmethod
+    def of_inputs(cls, shapes: Iterable[Sequence[object]]) -> Axes:
+        """The axes of a model with inputs of these shapes: the images are those with the most dimensions, three to five.
+
+        >>> Axes.of_inputs([(1, 3, 8, 9), (1, 5)]).count, Axes.of_inputs([(32, 16), (32,)]).count
+        (2, 0)
+        """
+        rank = max(map(len, shapes), default=0)
+        return cls(rank - 2 if 3 <= rank <= 5 else 0)
+
+    def are_of(self, shape: Sequence[object]) -> bool:
+        """Whether an input of this shape is an image (a signal, a volume) with these axes."""
+        return self.count > 0 and len(shape) == self.rank
 
     @property
     def names(self) -> tuple[str, ...]:

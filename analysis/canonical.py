@@ -60,7 +60,7 @@ class _Rewriting(Elementwise):
         """Take over one node of the model."""
         if node.kind != "operator":
             self.nodes[node.name] = node
-            if node.kind == "input" and len(node.shape) == self.axes.rank:
+            if node.kind == "input" and self.axes.are_of(node.shape):
                 self.images[node.name] = Image(node.name, Layout.plain(len(node.shape)))
             return
         holds_image = any(name in self.images for name in node.operands)

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from sft.analysis.axes import Axes
 from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
@@ -142,10 +143,10 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abs
 
 
 def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> FunctionalProgram:
-    image_rank = max(len(shape) for shape in shapes)
+    axes = Axes.of_inputs(shapes)
     dynamic = tuple(
         tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
-        if len(shape) == image_rank
+        if axes.are_of(shape)
         else tuple(Dim.STATIC for _ in shape)
         for shape in shapes
     )

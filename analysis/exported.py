@@ -103,7 +103,8 @@ def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = 
         raise UnsupportedError(builder.problems)
     known = {guard.lhs: guard.rhs for guard in guards_of(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
     nodes = tuple(_simplified(node, known) if known else node for node in builder.nodes.values())
-    graph = Graph(nodes=nodes, outputs=tuple(builder.outputs), updates=tuple(builder.updates), axes=_axes_of(nodes))
+    inputs = [node.shape for node in nodes if node.kind == "input"]
+    graph = Graph(nodes=nodes, outputs=tuple(builder.outputs), updates=tuple(builder.updates), axes=Axes.of_inputs(inputs))
     return graph.without_dead_operators()
 
 
@@ -118,12 +119,6 @@ def _simplified(node: Node, known: dict[sp.Basic, sp.Integer]) -> Node:
 
     arguments = tuple((name, simple(value)) for name, value in node.arguments)
     return replace(node, shape=simple(node.shape), arguments=arguments)
-
-
-def _axes_of(nodes: Sequence[Node]) -> Axes:
-    """The images are the inputs with the most dimensions, three to five."""
-    rank = max((len(node.shape) for node in nodes if node.kind == "input"), default=0)
-    return Axes(min(max(rank, 3), 5) - 2)
 
 
 class _GraphBuilder:

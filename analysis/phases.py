@@ -60,7 +60,7 @@ def find_phases(graph: Graph) -> Phases:
         UnsupportedError: listing every operator without an exact rule, with its module path and a remedy.
     """
     axes = graph.axes
-    streamed = {node.name for node in graph.nodes if node.kind == "input" and len(node.shape) == axes.rank}
+    streamed = {node.name for node in graph.nodes if node.kind == "input" and axes.are_of(node.shape)}
     rows: dict[str, Operator] = {}
     reasons: dict[str, str] = {}
     problems: list[str] = []

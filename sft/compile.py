@@ -54,11 +54,12 @@ def compile(
     Args:
         model: any ``nn.Module`` of supported operators. It is shared, not copied. Its weights may be sharded: by ``fully_shard`` (FSDP2),
             applied before, to the model itself and any of its parts. Outputs, gradients and updates are those of whole weights.
-        input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. ``None`` stands for an
-            extent that varies; then planning waits for the first call. A new size re-plans on its first use. A tensor (on any device,
-            such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) stands for its shape and, where it holds whole numbers,
-            for their type. Or the input itself where it will be read in strips (an array, a slide, a source): the plan then is one
-            for inputs that are never resident.
+        input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. Inputs of three to five dimensions
+            are images; a model without any (vectors ``(N, F)``, token ids ``(N, L)``) runs in stages on whole tensors. ``None`` stands
+            for an extent that varies; then planning waits for the first call. A new size re-plans on its first use. A tensor (on any
+            device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) stands for its shape and, where it holds whole
+            numbers, for their type. Or the input itself where it will be read in strips (an array, a slide, a source): the plan then is
+            one for inputs that are never resident.
         budget: what the card may hold, in bytes or as ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
             when ``optimizer`` is given, inputs, outputs, and all that the step makes. Default: `None` (11 GiB, or the budget that a given
             ``plan`` was made for).
@@ -220,9 +221,8 @@ def _dtypes(input_shape: InputShape) -> list[torch.dtype | None]:
 def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
     """One shape, or several, with ``None`` for extents that vary."""
     shapes = [tuple(item.shape) if isinstance(item, torch.Tensor) else tuple(item) for item in _items(input_shape)]
-    if not any(len(shape) in (3, 4, 5) for shape in shapes):
-        shape = shapes[0]
-        raise InputError(f"input_shape {shape}: {len(shape)} extents, expected 4, (N, C, H, W); 3 for signals, 5 for volumes")
+    if not any(shapes):
+        raise InputError(f"input_shape {shapes[0]}: no extents, expected at least one, the batch; (N, C, H, W) for images")
     for shape in shapes:
         for extent in shape:
             if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sft.analysis.axes import Axes
 from sft.analysis.capture import is_channels_last
 from sft.errors import InputError
 from sft.sources.array import ArraySource
@@ -130,9 +131,8 @@ def resolve_inputs(
             found.append(given)
         except InputError as error:
             problems.append(str(error))
-    if not problems and not any(len(given.shape) in (3, 4, 5) for given in found):
-        rank = len(found[0].shape)
-        problems.append(f"input 0 has {rank} dimensions, expected 4 [N, C, H, W] (3 for signals, 5 for volumes); batch it with x[None]")
+    if not problems and not any(given.shape for given in found):
+        problems.append("input 0 has no dimensions; batch it with x[None]")
     if problems:
         raise InputError("; ".join(problems))
     return tuple(found)
@@ -144,9 +144,9 @@ def lacking_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
     >>> lacking_channels([(2, 3, 40, 24), (2, 40, 24), (2, 5)])
     (False, True, False)
     """
-    rank = max(map(len, shapes))
-    sizes = {(shape[0], *shape[2:]) for shape in shapes if len(shape) == rank}
-    return tuple(len(shape) == rank - 1 and tuple(shape) in sizes for shape in shapes)
+    axes = Axes.of_inputs(shapes)
+    sizes = {(shape[0], *shape[2:]) for shape in shapes if axes.are_of(shape)}
+    return tuple(len(shape) == axes.rank - 1 and tuple(shape) in sizes for shape in shapes)
 
 
 def with_channels(values: Sequence[Given], lacking: Sequence[bool]) -> tuple[Given, ...]:
@@ -189,6 +189,8 @@ def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.de
 def _host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> Given:
     if value.layout is not torch.strided or value.is_neg():
         raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
+    if value.dim() < 3:
+        raise InputError(f"{name} has {value.dim()} dimensions, and only images are read strip by strip; move it to the model's device")
     return Given(source=ArraySource(value.detach(), layout="NCHW", dtype=dtype), witness=value)
 
 

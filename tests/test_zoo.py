@@ -45,7 +45,6 @@ def test_what_helps_most_comes_first() -> None:
     ("problem", "reason"),
     [
         ("Net: torch.export cannot follow the model (TypeError: unhashable); control flow must move out", "torch.export: TypeError"),
-        ("input_shape (1, 1, 8, 8, 8): 5 extents, expected 4, (N, C, H, W)", "an input of 5 extents, expected 4"),
         (
             "gate: mul: operand mean_3 of shape (2, 16, 1, s77) varies along the image; make",
             "mean, whole, meets a strip",

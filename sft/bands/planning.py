@@ -259,7 +259,9 @@ def _check(problem: Problem, shape: MeshShape, options: Options, height: int) ->
         problems.append("halo 'recompute' and strategy 'sft' are for one device; leave them out with mesh")
     if options.strategy not in ("auto", "sft"):
         problems.append(f"strategy {options.strategy!r} is for one device; leave it out with mesh")
-    if height < shape.num_bands:
+    if shape.num_bands > 1 and not problem.graph.axes.count:
+        problems.append(f"{shape.num_bands} bands share the rows of an image, and no input is one; make the mesh one of replicas alone")
+    elif height < shape.num_bands:
         problems.append(f"an image of {height} rows for {shape.num_bands} bands; use at most {height} bands")
     if options.profile != "auto":
         problems.append(f"profile {options.profile!r} is for one device; leave it out with mesh")

@@ -290,7 +290,7 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
         f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
         f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
-        f"Raise the budget to {needed} bytes, give a smaller image, "
+        f"Raise the budget to {needed} bytes, give a smaller input, "
         f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}{_of_repeats(problem)}"
         "or leave out options that force strategy, tile, state_every or state_slots.",
         needed_bytes=needed,

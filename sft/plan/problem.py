@@ -97,12 +97,9 @@ class Problem:
 
     @cached_property
     def num_batch(self) -> int:
-        """Batch elements of the input."""
-        return self.shapes[self._first_image][0]
-
-    @property
-    def _first_image(self) -> str:
-        return next((name for name in self.graph.inputs if name in self.phases.streamed), self.graph.inputs[0])
+        """Batch elements of the first image; where no input is one, of the first input that has any."""
+        images = [name for name in self.graph.inputs if name in self.phases.streamed]
+        return next(self.shapes[name][0] for name in (*images, *self.graph.inputs) if self.shapes[name])
 
     @cached_property
     def per_sample(self) -> frozenset[str]:

@@ -40,9 +40,6 @@ def blocker_of(problem: str) -> str:
     exporter = re.search(r"torch\.export cannot follow the model \((\w+)", problem)
     if exporter:
         return f"torch.export: {exporter[1]}"
-    extents = re.search(r"\d+ extents, expected \d+", problem)
-    if extents:
-        return f"an input of {extents[0]}"
     rest = problem.partition(": ")[2] or problem
     # Here the operator named is fine; what makes its operand whole is not. Values are called after the operators that made them.
     whole = re.search(r"operand ([a-z]\w*?)(?:_\d+)? (?:of shape|is not an image)", rest)

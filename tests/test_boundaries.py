@@ -170,7 +170,7 @@ def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[Problem]) -
     )
     assert least < cuts / 2 < at_home
     budget = (3 * least + at_home) // 4
-    report = assert_exact(model, image(*shape), budget=budget, options=_HOST, input_grad=False, steps=1, to_the_byte=True)
+    report = assert_exact(model, image(*shape), budget=budget, options=_HOST, input_grad=False, steps=1)
     assert report.plan.host_bytes > 0 and report.plan.total_bytes <= budget
     assert report.plan.redundancy < 1.4
     assert "on the device and host" in report.plan.explain()
@@ -382,7 +382,7 @@ def test_signals_train_in_a_budget_far_below_the_sum_of_their_cuts(folder: bool,
     at_home, least = _least(model, shape, sft.Options()), _least(model, shape, options)
     assert least < 0.4 * at_home
     budget = (4 * least + at_home) // 5
-    report = assert_exact(model, image(*shape), budget=budget, options=options, input_grad=False, steps=1, to_the_byte=True)
+    report = assert_exact(model, image(*shape), budget=budget, options=options, input_grad=False, steps=1)
     assert report.plan.host_bytes > 0 and report.plan.total_bytes <= budget
     assert not [*tmp_path.iterdir()]
 
@@ -396,7 +396,7 @@ def test_any_cut_of_a_signal_may_be_streamed(problems: list[Problem]) -> None:
         made = _streamed_plan(model, shape, sft.Options(tile=(rows, None), batch_tile=batch_tile), problems, mask)
         net = sft.compile(copy.deepcopy(model), shape, budget="4GiB", plan=made)
         _compare(net, copy.deepcopy(model), image(*shape))
-        assert_within_budget(net, image(*shape), budget="4GiB", to_the_byte=True)
+        assert_within_budget(net, image(*shape), budget="4GiB")
 
     check()
 

@@ -70,6 +70,8 @@ def _costs(plan: Plan) -> list[str]:
         times = f"{cost.forward_seconds:>10.4g}  {cost.recompute_seconds:>10.4g} {cost.backward_seconds:>10.4g}"
         rate = f"{cost.flops_per_second / 1e9:>9.4g}" if timeline.is_measured else ""
         lines.append(f"  {cost.segment:>7} {times}    {100 * cost.share:>5.1f} %{rate}")
+    if any(entry.copied_bytes for entry in timeline.entries):
+        lines.append(f"  waiting {timeline.idle_seconds:>10.4g}  for copies to the host and back, with nothing to compute")
     if any(segment.mode == "tiled" for segment in plan.segments) and plan.training:
         lines.append("  (strips of a tiled segment are recomputed within its backward pass)")
     return lines

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
+import os
+import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -18,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
+from sft.execute.machine import TorchMachine
 from sft.plan.boundaries import stream_seconds, streamable, streaming, traffic
 from sft.plan.carried import carry_out
 from sft.plan.problem import Problem
@@ -53,6 +59,19 @@ class Normed(nn.Module):
         y = y * torch.sigmoid(y.mean(self.dims, keepdim=True))
         found: Tensor = self.last(self.down(y)).mean(self.dims)
         return found
+
+
+class Dropped(Normed):
+    """And a mask, whose seed is drawn from the caller's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(nn.functional.dropout2d(x, 0.3))
+
+
+def _is_as(model: nn.Module, before: Mapping[str, Tensor], *, grads: bool = False) -> None:
+    after = model.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(value, after[key]) for key, value in before.items())
+    assert grads or all(parameter.grad is None for parameter in model.parameters())
 
 
 def _choices(plan: sft.Plan) -> list[Any]:
@@ -114,7 +133,7 @@ def test_any_of_them_may_be_streamed(problems: list[Problem]) -> None:
         assert bool(streamed) == (net.plan.host_bytes > 0)
         assert all((segment.placement == "device") == (not segment.streamed) for segment in net.plan.segments)
         _compare(net, copy.deepcopy(model), image(*_SHAPE))
-        assert_within_budget(net, image(*_SHAPE), budget="4GiB")
+        assert_within_budget(net, image(*_SHAPE), budget="4GiB", to_the_byte=True)
 
     check()
 
@@ -209,9 +228,9 @@ def test_a_full_disk_is_an_error_and_changes_nothing(problems: list[Problem], tm
         if calls > left[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    before = {key: buffer.clone() for key, buffer in net.named_buffers()}
-    state = torch.get_rng_state()
-    y = net(image(*_SHAPE))
+    y = net(image(*_SHAPE))  # its statistics are the last that change
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    state, threads = torch.get_rng_state(), threading.active_count()
     for num_fitting in (0, 2):
         with monkeypatch.context() as patches:
             calls, left = 0, [num_fitting]
@@ -224,11 +243,98 @@ def test_a_full_disk_is_an_error_and_changes_nothing(problems: list[Problem], tm
         with pytest.raises(sft.SourceError, match="gradient of a cut"):
             y.sum().backward()
     assert all(parameter.grad is None for parameter in net.parameters())
-    assert all(buffer.isfinite().all() for buffer in net.buffers()) and before.keys() == dict(net.named_buffers()).keys()
+    after = net.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(value, after[key]) for key, value in before.items())
     assert torch.equal(state, torch.get_rng_state())
+    assert threading.active_count() == threads
     assert not [*tmp_path.iterdir()]
     with pytest.raises(sft.InputError, match="host_folder"):
         sft.Options(host_folder=str(tmp_path / "missing"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the files of a process in /proc")
+def test_an_interrupted_step_changes_nothing(problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C before every few programs of a step whose cuts are in files: after that the next step is what it would have been."""
+    model, other = seeded(Dropped), seeded(Dropped)
+    made = _streamed_plan(model, _SHAPE, sft.Options(tile=(9, None)), problems, -1)
+    net, untouched = (
+        sft.compile(each, _SHAPE, budget="4GiB", plan=made, options=sft.Options(host_folder=str(tmp_path))) for each in (model, other)
+    )
+    x, run = image(*_SHAPE), TorchMachine.run
+    left = [0]
+
+    def interrupted(machine: TorchMachine, *arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        return run(machine, *arguments)
+
+    monkeypatch.setattr(TorchMachine, "run", interrupted)
+    descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    state, before = torch.get_rng_state(), {key: value.clone() for key, value in model.state_dict().items()}
+    counts = {"forward": 0, "backward": 0}
+    for phase in counts:
+        for count in range(1, 1000, 5):
+            torch.set_rng_state(state)
+            model.load_state_dict(before)
+            left[0] = count if phase == "forward" else 0
+            changed: Mapping[str, Tensor] = before
+            drawn = state
+            try:
+                losses = [net(x).sum()]
+                changed, drawn = {key: value.clone() for key, value in model.state_dict().items()}, torch.get_rng_state()
+                if phase == "backward":
+                    left[0] = count
+                    losses.pop().backward()
+                break  # there are no more programs
+            except KeyboardInterrupt:
+                counts[phase] += 1
+            _is_as(model, changed)
+            assert torch.equal(torch.get_rng_state(), drawn)
+            gc.collect()
+            assert threading.active_count() == threads
+            assert len(os.listdir("/proc/self/fd")) == descriptors and not [*tmp_path.iterdir()]
+    assert min(counts.values()) >= 3
+    left[0] = 0
+    torch.set_rng_state(state)
+    untouched(x).sum().backward()
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert ours.grad is not None and theirs.grad is not None and torch.equal(ours.grad, theirs.grad)
+    _is_as(model, other.state_dict(), grads=True)
+
+
+_KILLED = """
+import os, signal, sys, torch, sft
+from torch import nn
+from sft.execute.machine import TorchMachine
+
+model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+options = sft.Options(host_folder=sys.argv[1])
+net = sft.compile(model, (1, 3, 64, 32), budget=int(sys.argv[2]), options=options)
+print(net.plan.host_bytes, flush=True)
+loss = net(torch.randn(1, 3, 64, 32)).square().sum()
+run, left = TorchMachine.run, 3
+def killed(*arguments):
+    global left
+    left -= 1
+    if left == 0:
+        print(sum(sys.argv[1] in line for line in open("/proc/self/maps")), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return run(*arguments)
+TorchMachine.run = killed
+loss.backward()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="counts the mappings of a process in /proc")
+def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
+    layers = (nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4))
+    least = _least(nn.Sequential(*layers), (1, 3, 64, 32))
+    done = subprocess.run([sys.executable, "-P", "-c", _KILLED, str(tmp_path), str(least)], check=False, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    host_bytes, num_mapped = map(int, done.stdout.split())
+    assert host_bytes > 0 and num_mapped > 0
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
@@ -247,7 +353,7 @@ def test_volumes_and_signals_stream_too(shape: tuple[int, ...], options: sft.Opt
     net = sft.compile(copy.deepcopy(model), shape, budget="4GiB", plan=made)
     assert net.plan.host_bytes > 0
     _compare(net, copy.deepcopy(model), image(*shape))
-    assert_within_budget(net, image(*shape), budget="4GiB")
+    assert_within_budget(net, image(*shape), budget="4GiB", to_the_byte=True)
 
 
 class Signal(nn.Module):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.utils import _pytree as pytree
 
 import sft
 import sft.preparing
+from sft.execute.copies import HostCopies
+from sft.execute.machine import TorchMachine
 from sft.execute.slab import Slabs
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.simulate import simulate
@@ -29,7 +32,8 @@ from sft.walk.machine import PhantomMachine
 from sft.walk.order import COPIES, Move, Order, parse_order
 
 from .helpers.captured import one_capture_a_model
-from .helpers.exactness import assert_exact, assert_within_budget
+from .helpers.exactness import assert_exact, assert_within_budget, gradient_errors
+from .helpers.late import late_copies
 from .helpers.models import TinyUNet, image, seeded
 from .helpers.staged import MODELS, Normed, least_budget, plain_plan, problem_of, staged_models, step
 
@@ -46,7 +50,7 @@ _FEW = settings(max_examples=max(6, (settings.default or settings()).max_example
 def test_published_placements_are_exact(name: str, strategy: str) -> None:
     model, options = seeded(MODELS[name]), sft.Options(strategy=strategy)
     least_bytes, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
-    report = assert_exact(model, image(*_SHAPE), budget=least_bytes, options=options, input_grad=False)
+    report = assert_exact(model, image(*_SHAPE), budget=least_bytes, options=options, input_grad=False, to_the_byte=True)
     assert report.plan.total_bytes == least_bytes <= 1.005 * plain.total_bytes
     assert report.plan.flops == plain.flops
     assert sft.Plan.from_json(report.plan.to_json()) == report.plan
@@ -104,6 +108,7 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Order:
 @_FEW
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 2**20), recomputes=st.booleans())
 def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed: int, recomputes: bool) -> None:
+    """Also where every copy comes as late as it may: nothing reads what it has not waited for."""
     found = staged[name]
     order = _random_order(found, seed, recomputes=recomputes)
     model = seeded(MODELS[name])
@@ -113,7 +118,8 @@ def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed:
     x = image(*_SHAPE, seed=seed).requires_grad_()
     y = x.detach().clone().requires_grad_()
     for again in range(2):
-        step(net, x, seed + again)
+        with late_copies() if again else nullcontext():
+            step(net, x, seed + again)
         step(eager, y, seed + again)
     assert x.grad is not None
     assert y.grad is not None
@@ -125,13 +131,34 @@ def test_any_placement_is_exact(staged: dict[str, StagedModel], name: str, seed:
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-9, atol=1e-9, msg=key)
     for (key, buffer), other in zip(model.named_buffers(), eager.buffers(), strict=True):
         torch.testing.assert_close(buffer, other, rtol=1e-10, atol=1e-10, msg=key)
-    assert_within_budget(net, x.detach(), budget="4GiB")
-    with torch.random.fork_rng(devices=[]):
+    assert_within_budget(net, x.detach(), budget="4GiB", to_the_byte=True)
+    with torch.random.fork_rng(devices=[]), late_copies():
         torch.manual_seed(seed)
         loss = sum(y.square().sum() for y in pytree.tree_leaves(net(x)))
-    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
-    (second,) = torch.autograd.grad(loss, x)
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        (second,) = torch.autograd.grad(loss, x)
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("forgotten", ["the copy back", "the copy to the host"])
+def test_late_copies_find_what_nobody_waited_for(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, model = _offloading()
+    x = image(*_SHAPE)
+    with late_copies():
+        step(net, x, 0)
+        assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
+        if forgotten == "the copy back":
+            monkeypatch.setattr("sft.walk.copies.Copies.settle", lambda copies, machine, targets: None)
+        else:  # its bytes are given back before they are on the host
+            release = HostCopies.release
+
+            def hasty(copies: HostCopies, copy: Copy) -> None:
+                copy.down = None
+                release(copies, copy)
+
+            monkeypatch.setattr(TorchMachine, "release", lambda machine, copy: hasty(machine.copies, copy))
+        step(net, x, 0)
+        assert not all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
 
 def _given(model: nn.Module, order: Order) -> sft.Plan:
@@ -200,8 +227,8 @@ def test_what_is_copied_and_where_it_is_is_what_the_order_says(staged: dict[str,
     assert machine.space.take(1) == 0  # all of the slab was given back
 
 
-def _offloading(name: str = "normed") -> tuple[Any, nn.Module]:
-    model = seeded(MODELS[name])
+def _offloading(name: str = "normed", *, training: bool = True) -> tuple[Any, nn.Module]:
+    model = seeded(MODELS[name]).train(training)
     return sft.compile(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=sft.Options(strategy="offload-dp")), model
 
 
@@ -254,14 +281,39 @@ def test_a_slab_comes_back_whatever_becomes_of_the_step() -> None:
     assert all(torch.equal(before[key], buffer) for key, buffer in net.named_buffers())
     with pytest.MonkeyPatch.context() as patches:
         y = net(x).sum()
+        before = {key: buffer.clone() for key, buffer in net.named_buffers()}
+        assert len(_slabs(net)._free) == 0
         patches.setattr("sft.execute.copies.HostCopies.prefetch", _raise)
         with pytest.raises(OSError, match="torn"):
             y.backward()
     assert all(parameter.grad is None for parameter in net.parameters())
+    assert all(torch.equal(before[key], buffer) for key, buffer in net.named_buffers())
+    gc.collect()  # the traceback held the frames of the pass
+    assert len(_slabs(net)._free) == 1
+    y = net(x).sum()  # the same slab
+    assert len(_slabs(net)._free) == 0
+    y.backward()
+    assert len(_slabs(net)._free) == 1
 
 
 def _raise(*arguments: Any) -> None:
     raise OSError("torn")
+
+
+def test_two_models_take_turns() -> None:
+    nets, plain = (
+        [_offloading(name, training=False)[0] for name in ("unet", "normed")],
+        [seeded(MODELS[name]) for name in ("unet", "normed")],
+    )
+    x = image(*_SHAPE)
+    losses = [sum(y.square().sum() for y in pytree.tree_leaves(net(x))) for net in nets]  # both forward, then both back
+    for loss in losses:
+        loss.backward()
+    for net, model in zip(nets, plain, strict=True):
+        assert net.plan.host_bytes
+        sum(y.square().sum() for y in pytree.tree_leaves(model.eval()(x))).backward()
+        grads = [{key: parameter.grad for key, parameter in each.named_parameters()} for each in (net, model)]
+        assert max(gradient_errors(*grads).values()) <= 1e-10
 
 
 def test_copies_are_hidden_where_the_link_is_fast_enough() -> None:
@@ -272,6 +324,8 @@ def test_copies_are_hidden_where_the_link_is_fast_enough() -> None:
     )
     computing = sum(entry.estimated_seconds for entry in slow.timeline.entries if not entry.copied_bytes)
     assert fast.estimated_seconds < 1.01 * computing
+    assert fast.timeline.idle_seconds <= 0.01 * computing
+    assert slow.timeline.idle_seconds == pytest.approx(slow.estimated_seconds - computing)
     copied = [entry for entry in slow.timeline.entries if entry.copied_bytes]
     assert slow.estimated_seconds >= sum(entry.copied_bytes for entry in copied if entry.move[0] == ">") / 1e6
     assert {entry.move[0] for entry in copied} == {">", "<"}

@@ -122,6 +122,28 @@ def test_costs_are_sums_over_moves() -> None:
     assert Timeline(entries=()).costs() == () and Timeline(entries=()).peak_bytes == 0
 
 
+def test_idle_is_what_the_computation_waits_for_copies() -> None:
+    assert _timeline().idle_seconds == 0
+    rows: list[tuple[str, float, int, tuple[str, ...]]] = [
+        ("F0+", 1.0, 0, ()),
+        (">x", 5.0, 8, ()),  # from 1 to 6
+        ("F1+", 2.0, 0, ()),
+        ("~x", 0.0, 0, ()),  # at 3, through at 6: three seconds
+        ("L", 0.0, 0, ()),
+        ("<x", 4.0, 8, ()),  # from 6 to 10
+        ("B1", 3.0, 0, ()),
+        ("B0", 1.0, 0, ("x",)),  # at 9, begins at 10: one more
+    ]
+    entries = (
+        TimelineEntry(
+            move=move, begin_bytes=8, peak_bytes=9, end_bytes=8, flops=0, estimated_seconds=seconds, copied_bytes=copied, waits_for=waits
+        )
+        for move, seconds, copied, waits in rows
+    )
+    timeline = Timeline(entries=tuple(entries))
+    assert timeline.seconds == 11 and timeline.idle_seconds == 4
+
+
 def test_measured_seconds_are_not_mixed_with_estimated_ones() -> None:
     timeline = _timeline(measured=True)
     assert timeline.is_measured and timeline.seconds == 90 and timeline.estimated_seconds == 9

@@ -135,6 +135,15 @@ class Timeline:
         return _end(self.spans)
 
     @property
+    def idle_seconds(self) -> float:
+        """Seconds of the step in which nothing is computed, because a copy is waited for.
+
+        What a segment waits for its streamed cuts is in the seconds of its moves, and not in these.
+        """
+        computing = (taken for entry, taken in zip(self.entries, self._seconds(), strict=True) if entry.move[0] not in COPIES)
+        return max(0.0, self.seconds - sum(computing))
+
+    @property
     def peak_bytes(self) -> int:
         """Most bytes held."""
         return max((entry.peak_bytes for entry in self.entries), default=0)

@@ -22,17 +22,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import sft
+from sft.execute.machine import TorchMachine
 from sft.units import format_bytes, parse_bytes
+from sft.walk.order import Move
 
 from .flops import FlopMeter
 from .masks import reseed, seed_of, with_positional_dropout
@@ -176,30 +179,56 @@ def plan_of(net: nn.Module, *inputs: Tensor) -> sft.Plan:
 
 
 def assert_within_budget(
-    net: nn.Module, x: Tensor, *others: Tensor, budget: int | str, input_grad: bool = True
+    net: nn.Module, x: Tensor, *others: Tensor, budget: int | str, input_grad: bool = True, to_the_byte: bool = False
 ) -> tuple[int, int, sft.Plan]:
     """Assert measured peak <= projected peak, projected tight, total <= budget, FLOPs as planned.
 
     The parameters' ``.grad`` are None before the run, so that accumulators and ``.grad`` are measured too.
+
+    Args:
+        net: the compiled model.
+        x: the input.
+        others: further inputs without a gradient.
+        budget: what the model may use.
+        input_grad: whether the input requires grad.
+        to_the_byte: whether the step must also begin the moves of the plan's timeline, no others, hold at the begin of each the bytes that
+            the timeline says (so everything is freed where the plan frees it), and reach the very peak.
 
     Returns:
         Measured peak in bytes, counted FLOPs, and the plan.
     """
     plan = plan_of(net, x.detach().clone().requires_grad_(input_grad), *others)
     net.zero_grad(set_to_none=True)
-    with FlopMeter() as counter, sft.measure_peak("cpu") as peak:
+    with FlopMeter() as counter, sft.measure_peak("cpu") as peak, _noting_moves(peak) as begun:
         _measured_step(net, x, others, input_grad=input_grad)
     net.zero_grad(set_to_none=True)
 
     measured, projected = peak.num_bytes, plan.projected_peak_bytes
     assert measured > 0, "the meter saw nothing"
     assert measured <= projected, f"measured {format_bytes(measured)}, projected only {format_bytes(projected)}"
+    if to_the_byte:
+        assert begun == [(entry.move, entry.begin_bytes) for entry in plan.timeline.entries], "moves, or what is held when they begin"
+        assert not plan.order or plan.order == tuple(move for move, _ in begun)
+        assert measured == projected, f"measured {measured} bytes, projected {projected}"
     slack = max(measured // 100, 64 * 1024)
     assert projected <= measured + slack, f"projected {format_bytes(projected)}, measured only {format_bytes(measured)}"
     assert plan.total_bytes <= parse_bytes(budget), f"plan needs {format_bytes(plan.total_bytes)}, budget is {budget}"
     flops = counter.flops
     assert flops == plan.flops, f"counted {flops} FLOPs, planned {plan.flops}"
     return measured, flops, plan
+
+
+@contextmanager
+def _noting_moves(peak: sft.Peak) -> Iterator[list[tuple[str, int]]]:
+    """The moves that machines of tensors begin, and the bytes held then."""
+    begun: list[tuple[str, int]] = []
+
+    def begin(machine: TorchMachine, move: Move) -> None:
+        begun.append((str(move), peak.current_bytes))
+
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(TorchMachine, "begin", begin)
+        yield begun
 
 
 def assert_exact(
@@ -212,6 +241,7 @@ def assert_exact(
     steps: int = 2,
     input_grad: bool = True,
     seed: int = 0,
+    to_the_byte: bool = False,
 ) -> ExactReport:
     """Assert that the compiled model equals eager PyTorch in float64, inside its budget, at the FLOPs it planned.
 
@@ -230,6 +260,7 @@ def assert_exact(
         steps: number of training steps.
         input_grad: whether the input requires grad.
         seed: of the output gradients and of the second step's data.
+        to_the_byte: as of :func:`assert_within_budget`.
 
     Raises:
         InexactError: naming what differs, by how much.
@@ -240,7 +271,7 @@ def assert_exact(
     others = tuple(other.double() if other.is_floating_point() else other for other in others)
     net = sft.compile(copy.deepcopy(model).double(), [x, *others], budget=budget, options=options)
     worst, x = _compare(net, eager, x, others, tolerance=tolerance, steps=steps, input_grad=input_grad, seed=seed)
-    measured, flops, plan = assert_within_budget(net, x, *others, budget=budget, input_grad=input_grad)
+    measured, flops, plan = assert_within_budget(net, x, *others, budget=budget, input_grad=input_grad, to_the_byte=to_the_byte)
     return ExactReport(
         output_error=worst["output"],
         input_grad_error=worst["input_grad"],

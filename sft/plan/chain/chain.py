@@ -21,7 +21,7 @@ from typing import Any
 
 from sft.errors import InputError
 
-__all__ = ["Alternative", "Block", "Chain", "Stage", "equal_blocks", "stage_classes"]
+__all__ = ["Alternative", "Chain", "Stage", "stage_classes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,48 +186,10 @@ class Chain:
             raise InputError(f"this is no chain's JSON: {error}") from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """Equal blocks in a row.
-
-    Attributes:
-        first: the first stage of the first block.
-        length: stages to a block.
-        count: how many blocks.
-    """
-
-    first: int
-    length: int
-    count: int
-
-
 def stage_classes(chain: Chain) -> tuple[int, ...]:
     """A number for each stage, the same for equal stages."""
     numbers: dict[Stage, int] = {}
     return tuple(numbers.setdefault(stage, len(numbers)) for stage in chain.stages)
-
-
-def equal_blocks(chain: Chain) -> tuple[Block, ...]:
-    """Runs of equal blocks of stages, from left to right; of those that start at a stage the one that covers most, in the shortest blocks.
-
-    Stages are equal if all their numbers are. A block also has to start with inputs of equal size, or its first stage would differ.
-    """
-    classes = stage_classes(chain)
-    sizes = [(chain.activation_bytes(i), chain.grad_bytes(i)) for i in range(len(classes))]
-    marks = list(zip(classes, sizes, strict=True))
-    found, start = [], 0
-    while start < len(marks):
-        best = Block(first=start + 1, length=1, count=1)
-        for length in range(1, (len(marks) - start) // 2 + 1):
-            count = 1
-            while marks[start : start + length] == marks[start + count * length : start + (count + 1) * length]:
-                count += 1
-            if count > 1 and count * length > best.count * best.length:
-                best = Block(first=start + 1, length=length, count=count)
-        if best.count > 1:
-            found.append(best)
-        start += best.count * best.length
-    return tuple(found)
 
 
 def _check_numbers(item: Any) -> None:

@@ -27,7 +27,8 @@ from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
-from sft.analysis.preparation import hooks_aside, on_fake_tensors, prepared
+from sft.analysis.normshapes import norms_by_shape
+from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
 from sft.analysis.repeated import repetitions_followed
 from sft.errors import InputError, UnsupportedError
 
@@ -188,10 +189,12 @@ def _exported(
     device: torch.device,
     dynamic: tuple[tuple[Any, ...], ...] | None,
 ) -> FunctionalProgram:
-    with contextlib.nullcontext() if device.type == "meta" else FakeTensorMode():
+    mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
+    with mode:
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
-    with grad_modes_followed(model), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+    quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+    with on_whole_parameters(model, mode), grad_modes_followed(model), norms_by_shape(), quick:
         exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)

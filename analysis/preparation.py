@@ -18,7 +18,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from sft.analysis.norms import CUMULATIVE
 
-__all__ = ["NORMS_OF_WEIGHTS", "dropping_channels", "hooks_aside", "on_fake_tensors", "prepared"]
+__all__ = [
+    "NORMS_OF_WEIGHTS",
+    "dropping_channels",
+    "hooks_aside",
+    "is_gathering",
+    "is_sharded",
+    "on_fake_tensors",
+    "on_whole_parameters",
+    "prepared",
+]
 
 _GLOBAL = tuple(f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre"))
 
@@ -59,8 +68,35 @@ class _Dropping:
 @contextlib.contextmanager
 def on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """A model whose parameters and buffers are fake. (``functional_call`` loses the originals of modules that have two names.)"""
-    with _tensors_replaced(model, mode.from_tensor, buffers=True), _attributes_kept(model):
+    with on_whole_parameters(model, mode), _tensors_replaced(model, mode.from_tensor, buffers=True), _attributes_kept(model):
         yield
+
+
+@contextlib.contextmanager
+def on_whole_parameters(model: nn.Module, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """A model whose sharded parameters are whole, without their content: made in this mode, which makes them fake."""
+
+    def whole(value: torch.Tensor) -> torch.Tensor:
+        if not is_sharded(value):
+            return value
+        with mode:
+            return nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=value.device), requires_grad=value.requires_grad)
+
+    if any(map(is_sharded, model.parameters())):
+        with _tensors_replaced(model, whole, buffers=False):
+            yield
+    else:
+        yield
+
+
+def is_sharded(value: torch.Tensor) -> bool:
+    """Whether a tensor is one of several ranks (a ``DTensor``)."""
+    return hasattr(value, "device_mesh")
+
+
+def is_gathering(hook: Any) -> bool:
+    """Whether a hook is one by which ``fully_shard`` gathers and frees weights."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
 
 @contextlib.contextmanager
@@ -103,19 +139,25 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
 def hooks_aside(model: nn.Module) -> Iterator[None]:
     """Take the root's own hooks off: they run around each call of the compiled model, as they do in eager PyTorch, and not inside.
 
-    Hooks for all modules (such as a FLOP counter's) would run on fake tensors, and are off as well.
+    Hooks for all modules (such as a FLOP counter's) would run on fake tensors, and are off as well; so are those that gather weights.
     """
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    held = {name: vars(model)[name] for name in names}
-    for name, hooks in held.items():
-        vars(model)[name] = OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(hook, (*NORMS_OF_WEIGHTS, _Dropping)))
+    held = [(module, name, vars(module)[name]) for module in model.modules() for name in names if vars(module)[name]]
+    for module, name, hooks in held:
+        stay = {
+            key: hook
+            for key, hook in hooks.items()
+            if isinstance(hook, (*NORMS_OF_WEIGHTS, _Dropping)) or (module is not model and not is_gathering(hook))
+        }
+        vars(module)[name] = OrderedDict(stay)
     everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL]
     for hooks, _ in everywhere:
         hooks.clear()
     try:
         yield
     finally:
-        vars(model).update(held)
+        for module, name, hooks in held:
+            vars(module)[name] = hooks
         for hooks, content in everywhere:
             hooks.update(content)
 

@@ -142,6 +142,8 @@ def step_signature(step: Step) -> tuple[object, ...]:
 
 def kinds_of(steps: Sequence[Step]) -> tuple[Rows, Rows]:
     """Indices of steps with pairwise different signatures, and for each step which of them it equals."""
+    if len(steps) == 1:
+        return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
     numbers: dict[tuple[object, ...], int] = {}
     first: list[int] = []
     kinds = np.empty(len(steps), dtype=np.int64)

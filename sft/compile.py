@@ -41,7 +41,7 @@ def compile(
     model: nn.Module,
     input_shape: InputShape,
     *,
-    budget: int | str = DEFAULT_BUDGET,
+    budget: int | str | None = None,
     device: torch.device | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     output: Output = "device",
@@ -52,21 +52,24 @@ def compile(
     """A module that computes what ``model`` computes, with the same gradients, inside ``budget`` bytes.
 
     Args:
-        model: any ``nn.Module`` of supported operators. It is shared, not copied.
+        model: any ``nn.Module`` of supported operators. It is shared, not copied. Its weights may be sharded: by ``fully_shard`` (FSDP2),
+            applied before, to the model itself and any of its parts. Outputs, gradients and updates are those of whole weights.
         input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. ``None`` stands for an
             extent that varies; then planning waits for the first call. A new size re-plans on its first use. A tensor (on any device,
             such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) stands for its shape and, where it holds whole numbers,
             for their type. Or the input itself where it will be read in strips (an array, a slide, a source): the plan then is one
             for inputs that are never resident.
         budget: what the card may hold, in bytes or as ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
-            when ``optimizer`` is given, inputs, outputs, and all that the step makes.
+            when ``optimizer`` is given, inputs, outputs, and all that the step makes. Default: `None` (11 GiB, or the budget that a given
+            ``plan`` was made for).
         device: where to run; the model is moved there. The model's own device by default.
         optimizer: counts its state into the budget.
         output: where outputs go, those of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be
             larger than the device: they leave it strip by strip, losses on them run on the host, and their gradients enter strip by
             strip. Or the path of a ``.npy`` file (a list, one for each output, where there are several): the tensor is then the mapped
             file, which appears when a call has succeeded and is replaced by the next call. None of their bytes are in ``budget``.
-        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape that, like the outputs, are where it says.
+        plan: a plan made before, by :func:`plan` or from JSON, used for inputs of its shape that, like the outputs, are where it says. One
+            that needs more than ``budget`` here (it may have been made on another machine) is refused.
         mesh: a ``torch.distributed`` ``DeviceMesh`` with dimensions ``"replica"`` and ``"band"`` (one may be left out): all its ranks
             compile and call the model together. Ranks along ``"band"`` share one image, of which each runs a band of rows; all of them
             give the same input (a tensor of the whole image, or a source, of which each reads its own rows and a few of its neighbours').
@@ -96,6 +99,8 @@ def compile(
         raise InputError("plan: plans that are handed in are for one device; leave plan out with mesh, and make another without")
     examples = _examples(input_shape)
     shapes = () if examples else _shapes(input_shape)
+    if budget is None:
+        budget = DEFAULT_BUDGET if plan is None else plan.budget_bytes
     budget_bytes = parse_bytes(budget)
     if device is not None:
         model.to(device)
@@ -329,6 +334,23 @@ class _Compiled:
         return _rebuild, (engine.model, _settings(engine))
 
 
+class _CompiledSharded(_Compiled):
+    """What a compiled module adds to the class of a model that is sharded by ``fully_shard``."""
+
+    __slots__ = ()
+
+    def __call__(self, *inputs: Any, **keywords: Any) -> Any:
+        sharding = self._sft_engine.sharding
+        assert sharding is not None
+        with sharding.calling():
+            return super().__call__(*inputs, **keywords)  # type: ignore[misc]  # the model's class follows in the order of classes
+
+    def _get_fsdp_state(self) -> Any:
+        """FSDP finds the state of a module by the object that it was given."""
+        model: Any = self._sft_engine.model
+        return model._get_fsdp_state()
+
+
 def _settings(engine: Engine) -> dict[str, Any]:
     """What a copy is compiled with; an optimizer is one of the original's parameters, and the copy's is not known."""
     asked = engine.preparation
@@ -349,8 +371,8 @@ def _rebuild(model: nn.Module, settings: dict[str, Any]) -> Any:
 
 def _wrap(model: nn.Module, engine: Engine) -> Any:
     base: Any = type(model)
-    cls = _compiled_class(base)
-    net = cls.__new__(cls)
+    cls: Any = _compiled_class(base, _Compiled if engine.sharding is None else _CompiledSharded)
+    net = nn.Module.__new__(cls)  # a class's own __new__ would make, or initialize, something else
     object.__setattr__(net, "__dict__", model.__dict__)
     object.__setattr__(net, "_sft_engine", engine)
     object.__setattr__(net, "_sft_forward", None)
@@ -358,9 +380,9 @@ def _wrap(model: nn.Module, engine: Engine) -> Any:
 
 
 @cache
-def _compiled_class(cls: Any) -> type[nn.Module]:
+def _compiled_class(cls: Any, addition: type[_Compiled]) -> type[nn.Module]:
     return type(
         cls.__name__,
-        (_Compiled, cls),
+        (addition, cls),
         {"__slots__": ("_sft_engine", "_sft_forward"), "__module__": cls.__module__, "__doc__": cls.__doc__},
     )

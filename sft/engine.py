@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from sft.options import Options
 from sft.outputs import Destination, HostOutputs
 from sft.plan.types import Plan
 from sft.preparing import CallKind, Preparation, Ready, Shape, Traced, held
+from sft.sharded import Sharding
 
 __all__ = ["Engine"]
 
@@ -48,6 +50,7 @@ class Engine:
         backend: Backend | None = None,
     ) -> None:
         self.model, self.mesh = model, mesh
+        self.sharding = Sharding.of(model)
         self.party: Party | None = None
         self.last_plan: Plan | None = None
         self.last_reading: Reading | None = None
@@ -62,6 +65,7 @@ class Engine:
             mesh=mesh,
             backend=backend,
             together=lambda: self._joined().together(),
+            sharding=self.sharding,
         )
 
     # -- planning ---------------------------------------------------------------------------------------------------
@@ -89,6 +93,8 @@ class Engine:
 
     def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
         """The model's output."""
+        if self.sharding is not None:
+            self.sharding.check_called()
         if self.mesh is None:
             return self._run(inputs, input_grad)
         party = self._joined()
@@ -180,6 +186,7 @@ class Engine:
             make_machine=TorchMachine if self.party is None else self.party.machine,
             graphs=ready.graphs,
             turn=self.preparation.turn,
+            differentiating=contextlib.nullcontext if self.sharding is None else self.sharding.watched(),
         )
 
     def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
@@ -233,6 +240,7 @@ class Engine:
             input_grads=input_grads if with_grad else (),
             with_grad=with_grad,
             from_source=(False,) * len(shapes),
+            holds_gradients=self.sharding is not None and self.sharding.holds_gradients(),
         )
 
 

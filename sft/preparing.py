@@ -22,7 +22,7 @@ from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
-from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels
+from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels, is_gathering
 from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
@@ -40,13 +40,14 @@ from sft.options import Options
 from sft.outputs import Destination
 from sft.plan.carried import Planned, carry_out
 from sft.plan.describe import describe
-from sft.plan.planner import check_host, plan_segments
+from sft.plan.planner import check_device, check_host, plan_segments
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
 from sft.plan.repetitions import with_free_budgets, with_smaller_repeats
 from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
 from sft.resident import resident_bytes
+from sft.sharded import Sharding
 from sft.walk.order import parse_order
 from sft.walk.region import Region
 
@@ -85,6 +86,7 @@ class CallKind:
     with_grad: bool
     from_source: tuple[bool, ...] = ()
     splits_batch: bool = True
+    holds_gradients: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class Preparation:
         mesh: the ranks that share an image.
         backend: in the place of what the options ask for.
         together: what the backward pass on a mesh runs in.
+        sharding: the model's weights, where they are sharded.
 
     Attributes:
         captured: the captures, the last one last.
@@ -135,8 +138,9 @@ class Preparation:
         mesh: LiveMesh | MeshShape | None,
         backend: Backend | None,
         together: Callable[[], AbstractContextManager[None]],
+        sharding: Sharding | None = None,
     ) -> None:
-        self.model, self.budget_bytes, self.options = model, budget_bytes, options
+        self.model, self.sharding, self.budget_bytes, self.options = model, sharding, budget_bytes, options
         self.optimizer, self.given_plan, self.destination, self.mesh = optimizer, plan, destination, mesh
         self.backend, self._together = backend, together
         self.captured: list[Captured] = []
@@ -155,6 +159,7 @@ class Preparation:
             mesh=self.mesh,
             backend=self.backend,
             together=self._together,
+            sharding=self.sharding,
         )
         other.captured = list(self.captured)
         return other
@@ -186,7 +191,7 @@ class Preparation:
                 ("backward hook", module._backward_hooks),
                 ("backward pre-hook", module._backward_pre_hooks),
             )
-            if any(not isinstance(hook, NORMS_OF_WEIGHTS) for hook in hooks.values())
+            if any(not isinstance(hook, NORMS_OF_WEIGHTS) and not is_gathering(hook) for hook in hooks.values())
         ]
         if problems:
             raise UnsupportedError(problems)
@@ -205,7 +210,7 @@ class Preparation:
             phases=phases,
             requires_grad=self._requires_grad(kind, phases),
             channels_last=self._channels_last(kind, graph) - self._in_files(graph),
-            resident_bytes=resident_bytes(self.model, self.optimizer),
+            resident_bytes=resident_bytes(self.model, self.optimizer, self.sharding, holds_gradients=kind.holds_gradients),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
             outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
@@ -328,6 +333,7 @@ class Preparation:
         order = parse_order(plan.order, len(plan.segments)) if plan.order and problem.training else None
         planned = carry_out(problem, tuple(segment.choice for segment in plan.segments), order)
         check_host(planned, self.options.host_budget_bytes)
+        check_device(problem, planned, self.budget_bytes)
         return problem, planned
 
     def _capture(self, kind: CallKind) -> tuple[Captured, dict[Any, int]]:

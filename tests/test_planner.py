@@ -86,6 +86,16 @@ def test_a_plan_from_json_is_the_plan() -> None:
     assert net.plan_for(image(*_SHAPE)) == plan
 
 
+def test_a_plan_that_does_not_fit_here_is_refused() -> None:
+    model = seeded(Residual)
+    plan = sft.plan(model, _SHAPE, budget=int(_smallest(model, _SHAPE) * 1.3))
+    assert sft.compile(model, _SHAPE, budget=plan.total_bytes, plan=plan).plan.segments == plan.segments
+    with pytest.raises(sft.BudgetError, match="plan that was given") as refused:
+        sft.compile(model, _SHAPE, budget=plan.total_bytes - 1, plan=plan)
+    assert refused.value.needed_bytes == plan.total_bytes
+    assert sft.compile(model, _SHAPE, plan=plan).plan == plan  # its own budget, where none is named
+
+
 def test_a_gigapixel_image_fits_or_the_error_says_what_would(pooled_vgg16: nn.Module) -> None:
     plan = sft.plan(pooled_vgg16, (1, 3, 20_480, 20_480), budget="11GiB")
     assert plan.total_bytes <= 11 * 2**30

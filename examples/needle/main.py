@@ -16,8 +16,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import yaml
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from numpy.typing import NDArray
 
 # The examples are no installed package: let this one find the others from wherever it is started.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
@@ -27,6 +31,7 @@ from examples.needle.baselines import WARMUP_STEPS, WEIGHT_DECAY, Settings, load
 from examples.needle.network import needle_net
 from examples.needle.slides import make_slides
 from sft.errors import SftError
+from sft.sources import Slide
 from sft.wsi import (
     CheckpointFolder,
     Estimate,
@@ -42,7 +47,7 @@ from sft.wsi import (
 from sft.wsi.backbones import num_features
 from sft.wsi.cli import main as run_wsi
 from sft.wsi.cli import read_config
-from sft.wsi.files import write_text
+from sft.wsi.files import replacing, write_text
 from sft.wsi.tasks import Task, make_task
 
 LEVEL = 3  # of the pyramid: means of 8 x 8 px
@@ -176,7 +181,7 @@ def train_best(
 
 
 def find_needles(arguments: argparse.Namespace, table_path: Path) -> list[bool]:
-    """For each positive test slide, whether the class-activation map of the whole-slide model is highest in the needle."""
+    """For each positive test slide, whether the class-activation map of the whole-slide model is highest in the needle; draws the first."""
     config = read_config(arguments.out / "run" / "config.yaml")
     experiment = load_experiment(config)
     checkpoint = CheckpointFolder(arguments.out / "run" / "checkpoints").load("last")
@@ -195,8 +200,31 @@ def find_needles(arguments: argparse.Namespace, table_path: Path) -> list[bool]:
         row, col = divmod(int(evidence.argmax()), evidence.shape[1])
         # A position is in the needle if the middle of its square is.
         middle = (row + 0.5) * stride_px, (col + 0.5) * stride_px
+        if not hits:
+            draw_map(arguments.out / "heatmap.png", record.path, evidence.numpy(), corners[record.path.name], arguments.needle)
         hits.append(all(0 <= place - corner < arguments.needle for place, corner in zip(middle, corners[record.path.name], strict=True)))
     return hits
+
+
+def draw_map(path: Path, slide_path: Path, evidence: NDArray[np.float32], corner: tuple[int, int], needle_px: int) -> None:
+    """Draw a slide, the square that decides and what is around it, and the class-activation map; the square is framed."""
+    with Slide(slide_path) as slide:
+        pixels = slide.read(0, 0, slide.width_px, slide.height_px)
+    (top, left), margin = corner, needle_px // 2
+    first_row, first_col = max(0, top - margin), max(0, left - margin)
+    near = pixels[first_row : top + needle_px + margin, first_col : left + needle_px + margin]
+    figure = Figure(figsize=(13, 4.2), layout="constrained")
+    panels = figure.subplots(1, 3)
+    panels[0].imshow(pixels)
+    panels[1].imshow(near, extent=(first_col, first_col + near.shape[1], first_row + near.shape[0], first_row))
+    shown = panels[2].imshow(evidence, extent=(0, pixels.shape[1], pixels.shape[0], 0), cmap="viridis", interpolation="nearest")
+    figure.colorbar(shown, ax=panels[2], label="evidence of shuffled blocks")
+    titles = (f"{slide_path.stem}, {pixels.shape[1]} x {pixels.shape[0]} px", "the square that decides", "class-activation map")
+    for panel, title in zip(panels, titles, strict=True):
+        panel.add_patch(Rectangle((left, top), needle_px, needle_px, fill=False, edgecolor="red"))
+        panel.set(title=title, xticks=[], yticks=[])
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=100)
 
 
 def write_config(arguments: argparse.Namespace, table_path: Path) -> Path:
@@ -261,7 +289,8 @@ def write_results(arguments: argparse.Namespace, rows: list[Row], hits: list[boo
         ),
         "",
         f"The whole-slide model's class-activation map is highest in the square that decides on {sum(hits)} of {len(hits)} positive test",
-        f"slides ({100 * sum(hits) / max(1, len(hits)):.0f} %; a place drawn at random would be there on {100 * share:.1f} % of them).",
+        f"slides ({100 * sum(hits) / max(1, len(hits)):.0f} %; a place drawn at random would be there on {100 * share:.1f} % of them). "
+        "The first of them is drawn in heatmap.png.",
         "",
         f"`python examples/needle/main.py {options}`; {platform.machine()}, {os.cpu_count()} CPUs, {torch.get_num_threads()} threads, "
         f"torch {torch.__version__}.",

@@ -64,6 +64,7 @@ class Leaves:
         make_machine: makes what runs a pass, of what the plain machine is made of.
         graphs: recordings of programs of the region.
         turn: whose recordings are alive, of all plans of the model.
+        differentiating: what the backward pass runs in.
     """
 
     names: tuple[str, ...]
@@ -80,6 +81,7 @@ class Leaves:
     make_machine: Callable[..., TorchMachine] = TorchMachine
     graphs: GraphStore | None = None
     turn: GraphTurn = field(default_factory=GraphTurn)
+    differentiating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
 
     def machine(self, *, backward: bool, copies: HostCopies | None = None) -> TorchMachine:
         """What runs a pass."""
@@ -159,7 +161,7 @@ class _RegionFunction(torch.autograd.Function):
         # What a second derivative could be asked for: all that the gradients are a function of.
         watched = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad] if torch.is_grad_enabled() else []
         del grads  # each gradient lives as long as the backward pass needs it
-        with torch.no_grad():
+        with torch.no_grad(), ctx.leaves.differentiating():
             found = _differentiate(ctx, arriving)
         if not torch.is_grad_enabled():
             return (None, None, None, *found)

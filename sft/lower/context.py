@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sft.analysis.axes import COLUMNS, ROWS, Axes
-from sft.analysis.graph import Graph, Node, refs_in
+from sft.analysis.graph import Graph, Node, Ref, refs_in
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator, Window, window_of
 from sft.analysis.schedule import NodeRows, Read, Step
@@ -260,10 +260,10 @@ class NodeContext:
 
     def operand_slot(self, value: Any) -> Any:
         """An argument with its references replaced: strips, whole tensors, or the plain value."""
-        names = list(refs_in(value))
-        if not names:
+        name = value.name if type(value) is Ref else next(refs_in(value), None)
+        if name is None:
             return value
-        return self.strip(names[0]) if names[0] in self.scope.streamed else self.whole(names[0])
+        return self.strip(name) if name in self.scope.streamed else self.whole(name)
 
     def whole(self, name: str) -> Slot:
         """A tensor that is not streamed: a parameter, a buffer, a global value."""

@@ -12,7 +12,7 @@ that leave the program (rows for the row store, carried gradients) are *results*
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -113,6 +113,22 @@ class Instruction:
     owner: str = ""
     frees: tuple[int, ...] = ()
     freed_bytes: int = 0
+
+    def freeing(self, frees: tuple[int, ...], freed_bytes: int) -> Instruction:
+        """The same, which forgets slots afterwards; as ``replace`` does it, in a third of the time."""
+        return Instruction(
+            self.function,
+            self.arguments,
+            self.keywords,
+            self.outputs,
+            self.writes,
+            self.flops,
+            self.num_bytes,
+            self.scratch_bytes,
+            self.owner,
+            frees,
+            freed_bytes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,10 +351,9 @@ class Emitter:
         placed = [
             instruction
             if position not in dying
-            else replace(
-                instruction,
-                frees=tuple(number for root in dying[position] for number in members[root]),
-                freed_bytes=sum(sized.get(root, 0) for root in dying[position]),
+            else instruction.freeing(
+                tuple(number for root in dying[position] for number in members[root]),
+                sum(sized.get(root, 0) for root in dying[position]),
             )
             for position, instruction in enumerate(live)
         ]

@@ -51,7 +51,7 @@ class LossScale:
             seen.add(id(grad))
             grad.mul_(1.0 / self.value)
             # The largest absolute value: no sum that could overflow, and no copy of the gradient.
-            finite = finite and bool(torch.linalg.vector_norm(grad, float("inf")).isfinite())
+            finite = finite and (not grad.numel() or bool(torch.linalg.vector_norm(grad, float("inf")).isfinite()))
         return finite
 
     def follow(self, is_finite: bool) -> None:

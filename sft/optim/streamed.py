@@ -10,38 +10,39 @@ Two forms, which give the same bits:
   several backward passes and clipping need, since no update can begin before the last gradient is known.
 
 Loss scaling works in both: where a gradient is infinite, the generation is dropped instead of committed.
+
+On several ranks (``group``) each rank runs samples of its own on all weights, and gradients are means over ranks, block by block, as they
+are known. Of the optimizer's state each rank keeps a share: see :mod:`sft.optim.replicas`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from itertools import chain
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from sft.deep.streamed import BlockSink, StreamedBlocks
 from sft.errors import InputError
 from sft.nn.repeat import Repeat
 from sft.optim.adamw import AdamWUpdate
+from sft.optim.chain import HALF, MASTER, StreamedChain
 from sft.optim.optimizer import FusedOptimizer
+from sft.optim.replicas import Replicas
 from sft.optim.scaling import LossScale
 from sft.optim.sgd import SGDUpdate
 from sft.optim.update import Update
 from sft.units import parse_bytes
-from sft.weights import HostStore, Layout, Reading, TensorSpec, WeightStream
 
 __all__ = ["StreamedOptimizer"]
 
 _UPDATES: dict[str, Callable[[], Update]] = {"sgd": SGDUpdate, "adamw": AdamWUpdate}
-_HALF = (torch.bfloat16, torch.float16)
-#: Name of the fp32 copy of a parameter in half precision, in the state.
-_MASTER = "master"
-_UPDATED = "updates"
 
 
 class StreamedOptimizer(FusedOptimizer):
@@ -74,10 +75,16 @@ class StreamedOptimizer(FusedOptimizer):
         loss_scale: a factor that :meth:`scale` puts before the loss, and that is taken out of the gradients, or ``"dynamic"`` for one that
             grows and falls as in ``torch.amp.GradScaler``. A step with gradients that are not finite is skipped. Default: `None`
         window: bytes on the device for state, and for gradients in two-phase steps. Default: `None` (two blocks each)
+        group: a process group of ``torch.distributed``. Its ranks make the optimizer of equal models, and call ``backward``, ``step`` and
+            ``state_dict`` together: updates are those by the mean of their gradients, and weights are equal on all of them to the last bit.
+            Of the state each keeps one share of as many. A state dict has all of it, for any number of ranks; a file of weights has the
+            rank's share, so each rank has its own file. Default: `None`
+        group_timeout_seconds: how long to wait for another rank. Default: 1800
         settings: learning rate and so on, by torch's names.
 
     Raises:
-        InputError: nothing of the model is streamed, a repetition has an optimizer, or a setting is out of range.
+        InputError: nothing of the model is streamed, a repetition has an optimizer, a setting is out of range, or the ranks differ.
+        RankError: another rank failed, or does not answer.
         SourceError: a file of weights cannot be rewritten with room for the state.
         BudgetError: the window is smaller than a block's state.
     """
@@ -92,6 +99,8 @@ class StreamedOptimizer(FusedOptimizer):
         max_norm: float | None = None,
         loss_scale: float | Literal["dynamic"] | None = None,
         window: int | str | None = None,
+        group: Any = None,
+        group_timeout_seconds: float = 1800.0,
         **settings: Any,
     ) -> None:
         if isinstance(update, str) and update not in _UPDATES:
@@ -105,19 +114,60 @@ class StreamedOptimizer(FusedOptimizer):
         self.max_norm = max_norm
         self.loss_scale = LossScale(loss_scale)
         self.last_step_skipped = False
-        self._chains: list[_Chain] = []
+        self._chains: list[StreamedChain] = []
         super().__init__(model.parameters() if params is None else params, chosen, **settings)
         repeats = [module for module in model.modules() if isinstance(module, Repeat) and module.streamed is not None]
         if not repeats:
             raise InputError("no part of the model streams its weights; call stream() on its repetitions first, or use sft.optim")
-        if any(isinstance(repeat.streamed and repeat.streamed.sink, _Chain) for repeat in repeats):
+        blocks = [repeat.streamed for repeat in repeats if repeat.streamed is not None]
+        if any(isinstance(each.sink, StreamedChain) for each in blocks):
             raise InputError("a repetition has an optimizer for its streamed weights already; close() it first")
-        for repeat in repeats:
-            assert repeat.streamed is not None
-            part = _Chain(self, repeat.streamed, self._by_param(), None if window is None else parse_bytes(window))
-            if part.params:
-                self._chains.append(part)
-                repeat.streamed.sink = part
+        self.replicas = Replicas(group, blocks[0].device, timedelta(seconds=group_timeout_seconds))
+        if self.replicas.count > 1 and not isinstance(chosen, (SGDUpdate, AdamWUpdate)):
+            raise InputError(
+                f"update={type(chosen).__name__} with a group of {self.replicas.count} ranks, each of which updates a share of each "
+                "parameter's elements; give 'sgd' or 'adamw', which look at one element at a time"
+            )
+        with self.replicas.guarded():
+            for each in blocks:
+                part = StreamedChain(self, each, self._by_param(), None if window is None else parse_bytes(window))
+                if part.params:
+                    self._chains.append(part)
+            self._agree()
+        for part in self._chains:
+            part.blocks.sink = part
+
+    def _agree(self) -> None:
+        """Make sure that all ranks begin with the same.
+
+        Raises:
+            InputError: they do not.
+        """
+        if self.replicas.count == 1:
+            return
+        own = self._own()
+        asked = (self.two_phase, self.max_norm, self.loss_scale.value, self.settings(), *(part.asked() for part in self._chains))
+        self.replicas.agree(asked, "give all of them the same model, the same settings, and weights that were updated as often")
+        digest = hashlib.sha256()
+        for part in self._chains:
+            part.hash_weights(digest)
+        for param in (p for group in self.param_groups for p in group["params"] if id(p) not in own):
+            digest.update(param.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        self.replicas.agree(digest.digest(), "their weights; seed all ranks alike, or load one checkpoint on all of them")
+
+    def settings(self) -> list[list[tuple[str, str]]]:
+        """Learning rates and so on of all groups, as text."""
+        return [sorted((name, repr(value)) for name, value in group.items() if name != "params") for group in self.param_groups]
+
+    def together(self) -> AbstractContextManager[None]:
+        """A context for whole steps on several ranks: what raises inside, be it in the forward pass, ends the step on all of them at once.
+
+        Without it a failure outside of ``backward`` and ``step`` is noticed by the others when the time is over.
+
+        Raises:
+            RankError: another rank failed.
+        """
+        return self.replicas.guarded()
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale; call ``backward`` on this."""
@@ -138,36 +188,42 @@ class StreamedOptimizer(FusedOptimizer):
 
         Raises:
             InputError: a gradient is sparse.
+            RankError: another rank failed, or does not answer. The weights are as they were, and all gradients are dropped.
             SourceError: a file cannot be written; the weights are as they were.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        own = {id(param) for part in self._chains for param in part.params.values()}
-        others = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None and id(p) not in own]
-        grads = [param.grad for param, _ in others]
-        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
-            raise InputError("a gradient is sparse; in-place updates take dense ones (sparse=False for the embedding)")
-        if self.two_phase:
-            for part in self._chains:
-                part.check()
-        is_finite = self.loss_scale.take_out(grads) and all(part.is_finite for part in self._chains)
-        self.last_step_skipped = not is_finite
-        if is_finite:
-            factor = self._clipping(grads)
-            try:
+        with self.replicas.guarded():
+            self._refuse_sparse()
+        try:
+            with self.replicas.guarded():
+                others = self._others()
+                grads = [param.grad for param, _ in others]
                 if self.two_phase:
                     for part in self._chains:
-                        part.sweep(factor)
-                for part in self._chains:
-                    part.commit()
-            except BaseException:
-                for part in self._chains:
-                    part.undo()
-                raise
+                        part.check()
+                is_finite = self.loss_scale.take_out(grads) and all(part.is_finite for part in self._chains)
+                is_finite = all(all(found) for found in self.replicas.numbers([float(is_finite)]))
+                factor = self._clipping(grads) if is_finite else 1.0
+                if is_finite:
+                    if self.two_phase:
+                        for part in self._chains:
+                            part.sweep(factor)
+                    self.replicas.settle()
+                    for part in self._chains:
+                        part.commit()
+        except BaseException:
+            for part in self._chains:
+                part.undo()
+            if self.replicas.count > 1:
+                self.zero_grad()  # some may be means already, and others not
+            raise
+        self.last_step_skipped = not is_finite
         for param, group in others:
             grad, param.grad = param.grad, None
+            assert grad is not None
             if is_finite:
                 if factor < 1.0:
                     grad.mul_(factor)
@@ -178,21 +234,47 @@ class StreamedOptimizer(FusedOptimizer):
         self.loss_scale.follow(is_finite)
         return loss
 
+    def _own(self) -> set[int]:
+        """The parameters that are streamed."""
+        return {id(param) for part in self._chains for param in part.params.values()}
+
+    def _refuse_sparse(self) -> None:
+        """
+        Raises:
+            InputError: a gradient is sparse.
+        """
+        grads = [p.grad for group in self.param_groups for p in group["params"] if id(p) not in self._own()]
+        if any(grad is not None and grad.layout is not torch.strided for grad in grads):
+            raise InputError("a gradient is sparse; in-place updates take dense ones (sparse=False for the embedding)")
+
+    def _others(self) -> list[tuple[Tensor, dict[str, Any]]]:
+        """The parameters that are not streamed and have gradients, with their groups; the gradients are means over all ranks."""
+        own = self._own()
+        found = [(p, group) for group in self.param_groups for p in group["params"] if id(p) not in own]
+        on_ranks = self.replicas.numbers([0.0, *(float(p.grad is not None) for p, _ in found)])
+        is_used = [any(has) for has in zip(*(has[1:] for has in on_ranks), strict=True)]
+        found = [each for each, used in zip(found, is_used, strict=True) if used]
+        for param, _ in found:
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        self.replicas.average([param.grad for param, _ in found if param.grad is not None])
+        return found
+
     def update_one(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
         """Update an ordinary parameter; one in half precision through an fp32 copy.
 
         Raises:
             InputError: the gradient is sparse.
         """
-        if param.dtype not in _HALF:
+        if param.dtype not in HALF:
             return super().update_one(param, grad, group)
         state = self.state[param]
-        master = state.pop(_MASTER, None)
+        master = state.pop(MASTER, None)
         if master is None:
             master = param.detach().float()
         self.state[master] = state
         super().update_one(master, grad.float(), group)
-        self.state[param] = {**self.state.pop(master), _MASTER: master}
+        self.state[param] = {**self.state.pop(master), MASTER: master}
         param.copy_(master)
         return None
 
@@ -204,11 +286,15 @@ class StreamedOptimizer(FusedOptimizer):
         self._chains = []
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's form, that of streamed blocks stacked. Its tensors are views of the store until the next step."""
-        for part in self._chains:
-            for name, param in part.params.items():
-                if part.num_updates[name]:
-                    self.state[param] = part.state_of(name)
+        """The state in torch's form, that of streamed blocks stacked. Its tensors are views of the store until the next step.
+
+        On several ranks all of them call it together, and each is given all of the state, in the host's memory.
+        """
+        with self.replicas.guarded():
+            for part in self._chains:
+                for name, param in part.params.items():
+                    if part.num_updates[name]:
+                        self.state[param] = part.state_of(name)
         try:
             return super().state_dict()
         finally:
@@ -241,12 +327,12 @@ class StreamedOptimizer(FusedOptimizer):
         self.zero_grad()
         for part in self._chains:
             part.groups = self._by_param()
-        own = {id(param) for part in self._chains for param in part.params.values()}
+        own = self._own()
         for part in self._chains:
             part.load({name: found.get(id(param), {}) for name, param in part.params.items()})
         for param in params:
             if id(param) not in own and id(param) in found:
-                dtype = torch.float32 if param.dtype in _HALF else param.dtype
+                dtype = torch.float32 if param.dtype in HALF else param.dtype
                 self.state[param] = {
                     name: value.clone() if name == "step" else value.detach().to(param.device, dtype, copy=True)
                     for name, value in found[id(param)].items()
@@ -262,274 +348,10 @@ class StreamedOptimizer(FusedOptimizer):
         if self.max_norm is None:
             return 1.0
         squares = [float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads if grad is not None]
-        squares += [part.square_norm for part in self._chains]
+        squares += chain.from_iterable(self.replicas.numbers([part.square_norm for part in self._chains]))
         return min(1.0, self.max_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 
 
 def _repeated(group: dict[str, Any]) -> list[dict[str, Any]]:
     """The group once for each of its parameters."""
     return [group] * len(group["params"])
-
-
-class _Chain:
-    """The streamed blocks of one repetition under an optimizer: the sink of their gradients, and their part of a step."""
-
-    def __init__(
-        self, optimizer: StreamedOptimizer, blocks: StreamedBlocks, groups: Mapping[int, dict[str, Any]], window_bytes: int | None
-    ) -> None:
-        self.optimizer, self.blocks, self.groups = optimizer, blocks, groups
-        self._before = blocks.sink
-        self.params = {name: p for name, p in blocks.block.named_parameters() if id(p) in groups and p.requires_grad}
-        self.is_finite = True
-        self.square_norm = 0.0
-        self._is_written = False
-        self._has_grads = False
-        self.masters = frozenset(name for name, param in self.params.items() if param.dtype in _HALF)
-        specs = [spec for name, param in self.params.items() for spec in self._specs(name, param)]
-        resumed = blocks.set_state(specs, self._first_state) if self.params else False
-        self.num_updates = self._counts() if resumed else dict.fromkeys(self.params, 0)
-        self._states = self._window(blocks.store, "state", window_bytes) if specs else None
-        self._grads: HostStore | None = None
-        self._grad_window: WeightStream | None = None
-        if optimizer.two_phase and self.params:
-            self._grads, self._grad_window = self._gradients(window_bytes)
-        self._reading: Reading | None = None
-        self._with_gradient: set[str] = set()
-        self._added_up: set[str] = set()  # the parameters whose gradients are on the host
-
-    def _specs(self, name: str, param: Tensor) -> list[TensorSpec]:
-        shape, dtype = tuple(param.shape[1:]), torch.float32 if name in self.masters else param.dtype
-        slots = [*self.optimizer.update.slots(self.groups[id(param)]), *([_MASTER] if name in self.masters else [])]
-        return [TensorSpec(name=f"{name}:{slot}", shape=shape, dtype=dtype, is_state=True) for slot in slots]
-
-    def _first_state(self, block: int, views: dict[str, Tensor]) -> None:
-        for name in self.masters:
-            views[f"{name}:{_MASTER}"].copy_(views[name])
-
-    def check_slots(self, groups: Mapping[int, dict[str, Any]]) -> None:
-        """Whether other settings keep the same state.
-
-        Raises:
-            InputError: they do not.
-        """
-        for name, param in self.params.items():
-            kept = self.optimizer.update.slots(self.groups[id(param)])
-            wanted = self.optimizer.update.slots({**self.optimizer.defaults, **groups.get(id(param), {})})
-            if kept != wanted:
-                raise InputError(
-                    f"the loaded settings keep {', '.join(wanted) or 'nothing'} for {name}, where this optimizer keeps "
-                    f"{', '.join(kept) or 'nothing'}; make it with the same settings"
-                )
-
-    def _counts(self) -> dict[str, int]:
-        """How often each parameter was updated, as the file says."""
-        counts = self.blocks.store.metadata.get(_UPDATED, "0").split(",")
-        if len(counts) == 1:
-            counts *= len(self.params)
-        return {name: int(count) for name, count in zip(self.params, counts, strict=True)}
-
-    def _window(self, store: Any, part: Literal["weights", "state"], window_bytes: int | None) -> WeightStream:
-        size = store.layouts[0].part_bytes(part)
-        num_bytes = min(2, len(store.layouts)) * size if window_bytes is None else window_bytes
-        return WeightStream(store, self.blocks.device, window_bytes=num_bytes, part=part, prefetch=self.blocks.prefetch)
-
-    def _gradients(self, window_bytes: int | None) -> tuple[HostStore, WeightStream]:
-        layout = Layout.of(TensorSpec(name=name, shape=tuple(p.shape[1:]), dtype=p.dtype) for name, p in self.params.items())
-        store = HostStore([layout] * self.blocks.num_blocks, pin=torch.cuda.is_available())
-        return store, self._window(store, "weights", window_bytes)
-
-    def extra_bytes(self) -> int:
-        """What a backward pass holds on the device beside the weights: the window of the state, and fp32 copies of gradients."""
-        if self.optimizer.two_phase:
-            sizes = [p[0].numel() * p.element_size() for p in self.params.values()]
-            return max(sizes, default=0) if self.blocks.device.type != "cpu" else 0
-        copies = max((self.params[name][0].numel() * 4 for name in self.masters), default=0)
-        return copies + (0 if self._states is None else self._states.window_bytes)
-
-    @contextlib.contextmanager
-    def opened(self, order: Sequence[int]) -> Iterator[BlockSink]:
-        """For one backward pass."""
-        self.is_finite = True
-        if self.optimizer.two_phase:
-            assert self._grads is not None
-            self._grads.begin()
-            try:
-                yield self
-                self._grads.commit()
-            except BaseException:
-                self._grads.abort()
-                raise
-            self._has_grads = True
-            return
-        if self._is_written:
-            raise InputError(
-                "these weights were updated by a backward pass before, and not committed; call step() or zero_grad() after each, or give "
-                "two_phase=True to add gradients up"
-            )
-        with self._writing(order):
-            yield self
-        self._is_written = True
-
-    @contextlib.contextmanager
-    def _writing(self, order: Sequence[int]) -> Iterator[None]:
-        """A next generation, with the state at hand; dropped if the block fails."""
-        store = self.blocks.store
-        store.begin()
-        try:
-            with contextlib.ExitStack() as stack:
-                self._reading = None if self._states is None else stack.enter_context(self._states.reading(order))
-                yield
-        except BaseException:
-            store.abort()
-            raise
-        finally:
-            self._reading = None
-
-    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        """Use, or add up, a block's gradients."""
-        wanted = {name: grad for name, grad in grads.items() if name in self.params}
-        if self.optimizer.two_phase:
-            assert self._grads is not None
-            old = self._grads.layouts[block].views(self._grads.record(block))
-            new = self._grads.layouts[block].views(self._grads.next_record(block))
-            for name, grad in wanted.items():
-                if self._has_grads:
-                    grad.add_(old[name].to(grad.device))
-                new[name].copy_(grad)
-            self._added_up.update(wanted)
-            return False
-        finite = self.optimizer.loss_scale.take_out(list(wanted.values()), is_whole_step=False)
-        self.is_finite = self.is_finite and finite
-        self._update(block, wanted, weights)
-        return True
-
-    def collect(self) -> Mapping[str, Tensor]:
-        """Nothing for autograd."""
-        return {}
-
-    def _update(self, block: int, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
-        """Update a block's parameters and state in their windows, and write the state."""
-        state = {} if self._reading is None else self._reading.take(block)
-        update = self.optimizer.update
-        self._with_gradient.update(grads)
-        for name, grad in grads.items():
-            own = {slot: state[f"{name}:{slot}"] for slot in update.slots(self.groups[id(self.params[name])])}
-            group, count = self.groups[id(self.params[name])], self.num_updates[name]
-            if name in self.masters:
-                master = state[f"{name}:{_MASTER}"]
-                update.apply(master, grad.float(), own, group, count)
-                weights[name].copy_(master)
-            else:
-                update.apply(weights[name], grad, own, group, count)
-        if self._reading is not None:
-            self._reading.write(block)
-            self._reading.give(block, forget=True)
-
-    def check(self) -> None:
-        """Look at all gradients before a two-phase step: whether they are finite, and their norm."""
-        self.is_finite, self.square_norm = True, 0.0
-        if not self._has_grads or self._grad_window is None:
-            return
-        if self.optimizer.loss_scale.is_off and self.optimizer.max_norm is None:
-            return
-        squares = []
-        inverse = 1.0 / self.optimizer.loss_scale.value
-        with self._grad_window.reading(range(self.blocks.num_blocks)) as reading:
-            for block in range(self.blocks.num_blocks):
-                grads = reading.take(block)
-                norms = [torch.linalg.vector_norm(grads[name], dtype=torch.float64) for name in sorted(self._added_up)]
-                squares += [(float(norm) * inverse) ** 2 for norm in norms]
-                reading.give(block)
-        self.square_norm = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
-        self.is_finite = math.isfinite(self.square_norm) or self.optimizer.loss_scale.is_off
-
-    def sweep(self, factor: float) -> None:
-        """The second phase: update all blocks by the gradients that were added up."""
-        if not self._has_grads or self._grad_window is None:
-            return
-        order = range(self.blocks.num_blocks)
-        with self._writing(order), self.blocks.weights.reading(order) as weights, self._grad_window.reading(order) as grads:
-            for block in order:
-                views, taken = weights.take(block), grads.take(block)
-                values = {name: taken[name] for name in self.params if name in self._added_up}
-                self.optimizer.loss_scale.take_out(list(values.values()), is_whole_step=False)
-                if factor < 1.0:
-                    for grad in values.values():
-                        grad.mul_(factor)
-                self._update(block, values, views)
-                weights.write(block)
-                weights.give(block, forget=True)
-                grads.give(block, forget=True)
-        self._is_written = True
-
-    def commit(self) -> None:
-        """Make the next generation the current one."""
-        if not self._is_written:
-            return
-        counts = {name: count + (name in self._with_gradient) for name, count in self.num_updates.items()}
-        numbers = [*counts.values()]
-        text = str(numbers[0]) if len({*numbers}) == 1 else ",".join(map(str, numbers))
-        self.blocks.store.commit({_UPDATED: text})
-        self._is_written = False
-        self.num_updates = counts
-        self.blocks.rebind()
-
-    def undo(self) -> None:
-        """Drop the next generation, but not the gradients that were added up."""
-        self.blocks.store.abort()
-        self._with_gradient.clear()
-        self._is_written = False
-
-    def drop(self) -> None:
-        """Drop the next generation, and all gradients."""
-        self.undo()
-        self._has_grads = False
-        self._added_up.clear()
-        self.is_finite = True
-
-    def leave(self) -> None:
-        """Give the blocks their former sink back."""
-        self.blocks.sink = self._before
-
-    def state_of(self, name: str) -> dict[str, Tensor]:
-        """The state of a parameter, stacked, in torch's form."""
-        stacked = self.blocks.store.layouts[0].stacked(self.blocks.store.all_records(), self.blocks.num_blocks)
-        param = self.params[name]
-        group = self.groups[id(param)]
-        slots = [*self.optimizer.update.slots(group), *([_MASTER] if name in self.masters else [])]
-        found = {slot: stacked[f"{name}:{slot}"] for slot in slots}
-        return {"step": torch.tensor(float(self.num_updates[name])), **found} if self.optimizer.update.counts(group) else found
-
-    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over states in torch's form."""
-        store = self.blocks.store
-        store.begin()
-        try:
-            for block, layout in enumerate(store.layouts):
-                start, _ = layout.span("state")
-                data = store.record(block)[start:].clone()
-                views = layout.views(data, "state")
-                weights = layout.views(store.record(block))
-                for key, view in views.items():
-                    name, _, slot = key.rpartition(":")
-                    value = states.get(name, {}).get(slot)
-                    if value is not None:
-                        view.copy_(value[block])
-                    elif slot == _MASTER:
-                        view.copy_(weights[name])
-                    else:
-                        view.zero_()
-                store.write(block, data, "state")
-            counts = {name: self._count(states.get(name, {})) for name in self.params}
-            store.commit({_UPDATED: ",".join(map(str, counts.values()))})
-        except BaseException:
-            store.abort()
-            raise
-        self.num_updates = counts
-        self.blocks.rebind()
-
-    @staticmethod
-    def _count(state: Mapping[str, Any]) -> int:
-        if "step" in state:
-            return int(state["step"])
-        return int(any(value is not None for value in state.values()))

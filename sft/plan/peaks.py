@@ -8,6 +8,7 @@ one pass from the end, which is the rule by which programs drop dead instruction
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -31,7 +32,8 @@ def suffix_peaks(instructions: Sequence[Instruction], place: Mapping[str, int], 
     owners = np.array([place[i.owner] for i in instructions], dtype=np.int64)
     num_bytes: dict[int, int] = {}
     owner_of: dict[int, int] = {}
-    events = _Events(len(place) + 1, len(instructions))
+    cuts = list(cuts)
+    events = _Events(cuts, len(instructions))
     for time, instruction in enumerate(instructions):
         owner = place[instruction.owner]
         for out in instruction.outputs:
@@ -41,8 +43,8 @@ def suffix_peaks(instructions: Sequence[Instruction], place: Mapping[str, int], 
         for number in instruction.frees:
             if number in num_bytes:
                 events.freed(owner_of[number], time, num_bytes[number])
-    before = events.before()
-    return np.array([_most(before[-1] - before[cut], owners >= cut) for cut in cuts])
+    everything = events.before(len(place) + 1)
+    return np.array([_most(everything - events.before(cut), owners >= cut) for cut in cuts])
 
 
 def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]) -> Floats:
@@ -68,7 +70,8 @@ def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]
             needed[slot.root] = min(needed.get(slot.root, never), int(first[time]))
     uses: dict[int, list[tuple[int, int]]] = {}
     sized: dict[int, int] = {}
-    events = _Events(never + 1, len(instructions))
+    cuts = list(cuts)
+    events = _Events([cut + 1 for cut in cuts], len(instructions))
     for time, instruction in enumerate(instructions):
         for out in instruction.outputs:
             if out is not None and out.root == out.number:
@@ -88,25 +91,29 @@ def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]
                     events.freed(start, last, -num_bytes)
                 events.freed(start, time, num_bytes)
                 last = time
-    before = events.before()
-    return np.array([_most(before[cut + 1], first <= cut) for cut in cuts])
+    return np.array([_most(events.before(cut + 1), first <= cut) for cut in cuts])
 
 
 class _Events:
-    """Bytes made and freed at times, by the first place at which they count."""
+    """Bytes made and freed at times, by the first place at which they count; of places only those between two cuts are told apart."""
 
-    def __init__(self, num_places: int, num_times: int) -> None:
-        self._bytes = np.zeros((num_places, 2 * num_times))
+    def __init__(self, cuts: Iterable[int], num_times: int) -> None:
+        self._cuts = sorted(set(cuts))
+        self._bytes = np.zeros((len(self._cuts) + 1, 2 * num_times))
+        self._sums: Floats | None = None
 
     def made(self, start: int, time: int, num_bytes: int) -> None:
-        self._bytes[start, 2 * time] += num_bytes
+        self._bytes[bisect_right(self._cuts, start), 2 * time] += num_bytes
 
     def freed(self, start: int, time: int, num_bytes: int) -> None:
-        self._bytes[start, 2 * time + 1] -= num_bytes
+        self._bytes[bisect_right(self._cuts, start), 2 * time + 1] -= num_bytes
 
-    def before(self) -> Floats:
-        """What is made less what is freed at each time, of what counts before each place."""
-        return np.concatenate([np.zeros((1, self._bytes.shape[1])), np.cumsum(self._bytes, axis=0)])
+    def before(self, cut: int) -> Floats:
+        """What is made less what is freed at each time, of what counts before a cut (or, behind the last one, of all)."""
+        if self._sums is None:
+            self._sums = np.cumsum(self._bytes, axis=0)
+        found: Floats = self._sums[bisect_left(self._cuts, cut)]
+        return found
 
 
 def _most(changes: Floats, runs: npt.NDArray[np.bool_]) -> float:

@@ -38,7 +38,7 @@ from sft.plan.tiling import panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
 
-__all__ = ["check_host", "plan_segments"]
+__all__ = ["check_device", "check_host", "plan_segments"]
 
 _NUM_SMALLEST = 3
 #: A plan that costs at most so much more than running each strip once more is not worth looking further.
@@ -207,6 +207,22 @@ def check_host(planned: Planned, host_budget_bytes: int | None) -> None:
             f"host_budget is {format_bytes(host_budget_bytes)}, but what leaves the device during a step takes "
             f"{format_bytes(needed)} of the host's memory. Raise host_budget to {needed} bytes, or the device's budget, or choose a "
             "strategy that recomputes.",
+            needed_bytes=needed,
+        )
+
+
+def check_device(problem: Problem, planned: Planned, budget_bytes: int) -> None:
+    """Refuse a plan that takes more of the device than it may.
+
+    Raises:
+        BudgetError: it does.
+    """
+    needed = problem.resident_bytes + planned.projection.peak_bytes
+    if needed > budget_bytes:
+        raise BudgetError(
+            f"the budget is {format_bytes(budget_bytes)}, but the plan that was given needs {format_bytes(needed)} here "
+            f"({format_bytes(problem.resident_bytes)} resident). Raise the budget to {needed} bytes, or leave plan out and have "
+            "one made for this budget.",
             needed_bytes=needed,
         )
 

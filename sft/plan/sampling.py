@@ -33,6 +33,8 @@ Floats = npt.NDArray[np.float64]
 
 #: At how many cuts, about, it is counted what tiles compute twice.
 _NUM_HALO_SAMPLES = 12
+#: Of the sampled heights those at which strips of panels are lowered: the lowest, and two in the middle.
+_ANCHORS = (0, -3, -2)
 
 
 def halo_shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
@@ -95,7 +97,7 @@ class RunSampler:
         """Lower a run's largest strip at the sampled heights, and fill in the others."""
         problem = self.tiling.problem
         strip_rows = tuple(self.tiling.rows_of(names, rows) for rows in self.strip_rows)
-        sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in self.sampled]
+        sampled = self._samples(names, cuts, [strip_rows[index] for index in self.sampled])
         at = np.array([strip_rows[index] for index in self.sampled], dtype=np.float64)
         wanted = np.array(strip_rows, dtype=np.float64)
 
@@ -130,6 +132,26 @@ class RunSampler:
             states=states,
             restored_share=np.array([[policy.num_restored(int(n)) / n for policy in self.policies] for n in num_steps]),
         )
+
+    def _samples(self, names: tuple[str, ...], cuts: Sequence[int], heights: Sequence[int]) -> list[dict[str, Any]]:
+        """Samples at some heights. Of panels only strips of a few heights are lowered: what part they are of strips in full width, which
+        have been lowered before, hardly depends on the height."""
+        if self.tiling.num_panels == 1 or self.tiling.halo != "carry" or len(heights) <= len(_ANCHORS) + 1:
+            return [self._remembered_sample(names, cuts, rows) for rows in heights]
+        in_full = replace(self, tiling=replace(self.tiling, panel_cols=self.tiling.width))
+        wide = [in_full._remembered_sample(names, cuts, rows) for rows in heights]
+        own = {heights[index]: self._remembered_sample(names, cuts, heights[index]) for index in _ANCHORS}
+        row_bytes = own[heights[0]]["row_bytes"]
+        shares = {
+            key: np.array([sample[key] / np.maximum(1.0, wide[heights.index(rows)][key]) for rows, sample in own.items()])
+            for key in ("peak", "overhead")
+        }
+
+        def estimated(rows: int, sample: dict[str, Any]) -> dict[str, Any]:
+            parts = {key: [np.interp(rows, list(own), column) for column in share.T] for key, share in shares.items()}
+            return {**sample, "row_bytes": row_bytes, **{key: sample[key] * np.array(part) for key, part in parts.items()}}
+
+        return [own.get(rows) or estimated(rows, sample) for rows, sample in zip(heights, wide, strict=True)]
 
     def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         key = ("sample", replace(self.tiling.choice(names, 1), restart=False), strip_rows)

@@ -1,0 +1,364 @@
+"""The streamed blocks of one repetition under an optimizer: the sink of their gradients, and their part of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from sft.deep.streamed import BlockSink, StreamedBlocks
+from sft.errors import InputError
+from sft.optim.replicas import Staging
+from sft.weights import HostStore, Layout, Reading, TensorSpec, WeightStream
+
+if TYPE_CHECKING:
+    from sft.optim.streamed import StreamedOptimizer
+
+__all__ = ["HALF", "MASTER", "StreamedChain"]
+
+HALF = (torch.bfloat16, torch.float16)
+#: Name of the fp32 copy of a parameter in half precision, in the state.
+MASTER = "master"
+#: Names in a file's metadata: how often its weights were updated, and whose share of the state is in it.
+_UPDATED, _SHARE, _ALONE = "updates", "share", "0/1"
+
+
+class StreamedChain:
+    """The streamed blocks of one repetition under an optimizer: the sink of their gradients, and their part of a step."""
+
+    def __init__(
+        self, optimizer: StreamedOptimizer, blocks: StreamedBlocks, groups: Mapping[int, dict[str, Any]], window_bytes: int | None
+    ) -> None:
+        self.optimizer, self.blocks, self.groups = optimizer, blocks, groups
+        self._before = blocks.sink
+        self.params = {name: p for name, p in blocks.block.named_parameters() if id(p) in groups and p.requires_grad}
+        self.is_finite = True
+        self.square_norm = 0.0
+        self._is_written = False
+        self._has_grads = False
+        self._replicas = optimizer.replicas
+        self._staging: Staging | None = None
+        self.masters = frozenset(name for name, param in self.params.items() if param.dtype in HALF)
+        specs = [spec for name, param in self.params.items() for spec in self._specs(name, param)]
+        if specs:
+            self._check_share()
+        resumed = blocks.set_state(specs, self._first_state) if self.params else False
+        self.num_updates = self._counts() if resumed else dict.fromkeys(self.params, 0)
+        self._states = self._window(blocks.store, "state", window_bytes) if specs else None
+        self._grads: HostStore | None = None
+        self._grad_window: WeightStream | None = None
+        if optimizer.two_phase and self.params:
+            self._grads, self._grad_window = self._gradients(window_bytes)
+        self._reading: Reading | None = None
+        self._with_gradient: set[str] = set()
+        self._added_up: set[str] = set()  # the parameters whose gradients are on the host
+
+    def _specs(self, name: str, param: Tensor) -> list[TensorSpec]:
+        shape, dtype = self._replicas.shape_of_share(tuple(param.shape[1:])), torch.float32 if name in self.masters else param.dtype
+        slots = [*self.optimizer.update.slots(self.groups[id(param)]), *([MASTER] if name in self.masters else [])]
+        return [TensorSpec(name=f"{name}:{slot}", shape=shape, dtype=dtype, is_state=True) for slot in slots]
+
+    def _first_state(self, block: int, views: dict[str, Tensor]) -> None:
+        for name in self.masters:
+            views[f"{name}:{MASTER}"].copy_(self._replicas.own(views[name]))
+
+    def _check_share(self) -> None:
+        """Whether the state of a file that goes on is this rank's.
+
+        Raises:
+            InputError: it is another's.
+        """
+        metadata = self.blocks.store.metadata
+        own, theirs = self._share(), metadata.get(_SHARE, _ALONE)
+        if _UPDATED in metadata and own != theirs:
+            raise InputError(
+                f"the file of weights has the optimizer state of rank {theirs}, and this is rank {own} (of how many). Give each rank "
+                "its own file; for another number of ranks stream the model's state_dict to new files, and load the optimizer's state_dict"
+            )
+
+    def _share(self) -> str:
+        return f"{self._replicas.place}/{self._replicas.count}"
+
+    def asked(self) -> Any:
+        """What must be the same on all ranks."""
+        shapes = [(name, tuple(param.shape), str(param.dtype)) for name, param in self.params.items()]
+        return self.blocks.num_blocks, shapes, self.num_updates
+
+    def hash_weights(self, digest: Any) -> None:
+        """Add all weights to a digest."""
+        store = self.blocks.store
+        for block, layout in enumerate(store.layouts):
+            for name, view in layout.views(store.record(block)).items():
+                if name in self.params:
+                    digest.update(view.reshape(-1).view(torch.uint8).numpy().data)
+
+    @property
+    def _sizes(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Elements and types of a block's gradients."""
+        return {name: (param[0].numel(), param.dtype) for name, param in self.params.items()}
+
+    def check_slots(self, groups: Mapping[int, dict[str, Any]]) -> None:
+        """Whether other settings keep the same state.
+
+        Raises:
+            InputError: they do not.
+        """
+        for name, param in self.params.items():
+            kept = self.optimizer.update.slots(self.groups[id(param)])
+            wanted = self.optimizer.update.slots({**self.optimizer.defaults, **groups.get(id(param), {})})
+            if kept != wanted:
+                raise InputError(
+                    f"the loaded settings keep {', '.join(wanted) or 'nothing'} for {name}, where this optimizer keeps "
+                    f"{', '.join(kept) or 'nothing'}; make it with the same settings"
+                )
+
+    def _counts(self) -> dict[str, int]:
+        """How often each parameter was updated, as the file says."""
+        counts = self.blocks.store.metadata.get(_UPDATED, "0").split(",")
+        if len(counts) == 1:
+            counts *= len(self.params)
+        return {name: int(count) for name, count in zip(self.params, counts, strict=True)}
+
+    def _window(self, store: Any, part: Literal["weights", "state"], window_bytes: int | None) -> WeightStream:
+        size = store.layouts[0].part_bytes(part)
+        num_bytes = min(2, len(store.layouts)) * size if window_bytes is None else window_bytes
+        return WeightStream(store, self.blocks.device, window_bytes=num_bytes, part=part, prefetch=self.blocks.prefetch)
+
+    def _gradients(self, window_bytes: int | None) -> tuple[HostStore, WeightStream]:
+        shape = self._replicas.shape_of_share
+        layout = Layout.of(TensorSpec(name=name, shape=shape(tuple(p.shape[1:])), dtype=p.dtype) for name, p in self.params.items())
+        store = HostStore([layout] * self.blocks.num_blocks, pin=torch.cuda.is_available())
+        return store, self._window(store, "weights", window_bytes)
+
+    def extra_bytes(self) -> int:
+        """What a backward pass holds on the device beside the weights: the window of the state, fp32 copies of gradients, messages."""
+        messages = self._replicas.staging_bytes(self._sizes)
+        if self.optimizer.two_phase:
+            sizes = [p[0].numel() * p.element_size() for p in self.params.values()]
+            return messages + (max(sizes, default=0) if self.blocks.device.type != "cpu" else 0)
+        copies = max((self.params[name][0].numel() * 4 for name in self.masters), default=0)
+        return messages + copies + (0 if self._states is None else self._states.window_bytes)
+
+    @contextlib.contextmanager
+    def opened(self, order: Sequence[int]) -> Iterator[BlockSink]:
+        """For one backward pass, on all ranks together."""
+        with self._replicas.guarded(), self._staged():
+            if self._replicas.count > 1:
+                asked = (list(order), self.num_updates, self.optimizer.settings())
+                self._replicas.agree(asked, "run the same repetition of the same model, updated as often, with the same settings")
+            with self._begun(order):
+                yield self
+
+    @contextlib.contextmanager
+    def _staged(self) -> Iterator[Staging]:
+        """Room for messages."""
+        self._staging = self._replicas.staging(self._sizes)
+        try:
+            yield self._staging
+        finally:
+            self._staging = None
+
+    @contextlib.contextmanager
+    def _begun(self, order: Sequence[int]) -> Iterator[None]:
+        """What is written in a backward pass; dropped if the block fails."""
+        self.is_finite = True
+        if self.optimizer.two_phase:
+            assert self._grads is not None
+            self._grads.begin()
+            try:
+                yield
+                self._grads.commit()
+            except BaseException:
+                self._grads.abort()
+                raise
+            self._has_grads = True
+            return
+        if self._is_written:
+            raise InputError(
+                "these weights were updated by a backward pass before, and not committed; call step() or zero_grad() after each, or give "
+                "two_phase=True to add gradients up"
+            )
+        with self._writing(order):
+            yield
+        self._is_written = True
+
+    @contextlib.contextmanager
+    def _writing(self, order: Sequence[int]) -> Iterator[None]:
+        """A next generation, with the state at hand; dropped if the block fails."""
+        store = self.blocks.store
+        store.begin()
+        try:
+            with contextlib.ExitStack() as stack:
+                self._reading = None if self._states is None else stack.enter_context(self._states.reading(order))
+                yield
+        except BaseException:
+            store.abort()
+            raise
+        finally:
+            self._reading = None
+
+    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+        """Use, or add up, a block's gradients."""
+        assert self._staging is not None
+        wanted = self._staging.reduced({name: grad for name, grad in grads.items() if name in self.params})
+        if self.optimizer.two_phase:
+            assert self._grads is not None
+            old = self._grads.layouts[block].views(self._grads.record(block))
+            new = self._grads.layouts[block].views(self._grads.next_record(block))
+            for name, grad in wanted.items():
+                if self._has_grads:
+                    grad.add_(old[name].to(grad.device))
+                new[name].copy_(grad)
+            self._added_up.update(wanted)
+            return False
+        finite = self.optimizer.loss_scale.take_out(list(wanted.values()), is_whole_step=False)
+        self.is_finite = self.is_finite and finite
+        self._update(block, wanted, weights)
+        self._staging.spread({name: weights[name] for name in wanted})
+        return True
+
+    def collect(self) -> Mapping[str, Tensor]:
+        """Nothing for autograd."""
+        return {}
+
+    def _update(self, block: int, grads: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> None:
+        """Update a block's parameters and state in their windows, and write the state."""
+        state = {} if self._reading is None else self._reading.take(block)
+        update = self.optimizer.update
+        self._with_gradient.update(grads)
+        for name, grad in grads.items():
+            own = {slot: state[f"{name}:{slot}"] for slot in update.slots(self.groups[id(self.params[name])])}
+            group, count = self.groups[id(self.params[name])], self.num_updates[name]
+            weight = self._replicas.own(weights[name])
+            if name in self.masters:
+                master = state[f"{name}:{MASTER}"]
+                update.apply(master, grad.float(), own, group, count)
+                weight.copy_(master)
+            else:
+                update.apply(weight, grad, own, group, count)
+        if self._reading is not None:
+            self._reading.write(block)
+            self._reading.give(block, forget=True)
+
+    def check(self) -> None:
+        """Look at all gradients before a two-phase step: whether they are finite, and their norm."""
+        self.is_finite, self.square_norm = True, 0.0
+        if not self._has_grads or self._grad_window is None:
+            return
+        if self.optimizer.loss_scale.is_off and self.optimizer.max_norm is None:
+            return
+        squares = []
+        inverse = 1.0 / self.optimizer.loss_scale.value
+        with self._grad_window.reading(range(self.blocks.num_blocks)) as reading:
+            for block in range(self.blocks.num_blocks):
+                grads = reading.take(block)
+                norms = [torch.linalg.vector_norm(grads[name], dtype=torch.float64) for name in sorted(self._added_up)]
+                squares += [(float(norm) * inverse) ** 2 for norm in norms]
+                reading.give(block)
+        self.square_norm = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
+        self.is_finite = math.isfinite(self.square_norm) or self.optimizer.loss_scale.is_off
+
+    def sweep(self, factor: float) -> None:
+        """The second phase: update all blocks by the gradients that were added up."""
+        if not self._has_grads or self._grad_window is None:
+            return
+        order = range(self.blocks.num_blocks)
+        with (
+            self._staged() as staging,
+            self._writing(order),
+            self.blocks.weights.reading(order) as weights,
+            self._grad_window.reading(order) as grads,
+        ):
+            for block in order:
+                views, taken = weights.take(block), grads.take(block)
+                values = {name: taken[name] for name in self.params if name in self._added_up}
+                self.optimizer.loss_scale.take_out(list(values.values()), is_whole_step=False)
+                if factor < 1.0:
+                    for grad in values.values():
+                        grad.mul_(factor)
+                self._update(block, values, views)
+                staging.spread({name: views[name] for name in values})
+                weights.write(block)
+                weights.give(block, forget=True)
+                grads.give(block, forget=True)
+        self._is_written = True
+
+    def commit(self) -> None:
+        """Make the next generation the current one."""
+        if not self._is_written:
+            return
+        counts = {name: count + (name in self._with_gradient) for name, count in self.num_updates.items()}
+        numbers = [*counts.values()]
+        text = str(numbers[0]) if len({*numbers}) == 1 else ",".join(map(str, numbers))
+        self.blocks.store.commit({_UPDATED: text, **self._marked()})
+        self._is_written = False
+        self.num_updates = counts
+        self.blocks.rebind()
+
+    def _marked(self) -> dict[str, str]:
+        """Whose state the weights are committed with, where it is not all of it."""
+        return {_SHARE: self._share()} if self._replicas.count > 1 else {}
+
+    def undo(self) -> None:
+        """Drop the next generation, but not the gradients that were added up."""
+        self.blocks.store.abort()
+        self._with_gradient.clear()
+        self._is_written = False
+
+    def drop(self) -> None:
+        """Drop the next generation, and all gradients."""
+        self.undo()
+        self._has_grads = False
+        self._added_up.clear()
+        self.is_finite = True
+
+    def leave(self) -> None:
+        """Give the blocks their former sink back."""
+        self.blocks.sink = self._before
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """The state of a parameter, stacked, in torch's form."""
+        stacked = self.blocks.store.layouts[0].stacked(self.blocks.store.all_records(), self.blocks.num_blocks)
+        param = self.params[name]
+        group = self.groups[id(param)]
+        slots = [*self.optimizer.update.slots(group), *([MASTER] if name in self.masters else [])]
+        found = {slot: self._replicas.whole(stacked[f"{name}:{slot}"], tuple(param.shape[1:])) for slot in slots}
+        return {"step": torch.tensor(float(self.num_updates[name])), **found} if self.optimizer.update.counts(group) else found
+
+    def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over states in torch's form."""
+        store = self.blocks.store
+        store.begin()
+        try:
+            for block, layout in enumerate(store.layouts):
+                start, _ = layout.span("state")
+                data = store.record(block)[start:].clone()
+                views = layout.views(data, "state")
+                weights = layout.views(store.record(block))
+                for key, view in views.items():
+                    name, _, slot = key.rpartition(":")
+                    value = states.get(name, {}).get(slot)
+                    if value is not None:
+                        view.copy_(self._replicas.own(value[block].contiguous()))
+                    elif slot == MASTER:
+                        view.copy_(self._replicas.own(weights[name]))
+                    else:
+                        view.zero_()
+                store.write(block, data, "state")
+            counts = {name: self._count(states.get(name, {})) for name in self.params}
+            store.commit({_UPDATED: ",".join(map(str, counts.values())), **self._marked()})
+        except BaseException:
+            store.abort()
+            raise
+        self.num_updates = counts
+        self.blocks.rebind()
+
+    @staticmethod
+    def _count(state: Mapping[str, Any]) -> int:
+        if "step" in state:
+            return int(state["step"])
+        return int(any(value is not None for value in state.values()))

@@ -1,0 +1,89 @@
+"""Captures with batch norms by shape hold what those with their formula hold."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._decomp import decompositions
+
+from sft.analysis.capture import Capture, capture
+from sft.analysis.graph import Graph
+from sft.analysis.normshapes import norms_by_shape
+from sft.errors import InputError
+
+_SHAPE = (2, 3, 32, 40)
+
+
+class _Norms(nn.Module):
+    """Batch norms of every kind that ``nn`` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds: list[dict[str, bool]] = [
+            {},
+            {"affine": False},
+            {"track_running_stats": False},
+            {"affine": False, "track_running_stats": False},
+        ]
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(3 if i == 0 else 4, 4, 3), nn.BatchNorm2d(4, **kind), nn.ReLU()) for i, kind in enumerate(kinds))
+        )
+        self.last = nn.InstanceNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.last(self.layers(x))
+        return y
+
+
+def _captured(model: nn.Module, device: str, autocast: torch.dtype | None) -> Capture:
+    return capture(model, [_SHAPE], [torch.float32], torch.device(device), autocast=autocast)
+
+
+def _numbered(graph: Graph) -> str:
+    """What a graph says, with operators numbered: the exporter's own numbers also count sizes that it forgets again."""
+    numbers = {node.name: f"%{index}" for index, node in enumerate(graph.nodes)}
+    said = repr((graph.nodes, graph.outputs, graph.updates))
+    return re.sub(r"'(\w+)'", lambda match: numbers.get(match[1], match[0]), said)
+
+
+@pytest.mark.parametrize(("device", "autocast", "training"), [("meta", None, True), ("cpu", None, False), ("cpu", torch.bfloat16, True)])
+def test_the_graph_is_that_of_the_formula(
+    monkeypatch: pytest.MonkeyPatch, device: str, autocast: torch.dtype | None, training: bool
+) -> None:
+    with torch.device(device):
+        model = _Norms().train(training)
+    found = _captured(model, device, autocast)
+    monkeypatch.setattr(importlib.import_module("sft.analysis.capture"), "norms_by_shape", contextlib.nullcontext)
+    expected = _captured(model, device, autocast)
+    assert _numbered(found.graph) == _numbered(expected.graph)
+    assert sum("norm" in node.target for node in found.graph.operators) >= 3
+
+
+def test_the_formula_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def formula(*arguments: object) -> None:
+        raise AssertionError("the formula was run")
+
+    formula.__signature__ = inspect.signature(decompositions.native_batch_norm_helper)  # type: ignore[attr-defined]
+    monkeypatch.setattr(decompositions, "native_batch_norm_helper", formula)
+    assert _captured(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "cpu", None).graph.operators
+    assert getattr(decompositions, "native_batch_norm_helper") is formula  # noqa: B009 (mypy believes its declared type)
+
+
+def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def formula(values: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(decompositions, "native_batch_norm_helper", formula)
+    with norms_by_shape():
+        assert getattr(decompositions, "native_batch_norm_helper") is formula  # noqa: B009
+
+
+def test_a_norm_of_other_channels_is_refused() -> None:
+    with pytest.raises(InputError, match="refuses"):
+        _captured(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(5)), "cpu", None)

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from torch import nn
 
 from sft.bands.mesh import MeshShape
-from sft.errors import InputError
+from sft.errors import InputError, SourceError
 from sft.wsi.cli import main, read_config
 from sft.wsi.commands import _plans
 from sft.wsi.errors import RunFolderError
+from sft.wsi.experiment import calibrate_norms, load_experiment
 from sft.wsi.progress import Reporter
 from sft.wsi.runstate import check_same_run, fingerprint, surroundings
 from sft.wsi.table import SlideTable
@@ -42,13 +44,28 @@ def _start(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tupl
 def test_a_run_that_a_slide_stopped_goes_on_as_the_error_advises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = write_task(tmp_path, num_slides=6, size_px=136)
     damage_tile(tmp_path / "s1.tif")
-    config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"epochs": 1, "accumulate": 1})
+    config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", model={"norm": "frozen"}, train={"epochs": 1, "accumulate": 1})
     code, said = _start(["--config", str(config)], capsys)
     assert code == 1 and "s1.tif" in said and "6 slides checked, 0 cannot be used" in said
     code, said = _start(["--config", str(config), "--train.on_error", "skip", "--model.budget", "65MiB"], capsys)
     assert code == 3, said
     assert "model.budget (was '64MiB', is '65MiB'), train.on_error (was 'raise', is 'skip'). It goes on, but not to the same bits" in said
     assert [row["slides"] for row in _steps(tmp_path / "run")] == ["s0"]
+
+
+def test_norms_are_calibrated_beside_damage_that_may_be_left_out(tmp_path: Path) -> None:
+    table = write_task(tmp_path, num_slides=6, size_px=136)
+    damage_tile(tmp_path / "s1.tif")
+    for policy in ("skip", "raise"):
+        config = read_config(write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"on_error": policy}))
+        experiment = load_experiment(config)
+        if policy == "raise":
+            with pytest.raises(SourceError, match="s1"):
+                calibrate_norms(experiment, {})
+        else:
+            assert calibrate_norms(experiment, {}) == 2
+            norms = [module for module in experiment.model.modules() if isinstance(module, nn.BatchNorm2d)]
+            assert len(norms) == 2 and all(norm.running_mean is not None and norm.running_mean.abs().sum() > 0 for norm in norms)
 
 
 def test_patience_ends_a_run_and_more_of_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

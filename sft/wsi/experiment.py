@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +168,17 @@ def calibrate_norms(experiment: Experiment, failed: dict[str, str]) -> int:
     records = [record for record in experiment.records("train") if record.name not in failed]
     draw = generator(experiment.config.train.seed, "calibration")
     chosen = [records[int(number)] for number in draw.integers(len(records), size=_CALIBRATION_CROPS)]
-    return calibrate(experiment.model.backbone, (_crop(experiment, record, draw) for record in chosen))
+    return calibrate(experiment.model.backbone, _crops(experiment, chosen, draw))
+
+
+def _crops(experiment: Experiment, records: Sequence[SlideRecord], draw: np.random.Generator) -> Iterator[Tensor]:
+    """A crop of each slide; none of one that is damaged there and may be left out, which training will find."""
+    for record in records:
+        try:
+            yield _crop(experiment, record, draw)
+        except SourceError:
+            if experiment.config.train.on_error != "skip":
+                raise
 
 
 def _crop(experiment: Experiment, record: SlideRecord, draw: np.random.Generator) -> Tensor:

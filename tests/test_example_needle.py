@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,8 @@ from sft.sources import open_image
 from sft.wsi import TaskConfig, read_table
 
 pytest.importorskip("openslide")
+
+_MAIN = Path(__file__).resolve().parents[1] / "examples" / "needle" / "main.py"
 
 
 def test_shuffled_blocks_keep_their_pixels_and_no_others() -> None:
@@ -62,3 +66,14 @@ def test_the_other_ways_to_train_predict_each_slide_that_is_not_for_training(tmp
     for predictions in found.values():
         assert [prediction.name for prediction in predictions] == names
         assert all(sum(prediction.output) == pytest.approx(1) for prediction in predictions)
+
+
+def test_the_script_trains_three_ways_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--slides", "8", "--size", "128", "--needle", "16", "--epochs", "1", "--patch", "64", "--baseline-lr", "1e-3", "--more", "2"]
+    monkeypatch.setattr(sys, "argv", [str(_MAIN), *options, "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the script adds to it
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(_MAIN), run_name="__main__")
+    assert end.value.code == 0
+    page = (tmp_path / "results.md").read_text(encoding="utf-8")
+    assert all(way in page for way in ("| whole slides, sft |", "| downsampled 8 x 8 |", "| random patches of 64 px", "2 times the pixels"))

@@ -85,6 +85,28 @@ def test_the_beginning_is_decoded_once() -> None:
     assert image.read_rows == [(0, 64)], "the block is there already"
 
 
+def test_validation_and_evaluation_open_every_slide_but_the_first_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [f"s{number}.tif,{'ab'[number % 2]},p{number},{'train' if number < 2 else 'val'}" for number in range(5)]
+    write_task(tmp_path, num_slides=5, size_px=96)
+    (tmp_path / "slides.csv").write_text("\n".join(["slide,label,patient,split", *rows]) + "\n")
+    config = write_config(tmp_path / "c.yaml", tmp_path / "slides.csv", tmp_path / "run", train={"epochs": 1})
+    opened: list[tuple[str, str]] = []
+    plain = SlideFeed.source
+
+    def noted(self: SlideFeed, record: Any, *rest: Any) -> Any:
+        if not rest:
+            opened.append((threading.current_thread().name, record.name))
+        return plain(self, record, *rest)
+
+    monkeypatch.setattr(SlideFeed, "source", noted)
+    once = [(threading.main_thread().name, "s2"), (THREAD_NAME, "s3"), (THREAD_NAME, "s4")]
+    assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
+    assert opened == 2 * once, "after the epoch, and of the best model"
+    opened.clear()
+    assert main(["evaluate", str(tmp_path / "run"), "--bootstrap", "0"]) == 0
+    assert opened == once
+
+
 def test_training_opens_every_slide_but_the_first_of_an_epoch_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = write_task(tmp_path, num_slides=8)
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"epochs": 1, "accumulate": 2})

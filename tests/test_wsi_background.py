@@ -16,6 +16,11 @@ from tests.helpers.wsi import real_pixels, write_config, write_slide, write_tabl
 _HEIGHT_PX, _WIDTH_PX = 1600, 160
 
 
+def _steps(run: Path) -> list[dict[str, str]]:
+    with (run / "steps.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def _table(folder: Path) -> Path:
     """Four slides, of which a mask leaves a sixth at both ends."""
     mask = np.zeros((_HEIGHT_PX // 8, _WIDTH_PX // 8), np.uint8)
@@ -48,6 +53,35 @@ def test_background_is_left_out_of_training(tmp_path: Path, capsys: pytest.Captu
     assert len(shares) == 2
     assert all(0.1 < share < 0.66 for share in shares)
     assert "% of the FLOPs of its training steps were left out" in capsys.readouterr().out
+
+
+def test_tiles_of_columns_leave_out_background_beside_tissue(tmp_path: Path) -> None:
+    """Tissue at the right of every row: no strip of the whole width is background, but tiles are."""
+    height_px, width_px = 256, 1024
+    mask = np.zeros((height_px // 8, width_px // 8), np.uint8)
+    mask[:, -len(mask[0]) // 4 :] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    for number in range(2):
+        crop = real_pixels()[height_px * number : height_px * (number + 1), :width_px]
+        write_slide(tmp_path / f"s{number}.tif", crop[..., ::-1] if number else crop)
+    rows = [{"slide": f"s{number}.tif", "label": str(number), "split": "train", "mask": "mask.png"} for number in range(2)]
+    # Not painted are the cropped slide's columns only: a second piece of tissue at the left keeps them all.
+    mask[:2, :2] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    table, shares = write_table(tmp_path / "slides.csv", rows), {}
+    for name, tile in (("strips", [64, width_px]), ("tiles", [64, 128])):
+        config = write_config(
+            tmp_path / "c.yaml",
+            table,
+            tmp_path / name,
+            model={"budget": "8MiB", "tile": tile},
+            augment={"rotations": False},
+            train={"accumulate": 1, "epochs": 1},
+        )
+        assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
+        shares[name] = [float(row["skipped_share"]) for row in _steps(tmp_path / name)]
+    assert shares["strips"] == [0.0, 0.0]
+    assert all(0.2 < share < 0.75 for share in shares["tiles"]), shares
 
 
 def test_rows_of_earlier_versions_stay(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from sft.wsi.checkpoint import CheckpointFolder
 from sft.wsi.cli import main
 from sft.wsi.runfolder import RunFolder
 from sft.wsi.tissue import read_area
+from tests.helpers.slides import SLIDE
 from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table, write_task
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -114,7 +115,8 @@ def test_heatmaps_are_the_decision(trained: Path, tmp_path: Path, capsys: pytest
     told, _ = _said(capsys)
     (drawn,) = told["heatmaps"]
     assert {Path(name).name for name in drawn["files"]} == {
-        "map-swapped.npy", "map-swapped.png", "saliency-swapped.png", "crop-swapped-01.png", "crop-swapped-02.png", "crops-swapped.csv"
+        "map-swapped.npy", "map-swapped.png", "saliency-swapped.npy", "saliency-swapped.png",
+        "crop-swapped-01.png", "crop-swapped-02.png", "crops-swapped.csv"
     }  # fmt: skip
     best = CheckpointFolder(trained / "run" / "checkpoints").load("best")
     assert best is not None
@@ -133,6 +135,33 @@ def test_heatmaps_are_the_decision(trained: Path, tmp_path: Path, capsys: pytest
         pixels = real_pixels()[tissue_places(168)[6][0] + int(crops[0]["top_px"]) :, tissue_places(168)[6][1] + int(crops[0]["left_px"]) :]
         assert np.array_equal(np.asarray(crop), pixels[:32, :32])
     assert not list(tmp_path.rglob(".partial-*"))
+
+
+def test_a_real_slide_from_the_table_to_the_heatmap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"slide_id": f"s{number}", "label": "ab"[number % 2], "case_id": f"c{number}"} for number in range(6)]
+    for row in rows:
+        shutil.copy(SLIDE, tmp_path / f"{row['slide_id']}.svs")
+    config = write_config(
+        tmp_path / "c.yaml",
+        write_table(tmp_path / "t.csv", rows),
+        tmp_path / "run",
+        data={"mpp": 4.0, "tissue": "mask", "val_fraction": 0.34},
+        model={"head": "attention"},
+        augment={"stain": "macenko"},
+        train={"epochs": 1},
+    )
+    assert main(["train", "--config", str(config), "--bootstrap", "0", "--json"]) == 0
+    told, _ = _said(capsys)
+    assert told["steps"] == 2 and not told["failed"]
+    validated = _rows(tmp_path / "run" / "val" / "predictions.csv")
+    assert len(validated) == 2 and {row["target"] for row in validated} == {"a", "b"}
+    assert main(["heatmap", str(tmp_path / "run"), "--names", validated[0]["slide"], "--saliency", "--crops", "0", "--json"]) == 0
+    told, _ = _said(capsys)
+    (drawn,) = told["heatmaps"]
+    evidence = np.load(drawn["files"][0])
+    best = CheckpointFolder(tmp_path / "run" / "checkpoints").load("best")
+    assert best is not None
+    assert evidence.sum() + float(best.weights["head.classifier.bias"][1]) == pytest.approx(drawn["score"], rel=1e-3, abs=1e-5)
 
 
 def test_saliency_is_the_gradient_of_the_input(trained: Path, tmp_path: Path) -> None:

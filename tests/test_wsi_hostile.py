@@ -57,6 +57,26 @@ def test_missing_and_empty_slides_and_patients_in_two_splits_are_told_in_one_lis
     assert not (tmp_path / "run").exists()
 
 
+def test_labels_are_no_paths_and_no_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table = write_task(tmp_path, num_slides=6, size_px=96)
+    table.write_text(table.read_text().replace("plain", "x/../../../../evil").replace("swapped", r"$\foo$"))
+    run = tmp_path / "run"
+    config = write_config(tmp_path / "c.yaml", table, run, train={"epochs": 1})
+    before = {*tmp_path.rglob("*")}
+    assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
+    options = ["--names", "s2", "--classes", "x/../../../../evil", r"$\foo$", "--saliency", "--crops", "1", "--crop-px", "16"]
+    assert main(["heatmap", str(run), *options]) == 0
+    _said(capsys)
+    made = {*tmp_path.rglob("*")} - before
+    assert all(path == run or path.is_relative_to(run) for path in made)
+    names = [f"{kind}-{name}" for name in ("_foo_", "x_.._.._.._.._evil") for kind in ("crop", "crops", "map", "saliency")]
+    drawn = sorted(path.name for path in made if path.is_relative_to(run / "heatmaps" / "s2") and path.is_file())
+    assert len(drawn) == 2 * 6 and all(any(name.startswith(start) for start in names) for name in drawn), drawn
+    found = np.load(run / "heatmaps" / "s2" / "saliency-_foo_.npy")
+    assert found.ndim == 2 and found.max() > 0
+    assert (run / "val" / "confusion.png").exists() and (run / "summary.md").exists()
+
+
 def test_a_slide_that_vanishes_during_a_run_is_left_out_or_ends_it_with_its_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,44 @@ class _Branched(nn.Module):
         return torch.cat([one.mean((2, 3)), self.second(one).mean((2, 3))], 1)
 
 
+class _Auxiliary(nn.Module):
+    """A second classifier in training mode, as GoogLeNet's: it needs a larger image than the tests of sizes bring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, stride=4, padding=1), nn.Conv2d(4, 5, 3, stride=2, padding=1)
+        self.auxiliary, self.classifier = nn.Conv2d(4, 2, 99), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        extra = self.auxiliary(x) if self.training else None
+        scores = self.classifier(self.second(x).mean((2, 3)))
+        return (scores, extra) if self.training else scores
+
+
+class _DrawsItself(nn.Module):
+    """Dropout that asks the network for its mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.classifier = nn.Conv2d(3, 4, 3, stride=4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.stem(x), 0.5, self.training).relu()
+        scores: Tensor = self.classifier(x.mean((2, 3)))
+        return scores
+
+
+class _ChannelsLast(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 7, 3, stride=32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.stem(x)
+        return y.permute(0, 2, 3, 1)
+
+
 class _Wrapped(nn.Module):
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -85,6 +123,28 @@ def test_a_cut_backbone_still_trains_and_evaluates_differently() -> None:
     dropped = [cut.train()(x) for _ in range(8)]
     assert not all(torch.equal(dropped[0], other) for other in dropped)  # dropout draws
     assert torch.equal(cut.eval()(x), cut(x))
+
+
+def test_auxiliary_classifiers_are_left_out_in_every_mode() -> None:
+    torch.manual_seed(0)
+    for training in (True, False):
+        network = _Auxiliary().train(training)
+        cut = cut_before_pooling(network, "n")
+        x = torch.randn(1, 3, 96, 64)
+        assert torch.equal(cut(x), network.second(network.first(x)))
+        assert {name.split(".")[0] for name in cut.state_dict()} == {"first", "second"} and num_features(cut, "n") == 5
+        assert network.training is training and network.first.training is training
+
+
+def test_a_trace_that_would_lose_its_dropout_is_refused() -> None:
+    with pytest.raises(InputError, match="depends on the flag training"):
+        cut_before_pooling(_DrawsItself(), "n")
+
+
+def test_maps_whose_channels_come_last_are_refused() -> None:
+    backbone = load_backbone("tests.test_wsi_model:_ChannelsLast", {})
+    with pytest.raises(InputError, match=r"'n' \(_ChannelsLast\) gives \(1, 4, 4, 7\) for 128 x 128 px and \(1, 6, 6, 7\) .*permutes"):
+        num_features(backbone, "n")
 
 
 def test_backbones_that_are_none() -> None:

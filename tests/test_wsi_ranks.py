@@ -299,7 +299,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone: Ranks, pair: Ranks, r
             assert code == 75 and ("interrupted: SIGTERM: saved at step 1," in said or not said)
         code, said = second.run(_command, command)[0]
         assert code in (0, 3) and "going on from step 1," in said, said
-        assert "it goes on, but not to the same bits" in said
+        assert "It goes on, but not to the same bits" in said
         _assert_close(tmp_path / name, reference)
 
 

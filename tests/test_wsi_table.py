@@ -32,6 +32,23 @@ def _problems(table: Path, task: TaskConfig | None = None, root: Path | None = N
     return caught.value.problems
 
 
+@pytest.mark.parametrize(
+    ("text", "slide", "classes"),
+    [
+        ("image,type\nnormal_001.tif,normal\ntumor_001.tif,tumor\n", "tumor_001.tif", ("normal", "tumor")),
+        ("case_id,slide_id,label\nA-1,A-1-DX1,LUAD\nA-2,A-2-DX1,LUSC\n", "A-2-DX1.svs", ("LUAD", "LUSC")),
+        ("image_id,data_provider,isup_grade,gleason_score\n00f7,karolinska,0,0+0\n00a9,radboud,4,4+4\n", "00a9.tiff", ("0", "4")),
+    ],
+    ids=["camelyon16", "tcga", "panda"],
+)
+def test_tables_of_published_data_sets(text: str, slide: str, classes: tuple[str, ...], tmp_path: Path) -> None:
+    suffix = Path(slide).suffix
+    first = text.split("\n")[1].split(",")[1 if "slide_id" in text else 0].removesuffix(suffix)
+    table = read_table(_table(tmp_path, text, first + suffix, slide), TaskConfig())
+    assert table.classes == classes and table.records[1].path.name == slide and table.records[1].target == (1.0,)
+    assert table.records[1].patient == ("A-2" if "case_id" in text else slide.removesuffix(suffix))
+
+
 def test_aliases_a_byte_order_mark_and_semicolons(tmp_path: Path) -> None:
     text = "Case_ID; Slide_ID ;TARGET;Partition;MPP\r\np1;a;tumor;training;0.25\r\n\r\np2;sub/b.svs;normal;dev;\r\n"
     table = read_table(_table(tmp_path, text, "a.svs", "sub/b.svs", encoding="utf-8-sig"), TaskConfig())
@@ -180,9 +197,37 @@ def test_shares_of_the_patients_and_too_few_of_them() -> None:
     config = DataConfig(csv=Path("t.csv"), val_fraction=0.25, test_fraction=0.2)
     found = assign_splits(_made(20, 2), config, "classification", seed=0)
     sizes = {split: len({r.patient for r in found.records if r.split == split}) for split in ("train", "val", "test")}
-    assert sizes["test"] == 4 and sizes["val"] in (5, 6) and sum(sizes.values()) == 20
+    assert sizes == {"train": 11, "val": 5, "test": 4}
+    with pytest.raises(DatasetError, match="2 patients, 1 for test and 1 for val: none is left to train on"):
+        assign_splits(_made(2, 2), config, "classification", seed=0)
     with pytest.raises(DatasetError, match="2 patients for 5 folds"):
         assign_splits(_made(2, 2), DataConfig(csv=Path("t.csv"), num_folds=5), "classification", seed=0)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.35, 0.4, 0.7])
+@pytest.mark.parametrize("num_patients", [20, 27])
+def test_a_share_is_what_it_says_in_all_and_in_each_class(share: float, num_patients: int) -> None:
+    table = _made(num_patients, 3)
+    config = DataConfig(csv=Path("t.csv"), val_fraction=share)
+    found = assign_splits(table, config, "classification", seed=4)
+    patients = {split: {r.patient for r in found.records if r.split == split} for split in ("train", "val")}
+    assert not patients["train"] & patients["val"] and len(patients["val"]) == round(share * num_patients)
+    for target in ((0.0,), (1.0,)):
+        of_class = {r.patient for r in table.records if r.target == target}
+        assert abs(len(patients["val"] & of_class) - share * len(of_class)) < 1
+    turned = assign_splits(SlideTable(records=table.records[::-1], classes=table.classes), config, "classification", seed=4)
+    assert {r.name: r.split for r in turned.records} == {r.name: r.split for r in found.records}
+    other = assign_splits(table, config, "classification", seed=5)
+    assert other != found
+
+
+def test_the_only_patient_of_a_class_is_trained_on() -> None:
+    table = _made(8, 1)
+    records = tuple(replace(record, target=(float(number == 3),)) for number, record in enumerate(table.records))
+    for seed in range(5):
+        config = DataConfig(csv=Path("t.csv"), val_fraction=0.4, test_fraction=0.2)
+        found = assign_splits(SlideTable(records=records, classes=table.classes), config, "classification", seed=seed)
+        assert found.records[3].split == "train"
 
 
 def test_a_split_that_cannot_be_learnt_from_is_refused() -> None:

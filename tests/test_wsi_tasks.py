@@ -132,6 +132,16 @@ def test_patients_are_averages_and_confusion_counts() -> None:
     assert confusion(task, slides).tolist() == [[2, 0], [1, 2]]
 
 
+def test_average_precision_is_that_of_the_hand() -> None:
+    task = Task(kind="classification", classes=("a", "b"), num_outputs=2)
+    rows = [
+        Prediction(name=str(n), patient=str(n), split="test", target=(float(t),), output=(1 - p, p))
+        for n, (t, p) in enumerate(zip((1, 0, 1, 0), (0.9, 0.8, 0.7, 0.6), strict=True))
+    ]
+    # Half of the positives at a precision of 1, the other half at 2 of 3.
+    assert evaluate_predictions(task, rows, num_draws=0)["auprc"].value == pytest.approx(0.5 * 1 + 0.5 * 2 / 3)
+
+
 def test_concordance_counts_comparable_pairs() -> None:
     times, events, risks = np.array([2.0, 3.0, 3.0, 5.0]), np.array([1.0, 0.0, 1.0, 1.0]), np.array([1.0, 0.5, 1.0, 2.0])
     # Comparable: (0,1) right, (0,2) tie, (0,3) wrong, (2,3) wrong.

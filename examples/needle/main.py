@@ -230,7 +230,7 @@ def draw_map(path: Path, slide_path: Path, evidence: NDArray[np.float32], corner
 def write_config(arguments: argparse.Namespace, table_path: Path) -> Path:
     """The configuration of the whole-slide run."""
     config = {
-        "data": {"csv": str(table_path)},
+        "data": {"csv": str(table_path), "host_budget": "16MiB"},  # more than a slide: decoded once a step
         "model": {
             "backbone": "examples.needle.network:needle_net",
             "head": arguments.head,

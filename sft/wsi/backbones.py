@@ -4,6 +4,9 @@ timm gives feature maps itself. Any other network is traced one level deep (Reed
 list of calls of its children, which stay the modules that they are (dropout, norms and ``train()`` included). Run at two image sizes, the
 last value that the result depends on, and whose height and width follow the image's, is the feature map; all behind it (pooling, flatten,
 classifier) is left out, with its parameters. Names of parameters stay, so published weights load.
+
+Networks are traced in eval mode, since auxiliary classifiers (Szegedy et al., 2015) are part of the result in training mode only. What is
+kept must be the same in both modes: a trace cannot follow ``self.training``.
 """
 
 from __future__ import annotations
@@ -48,11 +51,16 @@ def num_features(backbone: nn.Module, name: str) -> int:
     Raises:
         InputError: the backbone does not give one.
     """
-    features = _run(backbone, _SIZES_PX[0], name)
-    if not isinstance(features, Tensor) or features.dim() != 4:
-        shape = tuple(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise InputError(f"model.backbone {name!r} gives {shape} instead of a feature map [N, C, H, W]. Name one that does.")
-    return features.shape[1]
+    found = [_run(backbone, size_px, name) for size_px in _SIZES_PX]
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in found]
+    small, large = (value.shape if isinstance(value, Tensor) and value.dim() == 4 else None for value in found)
+    if small is None or large is None or small[1] != large[1] or not (small[2] < large[2] and small[3] < large[3]):
+        told = " and ".join(f"{shape} for {size_px} x {size_px} px" for shape, size_px in zip(shapes, _SIZES_PX, strict=True))
+        raise InputError(
+            f"model.backbone {name!r} ({type(backbone).__name__}) gives {told} instead of feature maps [N, C, H, W] whose height and width "
+            'follow the image\'s. Name one that does, or a callable of yours ("package.module:callable") that permutes what this one gives.'
+        )
+    return small[1]
 
 
 def load_weights(backbone: nn.Module, path: Path) -> None:
@@ -136,7 +144,8 @@ class _Shapes(fx.Interpreter):
 
 
 def _cut(network: nn.Module, depth: int) -> nn.Module | None:
-    graph = _Shallow(depth).trace(network)
+    with _evaluating(network):
+        graph = _Shallow(depth).trace(network)
     traced = fx.GraphModule(network, graph, type(network).__name__)
     sizes = []
     with torch.no_grad(), _evaluating(traced):
@@ -155,12 +164,37 @@ def _cut(network: nn.Module, depth: int) -> nn.Module | None:
     # Backwards: the last one that all that follows depends on the image through.
     for node in reversed(maps):
         if image not in _ancestors(output, without=node):
+            if not _same_in_training(network, node, depth):
+                raise InputError("what it computes before its feature map depends on the flag training of the network itself")
             output.args = (node,)
             graph.eliminate_dead_code()
             cut = fx.GraphModule(network, graph, type(network).__name__)
             cut.delete_all_unused_submodules()
             return cut
     return None
+
+
+def _same_in_training(network: nn.Module, node: fx.Node, depth: int) -> bool:
+    """Whether a value of the trace in eval mode is computed in the same way in training mode."""
+    flags = [(module, module.training) for module in network.modules()]
+    try:
+        network.train()
+        other = _Shallow(depth).trace(network)
+    finally:
+        for module, flag in flags:
+            module.training = flag
+    numbers: dict[str, int] = {}
+    in_training = set(_numbered(other, numbers).values())
+    return _numbered(node.graph, numbers)[node] in in_training
+
+
+def _numbered(graph: fx.Graph, numbers: dict[str, int]) -> dict[fx.Node, int]:
+    """A number for each node; the same for those that compute the same, also of another graph with the same ``numbers``."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        operands = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{found[operand]}")
+        found[node] = numbers.setdefault(f"{node.op} {node.target} {operands!r}", len(numbers))
+    return found
 
 
 def _ancestors(node: fx.Node, *, without: fx.Node | None = None) -> set[fx.Node]:

@@ -109,8 +109,9 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
     if size is not None:
         found = plan_of_size(experiment, (size[0], size[1]), ranks)
     else:
-        failed = check_slides(experiment, ranks)
-        trainer = Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0), ranks)
+        with Reporter(console, 0) as reporter:
+            failed = check_slides(experiment, ranks, reporter)
+            trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
         found = _plans(experiment, trainer, failed)[0]
     console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
     return Result(value=json.loads(found.to_json()))
@@ -141,22 +142,25 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
         f"{len(experiment.table.records)} slides ({told}); task {config.task.kind}", markup=False, highlight=False, soft_wrap=True
     )
     if is_dry:
-        failed = check_slides(experiment, ranks)
-        found = _plans(experiment, Trainer(experiment, RunFolder(config.run), failed, Reporter(console, 0), ranks), failed)[0]
+        with Reporter(console, 0) as reporter:
+            failed = check_slides(experiment, ranks, reporter)
+            trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
+        found = _plans(experiment, trainer, failed)[0]
         console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
         return Result(value={"slides": counts, "failed": failed, "plan": json.loads(found.to_json())}, num_failed=len(failed))
     is_first = ranks.rank == 0
     opened = RunFolder(config.run, needed_bytes=_checkpoint_bytes(experiment)) if is_first else UnwrittenFolder(config.run)
     with opened as folder:
-        failed = check_slides(experiment, ranks)
         events = config.run / "tensorboard" if config.tensorboard and is_first else None
-        with Reporter(console, config.train.epochs, events=events) as reporter, Interruption() as interruption:
-            trainer = Trainer(experiment, folder, failed, reporter, ranks)
-            plans = _plans(experiment, trainer, failed)
-            trainer.restore()
-            if is_first:
-                _describe(folder, experiment, plans[0])
-            progress = trainer.run(interruption)
+        with Reporter(console, config.train.epochs, events=events) as reporter:
+            failed = check_slides(experiment, ranks, reporter)
+            with Interruption() as interruption:
+                trainer = Trainer(experiment, folder, failed, reporter, ranks)
+                plans = _plans(experiment, trainer, failed)
+                trainer.restore()
+                if is_first:
+                    _describe(folder, experiment, plans[0])
+                progress = trainer.run(interruption)
         if is_first:
             draw_curves(config.run / "curves.png", progress.epochs)
         failed = dict(progress.failed)
@@ -179,7 +183,7 @@ def evaluate(selection: Selection, console: Console, *, num_draws: int, ranks: R
     Raises:
         SftError: the run, the table or a slide is wrong.
     """
-    loaded = _load(selection, ranks)
+    loaded = _load(selection, console, ranks)
     folder = selection.out or selection.run / (f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
     title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
     predictor = Predictor(loaded.experiment, ranks=ranks)
@@ -206,7 +210,7 @@ def heatmap(
     """
     if num_crops < 0 or crop_px < 1:
         raise InputError(f"--crops {num_crops}, --crop-px {crop_px}: give numbers of at least 0 and 1")
-    loaded = _load(selection, ALONE)
+    loaded = _load(selection, console, ALONE)
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
         raise InputError(f"--names {', '.join(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
@@ -231,12 +235,22 @@ def heatmap(
 
 
 def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:
-    """Plans of the largest training slide, as it is and turned: whether they fit shows before anything runs."""
+    """Plans of the largest, widest and highest training slide, as they are and turned: whether they fit shows before anything runs."""
     sizes = experiment.feed.sizes
     records = [record for record in experiment.records("train") if record.name not in failed]
-    largest = max(records, key=lambda record: sizes[record.name][0] * sizes[record.name][1])
-    turns = (False, True) if experiment.config.augment.rotations and sizes[largest.name][0] != sizes[largest.name][1] else (False,)
-    return [trainer.plan(largest, turned=turned) for turned in turns]
+    by_area, by_width, by_height = (
+        lambda record: sizes[record.name][0] * sizes[record.name][1],
+        lambda record: sizes[record.name][0],
+        lambda record: sizes[record.name][1],
+    )
+    wanted: dict[tuple[int, int], tuple[SlideRecord, bool]] = {}  # the first is the largest as it is
+    for measure in (by_area, by_width, by_height):
+        record = max(records, key=measure)
+        width_px, height_px = sizes[record.name]
+        wanted.setdefault((width_px, height_px), (record, False))
+        if experiment.config.augment.rotations:
+            wanted.setdefault((height_px, width_px), (record, True))
+    return [trainer.plan(record, turned=turned) for record, turned in wanted.values()]
 
 
 def _check_same(experiment: Experiment, ranks: Ranks) -> None:
@@ -342,7 +356,7 @@ def _evaluate(
     return estimates
 
 
-def _load(selection: Selection, ranks: Ranks) -> _Loaded:
+def _load(selection: Selection, console: Console, ranks: Ranks) -> _Loaded:
     """The model of a run, and the slides that it is wanted for; the first rank reads the run's folder.
 
     Raises:
@@ -382,7 +396,8 @@ def _load(selection: Selection, ranks: Ranks) -> _Loaded:
     experiment.model.load_state_dict(with_weights.weights)
     state = with_weights.state
     loaded = _Loaded(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
-    loaded.failed |= check_records(experiment, records, ranks)
+    with Reporter(console, 0) as reporter:
+        loaded.failed |= check_records(experiment, records, ranks, reporter)
     if loaded.failed and config.train.on_error != "skip":
         raise InputError("; ".join(loaded.failed.values()))
     return loaded

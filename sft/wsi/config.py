@@ -106,6 +106,8 @@ class ModelConfig:
         norm: frozen (the statistics that the backbone brings), calibrated (measured on the training slides, then frozen), train, or auto:
             frozen where weights are given (pretrained or a file), else calibrated.
         budget: bytes that the device may hold.
+        tile: rows and columns in px of what a slide is computed in; default: what the planner finds. Columns that leave whole tiles of
+            background, which need not run.
         mean: of the pixels' channels, in 0..1.
         std: of the pixels' channels, in 0..1.
     """
@@ -118,6 +120,7 @@ class ModelConfig:
     dropout: float = 0.0
     norm: Literal["auto", "frozen", "calibrated", "train"] = "auto"
     budget: str = "11GiB"
+    tile: list[int] | None = None
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
 
@@ -129,6 +132,8 @@ class ModelConfig:
             problems.append(f"model.dropout {self.dropout}: give a probability below 1")
         if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:
             problems.append(f"model.mean {self.mean}, model.std {self.std}: give three numbers each, std above 0")
+        if self.tile is not None and (len(self.tile) != 2 or min(self.tile) < 1):
+            problems.append(f"model.tile {self.tile}: give two positive numbers, rows and columns, such as [256, 2048]")
         problems += _not_bytes("model.budget", self.budget)
         _refuse(problems)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from sft.wsi.feed import IGNORED_LABEL, SlideFeed
 from sft.wsi.heads import SlideModel, build_model
 from sft.wsi.norms import calibrate, set_training
 from sft.wsi.optimization import make_optimizer
+from sft.wsi.progress import Reporter
 from sft.wsi.randomness import counter_seed, generator
 from sft.wsi.ranks import ALONE, Ranks
 from sft.wsi.splits import assign_splits
@@ -113,23 +114,31 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
     return Experiment(config=config, table=table, task=task, model=model, feed=SlideFeed(config), freezes_norms=settings.norm != "train")
 
 
-def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks) -> dict[str, str]:
+def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks, reporter: Reporter) -> dict[str, str]:
     """Open slides, each on one of the ranks; returns what is wrong, by the slide's name, and leaves the sizes of the others in the feed."""
     feed = experiment.feed
     mine = records[ranks.rank :: ranks.shape.num_ranks]
-    problems = {record.name: problem for record in mine if (problem := feed.check(record)) is not None}
+    reporter.start_checks(len(mine))
+    problems: dict[str, str] = {}
+    for record in mine:
+        problem = feed.check(record)
+        if problem is not None:
+            problems[record.name] = problem
+        reporter.advance()
     for theirs, sizes in ranks.gathered((problems, feed.sizes)):
         problems |= theirs
         feed.sizes |= sizes
+    reporter.note(f"{len(records)} slides checked, {len(problems)} cannot be used")
     return {record.name: problems[record.name] for record in records if record.name in problems}
 
 
-def check_slides(experiment: Experiment, ranks: Ranks = ALONE) -> dict[str, str]:
+def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> dict[str, str]:
     """Open every slide.
 
     Args:
         experiment: whose slides.
-        ranks: those that share the work. Default: this process alone
+        ranks: those that share the work.
+        reporter: is told how far it is.
 
     Returns:
         What is wrong, by the slide's name; empty unless such slides are to be left out.
@@ -137,7 +146,7 @@ def check_slides(experiment: Experiment, ranks: Ranks = ALONE) -> dict[str, str]
     Raises:
         DatasetError: slides cannot be used, and ``train.on_error`` is not "skip"; or none is left to train on.
     """
-    found = check_records(experiment, experiment.table.records, ranks)
+    found = check_records(experiment, experiment.table.records, ranks, reporter)
     if found and experiment.config.train.on_error != "skip":
         problems = [f"line {record.row}: {found[record.name]}" for record in experiment.table.records if record.name in found]
         raise DatasetError(str(experiment.config.data.csv), problems)
@@ -159,7 +168,17 @@ def calibrate_norms(experiment: Experiment, failed: dict[str, str]) -> int:
     records = [record for record in experiment.records("train") if record.name not in failed]
     draw = generator(experiment.config.train.seed, "calibration")
     chosen = [records[int(number)] for number in draw.integers(len(records), size=_CALIBRATION_CROPS)]
-    return calibrate(experiment.model.backbone, (_crop(experiment, record, draw) for record in chosen))
+    return calibrate(experiment.model.backbone, _crops(experiment, chosen, draw))
+
+
+def _crops(experiment: Experiment, records: Sequence[SlideRecord], draw: np.random.Generator) -> Iterator[Tensor]:
+    """A crop of each slide; none of one that is damaged there and may be left out, which training will find."""
+    for record in records:
+        try:
+            yield _crop(experiment, record, draw)
+        except SourceError:
+            if experiment.config.train.on_error != "skip":
+                raise
 
 
 def _crop(experiment: Experiment, record: SlideRecord, draw: np.random.Generator) -> Tensor:
@@ -215,7 +234,11 @@ def compile_model(
         budget=budget_bytes,
         device=config.train.device,
         mesh=ranks.mesh,
-        options=sft.Options(skip_repeats=skip_repeats, mesh_timeout_seconds=ranks.timeout_seconds),
+        options=sft.Options(
+            skip_repeats=skip_repeats,
+            mesh_timeout_seconds=ranks.timeout_seconds,
+            tile=None if config.model.tile is None else (config.model.tile[0], config.model.tile[1]),
+        ),
     )
 
 

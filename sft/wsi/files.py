@@ -14,7 +14,10 @@ import sft.files
 from sft.files import PARTIAL, sync_file, sync_folder
 from sft.wsi.errors import RunFolderError
 
-__all__ = ["clear_partial", "replacing", "safe_name", "sync_tree", "write_csv", "write_json", "write_text"]
+__all__ = ["clear_partial", "replacing", "safe_name", "safe_names", "sync_tree", "write_csv", "write_json", "write_text"]
+
+#: File systems end at 255 bytes; four for a character, and room for what stands around it.
+_MAX_NAME_CHARACTERS = 50
 
 
 def replacing(path: Path) -> AbstractContextManager[Path]:
@@ -69,3 +72,15 @@ def safe_name(text: str) -> str:
     while "__" in kept:
         kept = kept.replace("__", "_")
     return kept if kept.strip(".") else "_"
+
+
+def safe_names(texts: Sequence[str]) -> list[str]:
+    """A part of a file name for each of some labels, which may be anything; numbered where two would be the same file on some system.
+
+    >>> safe_names(["grade 3/4", "grade 5"]), safe_names(["a/b", "A b", "c"])
+    (['grade_3_4', 'grade_5'], ['a_b-0', 'A_b-1', 'c-2'])
+    """
+    names = [safe_name(text)[:_MAX_NAME_CHARACTERS] for text in texts]
+    if len({name.casefold() for name in names}) == len(names):
+        return names
+    return [f"{name}-{number}" for number, name in enumerate(names)]

@@ -95,12 +95,13 @@ class GroupGradients:
         scaler: of losses.
         ranks: those that share the work.
         reporter: is told what happens.
+        ahead: opens slides ahead of their use, also for others that take turns with this.
     """
 
-    def __init__(self, experiment: Experiment, net: Any, scaler: Any, ranks: Ranks, reporter: Reporter) -> None:
+    def __init__(self, experiment: Experiment, net: Any, scaler: Any, ranks: Ranks, reporter: Reporter, ahead: SlideAhead) -> None:
         self._experiment, self._net, self._scaler, self._ranks, self._reporter = experiment, net, scaler, ranks, reporter
         self._config, self._task, self._model = experiment.config, experiment.task, experiment.model
-        self._ahead = SlideAhead()
+        self._ahead = ahead
         self._waited_before, self._cost = 0.0, Cost()
         self._epoch = self._step = 0
 

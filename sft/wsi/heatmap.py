@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from matplotlib import rc_context
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
@@ -24,9 +25,10 @@ from PIL import Image as PillowImage
 from sft.errors import InputError
 from sft.sources.image import Image, Pixels
 from sft.wsi.experiment import Experiment, autocast, compile_model
-from sft.wsi.files import replacing, write_csv
+from sft.wsi.files import replacing, safe_names, write_csv
 from sft.wsi.heads import Evidence
 from sft.wsi.norms import set_training
+from sft.wsi.report import PLAIN_TEXT
 from sft.wsi.slides import thumbnail
 from sft.wsi.table import SlideRecord
 
@@ -95,19 +97,20 @@ class HeatmapMaker:
         evidence: _Floats = maps[0, output].float().cpu().numpy()
         names = experiment.task.classes or experiment.task.columns()
         name = names[output] if output < len(names) else str(output)
+        part = safe_names(names)[output] if output < len(names) else name
         image = experiment.feed.coloured(record)
         small, factor = thumbnail(image, _OVERLAY_PX)
         folder = self._folder / record.name
         stride_px = _stride_px(image.height_px, evidence.shape[0])
         title = f"{record.name}, {name}: score {scores[0, output].item():.3f}"
-        files = [folder / f"map-{name}.npy", folder / f"map-{name}.png"]
+        files = [folder / f"map-{part}.npy", folder / f"map-{part}.png"]
         with replacing(files[0]) as temporary:
             np.save(temporary, evidence)
         # A map is for a class; its sum is what the class gets, so that colours compare positions and the bar tells the scale.
         draw_overlay(files[1], small, evidence, stride_px / factor, title=title, label="contribution to the score", centred=True)
         if saliency:
-            files += self._draw_saliency(record, output, name, folder, small, factor)
-        files += self._cut_crops(image, evidence, stride_px, folder, name, num_crops, crop_px)
+            files += self._draw_saliency(record, output, name, folder / f"saliency-{part}", small, factor)
+        files += self._cut_crops(image, evidence, stride_px, folder, part, num_crops, crop_px)
         return Heatmap(slide=record.name, output=name, score=scores[0, output].item(), files=tuple(files))
 
     def saliency(self, record: SlideRecord, output: int, factor: int) -> _Floats:
@@ -138,27 +141,29 @@ class HeatmapMaker:
         blocks: _Floats = np.sqrt(np.concatenate(rows))
         return blocks
 
-    def _draw_saliency(self, record: SlideRecord, output: int, name: str, folder: Path, small: Pixels, factor: int) -> list[Path]:
+    def _draw_saliency(self, record: SlideRecord, output: int, name: str, stem: Path, small: Pixels, factor: int) -> list[Path]:
         blocks = self.saliency(record, output, max(factor, 4))
-        path = folder / f"saliency-{name}.png"
+        files = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".npy", ".png")]
+        with replacing(files[0]) as temporary:
+            np.save(temporary, blocks)
         title = f"{record.name}, {name}: gradient of the score"
-        draw_overlay(path, small, blocks, max(factor, 4) / factor, title=title, label="root mean square of the gradient", centred=False)
-        return [path]
+        draw_overlay(files[1], small, blocks, max(factor, 4) / factor, title=title, label="root mean square of the gradient", centred=False)
+        return files
 
     def _cut_crops(
-        self, image: Image, evidence: _Floats, stride_px: float, folder: Path, name: str, num_crops: int, crop_px: int
+        self, image: Image, evidence: _Floats, stride_px: float, folder: Path, part: str, num_crops: int, crop_px: int
     ) -> list[Path]:
         width_px, height_px = min(crop_px, image.width_px), min(crop_px, image.height_px)
         files, rows = [], []
         for rank, (row, col) in enumerate(crop_places(evidence, num_crops, max(1, round(crop_px / stride_px))), start=1):
             left = min(max(round((col + 0.5) * stride_px - width_px / 2), 0), image.width_px - width_px)
             top = min(max(round((row + 0.5) * stride_px - height_px / 2), 0), image.height_px - height_px)
-            files.append(folder / f"crop-{name}-{rank:02d}.png")
+            files.append(folder / f"crop-{part}-{rank:02d}.png")
             with replacing(files[-1]) as temporary:
                 PillowImage.fromarray(image.read(left, top, width_px, height_px)).save(temporary)
             rows.append([rank, left, top, width_px, height_px, float(evidence[row, col])])
         if num_crops:
-            files.append(folder / f"crops-{name}.csv")
+            files.append(folder / f"crops-{part}.csv")
             write_csv(files[-1], ["rank", "left_px", "top_px", "width_px", "height_px", "contribution"], rows)
         return files
 
@@ -195,6 +200,13 @@ def draw_overlay(
     Raises:
         RunFolderError: it cannot be written.
     """
+    with rc_context(PLAIN_TEXT):
+        _draw_overlay(path, small, values, cell_px, title, label, centred)
+
+
+def _draw_overlay(
+    path: Path, small: Pixels, values: npt.NDArray[np.floating[Any]], cell_px: float, title: str, label: str, centred: bool
+) -> None:
     height, width = small.shape[:2]
     figure = Figure(figsize=(12, 1.2 + 5.2 * min(1.6, height / width)), layout="constrained")
     plain, overlaid = figure.subplots(1, 2)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sft.nn import WithLoss
-from sft.wsi.ahead import Inputs
+from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning
 from sft.wsi.experiment import Experiment, autocast, compile_model, segmentation_counts, segmentation_loss
 from sft.wsi.interruption import Interruption
 from sft.wsi.metrics import Prediction
@@ -30,10 +30,11 @@ class Predictor:
         experiment: whose model, slides and task.
         net: what is compiled already: the model (or, for segmentation, the model with its loss). Default: `None`
         ranks: those that share the work. Default: this process alone
+        ahead: opens slides ahead of their use, also for others that take turns with this. Default: `None` (one of its own)
     """
 
-    def __init__(self, experiment: Experiment, net: Any = None, ranks: Ranks = ALONE) -> None:
-        self._experiment, self._ranks = experiment, ranks
+    def __init__(self, experiment: Experiment, net: Any = None, ranks: Ranks = ALONE, ahead: SlideAhead | None = None) -> None:
+        self._experiment, self._ranks, self._ahead = experiment, ranks, ahead or SlideAhead()
         self._segments = experiment.task.kind == "segmentation"
         model, config = experiment.model, experiment.config
         if self._segments:
@@ -51,20 +52,26 @@ class Predictor:
             BudgetError: it does not fit.
         """
         try:
-            return agreed(lambda: self._predict(record, None), self._ranks, among="bands")[0]
+            return agreed(lambda: self._predict(record, None, None), self._ranks, among="bands")[0]
         except SlideFailed as failure:
             raise failure.error from None
 
-    def _predict(self, record: SlideRecord, interruption: Interruption | None) -> Prediction:
+    def _predict(self, record: SlideRecord, upcoming: SlideRecord | None, interruption: Interruption | None) -> Prediction:
+        """The prediction of a slide, while the one that comes after it is opened."""
         experiment = self._experiment
         set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
-        inputs = opened(record, lambda: self._inputs(record), self._ranks, interruption)
+        inputs = opened(record, lambda: self._ahead.take(("as it is", record.name), lambda: self._begun(record)), self._ranks, interruption)
+        if upcoming is not None:
+            self._ahead.start(("as it is", upcoming.name), lambda: self._begun(upcoming))
         with reading(record, self._ranks):
             return self._predicted(record, inputs)
 
-    def _inputs(self, record: SlideRecord) -> Inputs:
+    def _begun(self, record: SlideRecord) -> Inputs:
         feed = self._experiment.feed
-        return (feed.source(record), feed.labels(record)) if self._segments else (feed.source(record),)
+        inputs: Inputs = (feed.source(record), feed.labels(record)) if self._segments else (feed.source(record),)
+        for source in inputs:
+            decode_beginning(source)
+        return inputs
 
     def _predicted(self, record: SlideRecord, inputs: Inputs) -> Prediction:
         experiment = self._experiment
@@ -108,6 +115,8 @@ class Predictor:
             parts = agreed(lambda: self._predict_some(mine, after, interruption), self._ranks, interruption)
         except SlideFailed as failure:
             raise failure.error from None
+        finally:
+            self._ahead.drop()  # what was begun when the last slide failed
         found: dict[str, Prediction] = {}
         problems: dict[str, str] = {}
         for predictions, unreadable in parts:
@@ -121,10 +130,10 @@ class Predictor:
     ) -> tuple[dict[str, Prediction], dict[str, str]]:
         """Predictions of this rank's slides, and what is wrong with the others of them, by name."""
         found, problems = {}, {}
-        for record in mine:
+        for record, upcoming in zip(mine, [*mine[1:], None], strict=True):
             try:
                 # Bands that have lost each other over a slide meet again before the next.
-                found[record.name] = agreed(partial(self._predict, record, interruption), self._ranks, among="bands")[0]
+                found[record.name] = agreed(partial(self._predict, record, upcoming, interruption), self._ranks, among="bands")[0]
             except SlideFailed as failure:
                 if self._experiment.config.train.on_error != "skip":
                     raise

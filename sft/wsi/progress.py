@@ -65,6 +65,10 @@ class Reporter:
         """An epoch begins, or goes on at a position."""
         self._start(f"epoch {epoch + 1} of {self._num_epochs}", num_slides, position)
 
+    def start_checks(self, num_slides: int) -> None:
+        """Slides are opened, before anything else is done."""
+        self._start("opening slides", num_slides, 0)
+
     def start_validation(self, num_slides: int) -> None:
         """Validation begins."""
         self._start("validation", num_slides, 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_curve
 
@@ -15,9 +16,12 @@ from sft.wsi.files import replacing, write_csv, write_json, write_text
 from sft.wsi.metrics import Estimate, Prediction, confusion, evaluate_predictions, of_patients
 from sft.wsi.tasks import Task
 
-__all__ = ["draw_curves", "write_evaluation"]
+__all__ = ["PLAIN_TEXT", "draw_curves", "write_evaluation"]
 
 _Estimates = Mapping[str, Mapping[str, Estimate]]
+
+#: Of matplotlib: names of classes are anybody's, and ``$`` in them is no formula.
+PLAIN_TEXT: Any = {"text.parse_math": False}
 
 
 def write_evaluation(
@@ -62,7 +66,8 @@ def write_evaluation(
     )
     write_csv(folder / "failed.csv", ["slide", "problem"], list(failed.items()))
     write_json(folder / "metrics.json", {level: {name: _plain(e) for name, e in found.items()} for level, found in estimates.items()})
-    figures = _draw_figures(folder, task, predictions)
+    with rc_context(PLAIN_TEXT):
+        figures = _draw_figures(folder, task, predictions)
     write_text(folder / "summary.md", _summary(title, task, predictions, patients, failed, estimates, figures))
     return estimates
 
@@ -73,6 +78,11 @@ def draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
     Raises:
         RunFolderError: it cannot be written.
     """
+    with rc_context(PLAIN_TEXT):
+        _draw_curves(path, epochs)
+
+
+def _draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
     metrics = [name for name in (epochs[-1] if epochs else {}) if name.startswith("val_") and name != "val_loss"]
     figure = Figure(figsize=(10 if metrics else 5, 3.6), layout="constrained")
     axes = figure.subplots(1, 2 if metrics else 1, squeeze=False)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +21,12 @@ __all__ = ["Progress", "check_same_run", "fingerprint", "surroundings"]
 
 #: Settings that a run may change when it goes on: none of them changes a number.
 _NEUTRAL = {"data": {"csv", "slides", "host_budget"}, "train": {"checkpoint_every"}}
+
+#: Settings that errors of a run advise to change: it goes on with others, and its later steps are those of the new ones.
+_CHANGEABLE = frozenset({"model.budget", "model.tile", "train.on_error", "train.patience"})
+
+#: What decodes slides, where it is installed.
+_PACKAGES = ("sft-engine", "numpy", "tifffile", "imagecodecs", "simplejpeg", "openslide-python", "openslide-bin")
 
 _ALONE = MeshShape()
 
@@ -65,9 +73,10 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
         RunFolderError: settings, slides, labels or splits are others.
     """
     before, now = state["settings"], fingerprint(config)
-    different = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    if different:
-        listed = ", ".join(f"{name} (was {before.get(name)!r}, is {now.get(name)!r})" for name in different)
+    different = _different(before, now)
+    refused = [told for name, told in different.items() if name not in _CHANGEABLE]
+    if refused:
+        listed = ", ".join(refused)
         raise RunFolderError(
             f"the run folder {folder} holds a run with other settings: {listed}. Put them back to go on, or give another folder with --run."
         )
@@ -76,13 +85,19 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
             f"the run folder {folder} holds a run on other slides, labels or splits. Put the table back to go on, or give "
             "another folder with --run."
         )
-    before, now = {**surroundings(), **state["surroundings"]}, surroundings(shape)  # checkpoints of earlier versions say less
-    if before != now:
-        warnings.warn(
-            f"the run was started with {before} and goes on with {now}: it goes on, but not to the same bits",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    now = surroundings(shape, config.train.device)
+    before = {**surroundings(device=config.train.device), **state["surroundings"]}  # checkpoints of earlier versions say less
+    different |= _different(before, now)
+    if different:
+        listed = ", ".join(different.values())
+        warnings.warn(f"the run was started otherwise: {listed}. It goes on, but not to the same bits", RuntimeWarning, stacklevel=2)
+
+
+def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """What is no longer as it was, by name, in words."""
+    return {
+        name: f"{name} (was {before.get(name)!r}, is {now.get(name)!r})" for name in {**before, **now} if before.get(name) != now.get(name)
+    }
 
 
 def fingerprint(config: Config) -> dict[str, Any]:
@@ -98,11 +113,28 @@ def fingerprint(config: Config) -> dict[str, Any]:
     return found
 
 
-def surroundings(shape: MeshShape = _ALONE) -> dict[str, Any]:
-    """What else decides the bits of a run: in which order sums are taken.
+def surroundings(shape: MeshShape = _ALONE, device: str = "cpu") -> dict[str, Any]:
+    """What else decides the bits of a run: how pixels are decoded, and in which order sums are taken.
 
     Args:
         shape: its ranks. Default: one
+        device: that it trains on. Default: the CPU
     """
-    threads = {"torch": str(torch.__version__), "num_threads": torch.get_num_threads()}
-    return {**threads, "num_replicas": shape.num_replicas, "num_bands": shape.num_bands}
+    on_gpu = torch.device(device).type == "cuda" and torch.cuda.is_available()
+    return {
+        "torch": str(torch.__version__),
+        "num_threads": torch.get_num_threads(),
+        "num_replicas": shape.num_replicas,
+        "num_bands": shape.num_bands,
+        **{name: _version(name) for name in _PACKAGES},
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "machine": platform.machine(),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -11,6 +11,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 
 from sft.wsi.config import DataConfig, TaskKind
 from sft.wsi.errors import DatasetError
+from sft.wsi.randomness import generator
 from sft.wsi.table import SlideRecord, SlideTable, Split
 
 __all__ = ["assign_splits"]
@@ -50,22 +51,49 @@ def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: i
 
 
 def _derived(records: Sequence[SlideRecord], config: DataConfig, kind: TaskKind, seed: int, where: str) -> list[Split]:
-    splits: list[Split] = ["train"] * len(records)
     if config.num_folds is not None:
         folds = _folds(records, kind, config.num_folds, seed, where)
         test, val = config.fold, (config.fold + 1) % config.num_folds
         named: dict[int, Split] = {val: "val", test: "test"}
         return [named.get(fold, "train") for fold in folds]
-    rest = list(range(len(records)))
-    for name, share in (("test", config.test_fraction), ("val", config.val_fraction / (1 - config.test_fraction))):
-        if share <= 0:
-            continue
-        folds = _folds([records[index] for index in rest], kind, max(2, round(1 / share)), seed, where)
-        for index, fold in zip(rest, folds, strict=True):
-            if fold == 0:
-                splits[index] = "test" if name == "test" else "val"
-        rest = [index for index in rest if splits[index] == "train"]
-    return splits
+    left = _patients(records, _strata(records, kind), seed)
+    num_patients = sum(map(len, left.values()))
+    shares: dict[Split, float] = {"test": config.test_fraction, "val": config.val_fraction}
+    counts = {split: max(1, round(share * num_patients)) for split, share in shares.items() if share > 0}
+    if sum(counts.values()) >= num_patients:
+        told = " and ".join(f"{count} for {split}" for split, count in counts.items())
+        raise DatasetError(where, [f"{num_patients} patients, {told}: none is left to train on; give more, or smaller shares"])
+    held: dict[str, Split] = {}
+    for split, count in counts.items():
+        for patient in _drawn(left, count):
+            held[patient] = split
+    return [held.get(record.patient, "train") for record in records]
+
+
+def _patients(records: Sequence[SlideRecord], strata: Sequence[str], seed: int) -> dict[str, list[str]]:
+    """The patients whose slides are of the same strata, in a random order; both in one that does not depend on the order of rows."""
+    of_patient: dict[str, set[str]] = {}
+    for record, stratum in zip(records, strata, strict=True):
+        of_patient.setdefault(record.patient, set()).add(stratum)
+    names = sorted(of_patient)
+    found: dict[str, list[str]] = {}
+    for number in generator(seed, "splits").permutation(len(names)).tolist():
+        found.setdefault(" ".join(sorted(of_patient[names[number]])), []).append(names[number])
+    return dict(sorted(found.items()))
+
+
+def _drawn(left: dict[str, list[str]], count: int) -> list[str]:
+    """Take so many patients, of each stratum its share as nearly as whole patients allow; the last of a stratum only if all others are."""
+    sizes = {stratum: len(patients) for stratum, patients in left.items()}
+    share = count / sum(sizes.values())
+    found: list[str] = []
+    for _ in range(count):
+        stratum = max(
+            (stratum for stratum, patients in left.items() if patients),
+            key=lambda name: (len(left[name]) > 1, share * sizes[name] - (sizes[name] - len(left[name]))),
+        )
+        found.append(left[stratum].pop())
+    return found
 
 
 def _folds(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int, seed: int, where: str) -> list[int]:
@@ -75,7 +103,9 @@ def _folds(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int, seed:
         raise DatasetError(where, [problem])
     folds = [0] * len(records)
     splitter = StratifiedGroupKFold(n_splits=num_folds, shuffle=True, random_state=seed)
-    strata = _strata(records, kind, num_folds)
+    strata = _strata(records, kind)
+    if max(strata.count(stratum) for stratum in set(strata)) < num_folds:
+        strata = [""] * len(records)  # none has a slide for each fold
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # a class with fewer slides than folds: some folds lack it, which is no mistake
         for number, (_, held) in enumerate(splitter.split(np.zeros(len(records)), strata, patients)):
@@ -84,16 +114,13 @@ def _folds(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int, seed:
     return folds
 
 
-def _strata(records: Sequence[SlideRecord], kind: TaskKind, num_folds: int) -> list[str]:
-    """What is balanced between the folds; one stratum where none would have a slide for each fold."""
+def _strata(records: Sequence[SlideRecord], kind: TaskKind) -> list[str]:
+    """What is balanced between the splits, for each slide."""
     targets = [record.target for record in records]
     if kind == "regression":
         values = np.array([target[0] if target else np.nan for target in targets])
         edges = np.nanquantile(values, (0.25, 0.5, 0.75))
-        strata = [str(np.searchsorted(edges, value)) for value in values]
-    elif kind in ("cox", "hazard"):
-        strata = [str(target[1]) if target else "" for target in targets]
-    else:
-        strata = [str(target) for target in targets]
-    largest = max(strata.count(stratum) for stratum in set(strata))
-    return strata if largest >= num_folds else [""] * len(strata)
+        return [str(np.searchsorted(edges, value)) for value in values]
+    if kind in ("cox", "hazard"):
+        return [str(target[1]) if target else "" for target in targets]
+    return [str(target) for target in targets]

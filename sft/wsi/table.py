@@ -30,8 +30,22 @@ _Add = Callable[[str], None]
 
 #: Names of a column; the first is the one that wins where a table has several.
 ALIASES: Mapping[str, tuple[str, ...]] = {
-    "slide": ("slide", "slide_id", "slide_name", "slide_path", "wsi", "image", "filename", "file", "file_name", "path", "filepath", "name"),
-    "label": ("label", "target", "class", "class_id", "type", "diagnosis", "y"),
+    "slide": (
+        "slide",
+        "slide_id",
+        "slide_name",
+        "slide_path",
+        "wsi",
+        "image",
+        "image_id",
+        "filename",
+        "file",
+        "file_name",
+        "path",
+        "filepath",
+        "name",
+    ),
+    "label": ("label", "target", "class", "class_id", "type", "diagnosis", "isup_grade", "y"),
     "patient": ("patient", "patient_id", "case", "case_id", "subject", "subject_id"),
     "split": ("split", "set", "subset", "partition"),
     "mpp": ("mpp", "um_per_px", "microns_per_pixel"),

@@ -23,6 +23,7 @@ from torch import Tensor
 from sft.errors import RankError
 from sft.nn import WithLoss
 from sft.plan.types import Plan
+from sft.wsi.ahead import SlideAhead
 from sft.wsi.augment import draw_augmentation
 from sft.wsi.checkpoint import get_random_state, seed_everything, set_random_state
 from sft.wsi.errors import RunInterrupted, TrainingError
@@ -85,9 +86,10 @@ class Trainer:
             ranks=ranks,
         )
         self._scaler = torch.amp.GradScaler(torch.device(config.train.device).type, enabled=config.train.precision == "fp16")
+        ahead = SlideAhead()
         #: predicts with the model as it is, through plans that training has made already
-        self.predictor = Predictor(experiment, self._net, ranks)
-        self._groups = GroupGradients(experiment, self._net, self._scaler, ranks, reporter)
+        self.predictor = Predictor(experiment, self._net, ranks, ahead)
+        self._groups = GroupGradients(experiment, self._net, self._scaler, ranks, reporter, ahead)
         self._epoch_cost = Cost()
         self._records = experiment.records("train")
         self.progress = Progress(failed=tuple(failed.items()))
@@ -128,7 +130,9 @@ class Trainer:
         self._scaler.load_state_dict(start.state["scaler"])
         set_random_state(start.state["random"])
         failed = {**dict(self.progress.failed), **{name: problem for name, problem in start.state["progress"]["failed"]}}
-        self.progress = replace(Progress(**start.state["progress"]), failed=tuple(failed.items()))
+        reached = Progress(**start.state["progress"])
+        # Patience may have changed since.
+        self.progress = replace(reached, failed=tuple(failed.items()), stopped=self._is_out_of_patience(reached.epoch, reached.best))
         self._saved = self.progress
         self._folder.start_steps(self.progress.step)
         self._folder.write_epochs(self.progress.epochs)
@@ -249,7 +253,6 @@ class Trainer:
         if not math.isnan(score) and (best is None or score > best[0]):
             best = (score, progress.epoch + 1)
             self._folder.checkpoints.save("best", progress.epoch + 1, self._model, {"epoch": progress.epoch + 1, "value": value}, keep=1)
-        without = progress.epoch + 1 - (best[1] if best else 0)
         self.progress = replace(
             progress,
             epoch=progress.epoch + 1,
@@ -259,7 +262,7 @@ class Trainer:
             best=best,
             epochs=(*progress.epochs, row),
             failed=tuple(failed.items()),
-            stopped=settings.patience is not None and without >= settings.patience,
+            stopped=self._is_out_of_patience(progress.epoch + 1, best),
         )
         self._save()
         self._folder.write_epochs(self.progress.epochs)
@@ -267,6 +270,11 @@ class Trainer:
         if self._epoch_cost.skipped_flops:
             share = self._epoch_cost.skipped_share
             self._reporter.note(f"  background: {100 * share:.1f} % of the FLOPs of its training steps were left out")
+
+    def _is_out_of_patience(self, epoch: int, best: tuple[float, int] | None) -> bool:
+        """Whether so many passes are enough, the best of which was ``best``."""
+        patience = self._config.train.patience
+        return patience is not None and epoch - (best[1] if best else 0) >= patience
 
     def _measured(self, predictions: list[Prediction]) -> dict[str, float]:
         """What metrics.csv says of predictions of validation slides."""
@@ -301,7 +309,7 @@ class Trainer:
             "random": get_random_state(),
             "settings": fingerprint(self._config),
             "table": self.experiment.table.digest(),
-            "surroundings": surroundings(self._ranks.shape),
+            "surroundings": surroundings(self._ranks.shape, self._config.train.device),
         }
         # Before the checkpoint: what is computed again is noted again.
         if self._config.train.on_error == "fill":

@@ -6,7 +6,6 @@ import contextlib
 import csv
 import io
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -166,6 +165,13 @@ def test_bands_take_the_steps_of_one_process(pair: Ranks, slides: Path, referenc
     assert "band" in (tmp_path / "run" / "plan.txt").read_text()
 
 
+def test_two_replicas_of_two_bands_take_the_steps_of_one_process(slides: Path, reference: Path, tmp_path: Path) -> None:
+    with ranks_of(4, tmp_path, _PRELOAD) as four:
+        code, said = four.run(_command, _config(tmp_path, slides, "run", ranks={"bands": 2}))[0]
+    assert code == 0, said
+    _assert_close(tmp_path / "run", reference)
+
+
 def test_the_risks_of_a_group_are_those_of_all_replicas(alone: Ranks, pair: Ranks, slides: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"task": {"kind": "cox"}, "model": {"norm": "calibrated"}}
     # The last bias has no gradient but rounding errors, which Adam would make a step of.
@@ -299,9 +305,9 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone: Ranks, pair: Ranks, r
 
 @pytest.mark.slow
 def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> None:
-    """Four ranks on two slides at a time, each in two bands; one is killed from outside, and torchrun starts all of them again."""
-    command = _config(tmp_path, slides, "run", ranks={"bands": 2})
-    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--max-restarts", "1"]
+    """One of two ranks is killed from outside; the other one says so, and torchrun starts both again."""
+    command = _config(tmp_path, slides, "run")
+    torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([*torchrun, "-m", "sft.wsi", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as run:
         while not list((tmp_path / "run" / "checkpoints").glob("last-00000002")) and run.poll() is None:
@@ -310,6 +316,6 @@ def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> 
         os.kill(int(children[-1]), signal.SIGKILL)
         said = run.communicate(timeout=400)[0].decode()
     assert run.returncode == 0, said
-    assert "going on from step" in said and "Traceback" not in said.replace("Traceback : Signal", ""), said
+    assert "going on from step" in said and "Traceback (most recent call last)" not in said, said
     assert len(_rows(tmp_path / "run" / "steps.csv")) == 6 and len(_rows(tmp_path / "run" / "metrics.csv")) == 2
-    assert shutil.which("torchrun") is None or (tmp_path / "run" / "summary.md").exists()
+    assert (tmp_path / "run" / "summary.md").exists()

@@ -13,6 +13,7 @@ from sft.wsi.config import AugmentConfig as AugmentConfig
 from sft.wsi.config import Config as Config
 from sft.wsi.config import DataConfig as DataConfig
 from sft.wsi.config import ModelConfig as ModelConfig
+from sft.wsi.config import RanksConfig as RanksConfig
 from sft.wsi.config import TaskConfig as TaskConfig
 from sft.wsi.config import TrainConfig as TrainConfig
 from sft.wsi.errors import DatasetError as DatasetError
@@ -34,6 +35,7 @@ from sft.wsi.interruption import Interruption as Interruption
 from sft.wsi.metrics import Estimate as Estimate
 from sft.wsi.metrics import Prediction as Prediction
 from sft.wsi.metrics import evaluate_predictions as evaluate_predictions
+from sft.wsi.ranks import joined as joined
 from sft.wsi.runfolder import RunFolder as RunFolder
 from sft.wsi.splits import assign_splits as assign_splits
 from sft.wsi.table import SlideRecord as SlideRecord

@@ -229,7 +229,7 @@ class RanksConfig:
     """How the processes that torchrun starts share the work; a run may go on with another number of them.
 
     Args:
-        bands: ranks that share one slide, each with a band of its rows; so many such groups as there are ranks for work on a slide each.
+        bands: ranks that share one slide, each with a band of its rows; the slides of a step are dealt out to the groups of so many.
         timeout_seconds: how long a rank waits for one that is there and says nothing: longer than an optimizer step takes. One that
             died is missed at once.
     """

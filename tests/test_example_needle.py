@@ -68,6 +68,7 @@ def test_the_other_ways_to_train_predict_each_slide_that_is_not_for_training(tmp
         assert all(sum(prediction.output) == pytest.approx(1) for prediction in predictions)
 
 
+@pytest.mark.slow
 def test_the_script_trains_three_ways_and_writes_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--slides", "8", "--size", "128", "--needle", "16", "--epochs", "1", "--patch", "64", "--baseline-lr", "1e-3", "--more", "2"]
     monkeypatch.setattr(sys, "argv", [str(_MAIN), *options, "--out", str(tmp_path)])

@@ -69,7 +69,7 @@ def test_tiles_of_columns_leave_out_background_beside_tissue(tmp_path: Path) -> 
     mask[:2, :2] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
     table, shares = write_table(tmp_path / "slides.csv", rows), {}
-    for name, tile in (("strips", [64, width_px]), ("tiles", [64, 128])):
+    for name, tile in (("strips", [16, width_px]), ("tiles", [16, 128])):
         config = write_config(
             tmp_path / "c.yaml",
             table,

@@ -27,7 +27,7 @@ from sft.wsi.randomness import counter_seed
 from sft.wsi.ranks import Ranks
 from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import cox_gradients
-from sft.wsi.together import SlideFailed, agreed, dealt, in_order, opened, reading
+from sft.wsi.together import SlideFailed, agreed, behind, dealt, in_order, opened, reading
 
 __all__ = ["Cost", "Group", "GroupGradients"]
 
@@ -211,7 +211,7 @@ class GroupGradients:
     def _backward_of_risks(
         self, mine: Sequence[SlideRecord], gradients: Sequence[float], following: SlideRecord | None, interruption: Interruption
     ) -> _Share:
-        for record, upcoming, gradient in zip(mine, _behind(mine, following), gradients, strict=True):
+        for record, upcoming, gradient in zip(mine, behind(mine, following), gradients, strict=True):
             risk = self._forward(record, upcoming, interruption).sum()
             self._backward(record, risk * gradient)
         return _Share(losses=(), cost=self._taken())
@@ -220,7 +220,7 @@ class GroupGradients:
         self, mine: Sequence[SlideRecord], shares: Sequence[float], following: SlideRecord | None, interruption: Interruption
     ) -> _Share:
         losses = []
-        for record, upcoming, share in zip(mine, _behind(mine, following), shares, strict=True):
+        for record, upcoming, share in zip(mine, behind(mine, following), shares, strict=True):
             output = self._forward(record, upcoming, interruption)
             slide_loss = output if self._task.kind == "segmentation" else self._task.slide_loss(output, record.target or ())
             loss = slide_loss.float() * share
@@ -276,8 +276,3 @@ class GroupGradients:
         with torch.no_grad():
             for name, buffer in self._model.named_buffers():
                 buffer.copy_(buffers[name])
-
-
-def _behind(mine: Sequence[SlideRecord], following: SlideRecord | None) -> list[SlideRecord | None]:
-    """The slide that comes after each."""
-    return [*mine[1:], following] if mine else []

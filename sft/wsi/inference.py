@@ -18,7 +18,7 @@ from sft.wsi.norms import set_training
 from sft.wsi.ranks import ALONE, Ranks
 from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import cox_gradients
-from sft.wsi.together import SlideFailed, agreed, dealt, opened, reading
+from sft.wsi.together import SlideFailed, agreed, behind, dealt, opened, reading
 
 __all__ = ["Predictor", "mean_loss"]
 
@@ -130,7 +130,7 @@ class Predictor:
     ) -> tuple[dict[str, Prediction], dict[str, str]]:
         """Predictions of this rank's slides, and what is wrong with the others of them, by name."""
         found, problems = {}, {}
-        for record, upcoming in zip(mine, [*mine[1:], None], strict=True):
+        for record, upcoming in zip(mine, behind(mine), strict=True):
             try:
                 # Bands that have lost each other over a slide meet again before the next.
                 found[record.name] = agreed(partial(self._predict, record, upcoming, interruption), self._ranks, among="bands")[0]

@@ -17,7 +17,7 @@ from sft.wsi.interruption import EndRequested, Interruption
 from sft.wsi.ranks import Among, Ranks
 from sft.wsi.table import SlideRecord
 
-__all__ = ["SlideFailed", "Unreadable", "agreed", "dealt", "in_order", "opened", "reading"]
+__all__ = ["SlideFailed", "Unreadable", "agreed", "behind", "dealt", "in_order", "opened", "reading"]
 
 T = TypeVar("T")
 
@@ -62,6 +62,11 @@ class _Said:
 def dealt(items: Sequence[T], ranks: Ranks) -> list[T]:
     """Those of some items that are this rank's replica's."""
     return list(items[ranks.rank // ranks.shape.num_bands :: ranks.shape.num_replicas])
+
+
+def behind(mine: Sequence[T], following: T | None = None) -> list[T | None]:
+    """What comes after each item; ``following`` after the last."""
+    return [*mine[1:], following] if mine else []
 
 
 def in_order(parts: Sequence[Sequence[T]], ranks: Ranks) -> list[T]:

@@ -12,6 +12,8 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ import torch
 import torch.distributed as dist
 import yaml
 
+from sft.errors import RankError
 from sft.wsi.checkpoint import CheckpointFolder
+from sft.wsi.meeting import meet
 from sft.wsi.randomness import generator
 from tests.helpers.killing import Death, _arrange
 from tests.helpers.ranks import RankFailedError, Ranks, ranks_of
@@ -303,6 +307,21 @@ def test_a_run_goes_on_with_another_number_of_ranks(alone: Ranks, pair: Ranks, r
         _assert_close(tmp_path / name, reference)
 
 
+def test_ranks_that_are_started_again_do_not_take_what_earlier_ones_left() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]  # not in the list of what the module exports
+    names: list[str] = []
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as threads:
+            others = [threads.submit(meet, store, rank, 3, timedelta(seconds=60)) for rank in (1, 2)]
+            names.append(meet(store, 0, 3, timedelta(seconds=60)))
+            assert [other.result() for other in others] == [names[-1]] * 2
+    assert len(set(names)) == 3
+    with pytest.raises(RankError, match=r"ranks \[1, 2\] have not come within 0:00:00.1"):
+        meet(store, 0, 3, timedelta(seconds=0.1))
+    with pytest.raises(RankError, match="rank 0 has not come"):
+        meet(store, 1, 3, timedelta(seconds=0.1))
+
+
 @pytest.mark.slow
 def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> None:
     """One of two ranks is killed from outside; the other one says so, and torchrun starts both again."""
@@ -312,10 +331,11 @@ def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> 
     with subprocess.Popen([*torchrun, "-m", "sft.wsi", *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment) as run:
         while not list((tmp_path / "run" / "checkpoints").glob("last-00000002")) and run.poll() is None:
             time.sleep(0.01)
-        children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-        os.kill(int(children[-1]), signal.SIGKILL)
+        *_, last = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+        os.kill(int(last), signal.SIGKILL)
         said = run.communicate(timeout=400)[0].decode()
     assert run.returncode == 0, said
-    assert "going on from step" in said and "Traceback (most recent call last)" not in said, said
+    assert "error: rank 1 does not answer" in said and "going on from step" in said, said
+    assert "Traceback (most recent call last)" not in said, said
     assert len(_rows(tmp_path / "run" / "steps.csv")) == 6 and len(_rows(tmp_path / "run" / "metrics.csv")) == 2
     assert (tmp_path / "run" / "summary.md").exists()

@@ -28,6 +28,7 @@ from sft.bands.sums import Whole, sum_now
 from sft.bands.traffic import Over
 from sft.errors import InputError
 from sft.wsi.config import RanksConfig
+from sft.wsi.meeting import connect
 
 __all__ = ["ALONE", "Alone", "Ranks", "World", "joined"]
 
@@ -137,6 +138,9 @@ ALONE = Alone()
 class _Several:
     """One of several ranks.
 
+    Each message is guarded by itself, beside all that is done :meth:`together`: when a rank dies, torchrun sends SIGTERM to the others
+    at once, and they find out whom they miss while that is still noted, not obeyed.
+
     Args:
         world: the processes.
         settings: of the run.
@@ -169,10 +173,12 @@ class _Several:
     def gathered(self, value: T, among: Among = "all") -> list[T]:
         link, over = self._party.link, _over(among)
         own = _bytes_of(value)
-        sizes = [int(size) for size in link.gathered(over, torch.tensor([own.numel()]))]
-        padded = torch.zeros(max(sizes), dtype=torch.uint8)
-        padded[: own.numel()] = own
-        return [_value_of(other[:size]) for other, size in zip(link.gathered(over, padded), sizes, strict=True)]
+        with link.guarded():
+            sizes = [int(size) for size in link.gathered(over, torch.tensor([own.numel()]))]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            padded[: own.numel()] = own
+            everybody = link.gathered(over, padded)
+        return [_value_of(other[:size]) for other, size in zip(everybody, sizes, strict=True)]
 
     def from_first(self, make: Callable[[], T]) -> T:
         told: T = self._spread("mesh", make() if self.rank == 0 else None)
@@ -190,7 +196,8 @@ class _Several:
                 # In the order of the indices, whatever layout each rank's gradient has.
                 staged.append((parameter.grad, parameter.grad.to(_HOST).contiguous()))
         sums = [Whole(handle=host, num_elements=host.numel(), dtype=host.dtype) for _, host in staged]
-        sum_now(self._party.machine(_HOST), sums, "replica", "parameters")
+        with self._party.link.guarded():
+            sum_now(self._party.machine(_HOST), sums, "replica", "parameters")
         for gradient, host in staged:
             gradient.copy_(host)
 
@@ -218,9 +225,10 @@ class _Several:
         link = self._party.link
         own = _bytes_of(value)
         size = torch.tensor([own.numel()])
-        link.broadcast(over, size)
-        data = own if own.numel() == int(size) else torch.empty(int(size), dtype=torch.uint8)
-        link.broadcast(over, data)
+        with link.guarded():
+            link.broadcast(over, size)
+            data = own if own.numel() == int(size) else torch.empty(int(size), dtype=torch.uint8)
+            link.broadcast(over, data)
         return _value_of(data)
 
 
@@ -252,7 +260,7 @@ def joined(settings: RanksConfig, *, plans_only: bool = False) -> Iterator[Ranks
         raise InputError(f"{world.num_ranks} processes, and this build of torch has no gloo to connect them: start one")
     is_ours = not dist.is_initialized()
     if is_ours:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=settings.timeout_seconds))
+        connect(world.rank, world.num_ranks, timedelta(seconds=settings.timeout_seconds))
     ranks = _Several(world, settings)
     with ranks.together():
         yield ranks

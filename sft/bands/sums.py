@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -116,11 +117,7 @@ class _Window:
 
     def _starts(self) -> list[int]:
         """Where each piece begins in the window."""
-        found, at = [], 0
-        for _, _, number in self.pieces:
-            found.append(at)
-            at += number
-        return found
+        return [0, *accumulate(number for _, _, number in self.pieces[:-1])]
 
 
 def sum_now(machine: BandMachine, values: Sequence[Whole], over: Over, topic: Topic, *, factor: float = 1.0) -> None:

@@ -9,7 +9,6 @@ first, and those that come from above are needed last.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -33,36 +32,28 @@ class Timetable:
     @property
     def num_strips(self) -> int:
         """Strips of all walks."""
-        return self._per_walk * self.num_walks
-
-    @cached_property
-    def _per_walk(self) -> int:
-        return self.schedule.num_steps
+        return self.schedule.num_steps * self.num_walks
 
     def made(self, name: str, stop: int) -> int:
         """Forward, until the rows of a result before ``stop`` are made, in all walks."""
-        if not self._per_walk:
+        if not self.schedule.num_steps:
             return 0
-        return (self.num_walks - 1) * self._per_walk + int(np.searchsorted(self.schedule.frontier[name], stop))
+        return (self.num_walks - 1) * self.schedule.num_steps + int(np.searchsorted(self.schedule.frontier[name], stop))
 
     def read(self, name: str, start: int) -> int:
-        """Forward, before the first that reads a row of a source from ``start`` on."""
-        return self._first_reader(name, start)
+        """Forward, before the first of a walk that reads a row of a source from ``start`` on; all of them where none does."""
+        _, stops = self.schedule.rows_read(name, self.schedule.names)
+        reads = stops > start
+        return int(reads.argmax()) if reads.any() else self.schedule.num_steps
 
     def settled(self, name: str, start: int) -> int:
         """Back, until nothing is added any more to the gradients of a source's rows from ``start`` on."""
-        if not self._per_walk:
+        if not self.schedule.num_steps:
             return 0
-        return self.num_walks * self._per_walk - self._first_reader(name, start)
+        return self.num_walks * self.schedule.num_steps - self.read(name, start)
 
     def wanted(self, name: str, stop: int) -> int:
         """Back, before the first that takes the gradient of a row of a result before ``stop``."""
-        if not self._per_walk:
+        if not self.schedule.num_steps:
             return 0
-        return self._per_walk - int(np.searchsorted(self.schedule.frontier[name], stop))
-
-    def _first_reader(self, name: str, start: int) -> int:
-        """The first strip of a walk that reads a row from ``start`` on; their number where none does."""
-        _, stops = self.schedule.rows_read(name, self.schedule.names)
-        reads = stops > start
-        return int(reads.argmax()) if reads.any() else self._per_walk
+        return self.schedule.num_steps - int(np.searchsorted(self.schedule.frontier[name], stop))

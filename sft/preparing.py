@@ -7,7 +7,7 @@ model's forward may look at (``sft.fingerprint``). A capture serves all sizes th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
+from sft.deep.parameters import StreamedParameters, record_bytes, streamable
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
@@ -50,6 +51,7 @@ from sft.resident import resident_bytes
 from sft.sharded import Sharding
 from sft.walk.order import parse_order
 from sft.walk.region import Region
+from sft.walk.weights import StreamedWeights, Taking
 
 __all__ = ["CallKind", "Captured", "Preparation", "Ready", "Shape", "Traced", "held"]
 
@@ -87,6 +89,8 @@ class CallKind:
     from_source: tuple[bool, ...] = ()
     splits_batch: bool = True
     holds_gradients: bool = False
+    #: of streamed weights that were taken: what changes with where their gradients go
+    weights_revision: int | None = None
 
 
 @dataclass(frozen=True)
@@ -210,7 +214,7 @@ class Preparation:
             phases=phases,
             requires_grad=self._requires_grad(kind, phases),
             channels_last=self._channels_last(kind, graph) - self._in_files(graph),
-            resident_bytes=resident_bytes(self.model, self.optimizer, self.sharding, holds_gradients=kind.holds_gradients),
+            resident_bytes=self._resident_bytes(kind),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
             outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
@@ -224,8 +228,10 @@ class Preparation:
         self.destination.check([problem.dtypes[name] for name in graph.outputs])
         rates = Rates(kind.traced.device.type)
         if self.mesh is not None:
+            if self.options.weights not in ("resident", "auto"):
+                self._refuse_streaming(())
             return self._plan_on_mesh(problem, captured, rates)
-        problem, planned = self._given(problem, kind) or self._found(problem, kind)
+        problem, planned = self._placed(problem, kind)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes, rates=rates)
         if self.options.profile == "measure" and kind.traced.device.type != "meta":
             with autocast_off(kind.traced.device):
@@ -238,6 +244,59 @@ class Preparation:
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
         return Ready(plan, planned.region, captured, slabs, graphs)
+
+    def _resident_bytes(self, kind: CallKind, streamed: Collection[str] = ()) -> int:
+        return resident_bytes(self.model, self.optimizer, self.sharding, holds_gradients=kind.holds_gradients, streamed=streamed)
+
+    def _placed(self, problem: Problem, kind: CallKind) -> tuple[Problem, Planned]:
+        """A plan that fits, and the problem that it is for: with weights where they were asked for."""
+        must_stream = kind.weights_revision is not None or self.options.weights not in ("resident", "auto")
+        given = self.given_plan is not None and self.given_plan.streamed_weights > 0
+        if must_stream or given:
+            streamed = self._streaming(problem, kind)
+            return self._given(streamed, kind) or self._found(streamed, kind)
+        try:
+            return self._given(problem, kind) or self._found(problem, kind)
+        except BudgetError as error:
+            if self.options.weights != "auto":
+                raise
+            refused = error
+        try:
+            return self._found(self._streaming(problem, kind), kind)
+        except BudgetError as error:
+            raise min(refused, error, key=lambda each: each.needed_bytes) from None
+
+    def _streaming(self, problem: Problem, kind: CallKind) -> Problem:
+        """The same problem with streamed weights.
+
+        Raises:
+            UnsupportedError: they cannot be.
+        """
+        own, taken, graph = streamable(self.model), StreamedParameters.known(self.model), problem.graph
+        nodes = {node.name: node.target for node in graph.nodes if node.kind == "parameter" and node.target in own}
+        self._refuse_streaming([path for name, path in nodes.items() if name in graph.results])
+        is_slow = self.options.weights_file is not None or kind.traced.device.type != "cpu"
+        weights = StreamedWeights(
+            num_bytes={name: record_bytes(own[path]) for name, path in nodes.items()},
+            takings={
+                name: Taking(down_bytes=record_bytes(own[path])) if taken is None else taken.taking_of(path) for name, path in nodes.items()
+            },
+            reads_ahead=is_slow if taken is None else taken.reads_ahead,
+        )
+        return replace(problem, weights=weights, resident_bytes=self._resident_bytes(kind, own), memo={})
+
+    def _refuse_streaming(self, returned: Sequence[str]) -> None:
+        """
+        Raises:
+            UnsupportedError: the model, or what it is used with, has no streamed weights.
+        """
+        problems = [f"{path}: the model returns this parameter, so it cannot be streamed; return a clone of it" for path in returned]
+        if self.mesh is not None:
+            problems.append("weights='stream' is for one device, whose ranks of a mesh would each have a store; leave out mesh, or weights")
+        if self.sharding is not None:
+            problems.append("weights='stream' and fully_shard are two places for the same weights; leave one out")
+        if problems:
+            raise UnsupportedError(problems)
 
     @property
     def _skips_repeats(self) -> bool:
@@ -322,6 +381,8 @@ class Preparation:
         if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
             return None
         if plan.input_placements != problem.input_placements or plan.output_placements != problem.output_placements:
+            return None
+        if (plan.streamed_weights > 0) != (problem.weights is not None):
             return None
         known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
         if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):

@@ -26,6 +26,7 @@ from sft.execute.skipping import Skipping
 from sft.inputs import is_readable
 from sft.options import Options
 from sft.outputs import Output, resolve_output
+from sft.placing import refuse_streaming
 from sft.plan.types import Plan
 from sft.surroundings import not_compiled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.units import parse_bytes
@@ -105,6 +106,8 @@ def compile(
     if budget is None:
         budget = DEFAULT_BUDGET if plan is None else plan.budget_bytes
     budget_bytes = parse_bytes(budget)
+    if (options or Options()).streams_weights:
+        refuse_streaming(resolved, None)
     if device is not None:
         _place(model, torch.device(device), options or Options())
     engine = Engine(
@@ -197,7 +200,7 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
 
 def _place(model: nn.Module, device: torch.device, options: Options) -> None:
     """Move a model to a device: of one whose weights are streamed only what is resident."""
-    if options.weights in ("resident", "auto"):
+    if not options.streams_weights:
         model.to(device)
         return
     taken = StreamedParameters.of(model, device, options.weights_file)

@@ -30,6 +30,7 @@ from sft.kernels.philox import draw_seed
 from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination, HostOutputs
+from sft.placing import refuse_streaming
 from sft.plan.types import Plan
 from sft.preparing import CallKind, Preparation, Ready, Shape, Traced, held
 from sft.sharded import Sharding
@@ -71,6 +72,8 @@ class Engine:
             together=lambda: self._joined().together(),
             sharding=self.sharding,
         )
+        if options.streams_weights:
+            refuse_streaming(mesh, self.sharding)
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -107,7 +110,7 @@ class Engine:
             InputError, SourceError, UnsupportedError: as `StreamedParameters.of`.
         """
         options, taken = self.preparation.options, self.streamed_weights
-        if options.weights in ("resident", "auto"):
+        if not options.streams_weights:
             is_planned = self.last_plan is not None and self.last_plan.streamed_weights > 0
             if taken is not None or not is_planned:
                 return taken
@@ -141,9 +144,11 @@ class Engine:
         return self.party
 
     def _run(self, inputs: Sequence[Any], input_grad: Any) -> Any:
-        given, lacking = self._resolve(inputs, input_grad)
+        if self.preparation.options.streams_weights:
+            self.stream_weights()
         if self.streamed_weights is not None:
             self.streamed_weights.check()
+        given, lacking = self._resolve(inputs, input_grad)
         kind = self._kind_of(given, lacking)
         if self.party is not None:
             traced = kind.traced

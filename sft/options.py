@@ -135,6 +135,11 @@ class Options:
             raise InputError("; ".join(problems))
 
     @property
+    def streams_weights(self) -> bool:
+        """Whether weights are to be streamed whatever the budget."""
+        return self.weights not in ("resident", "auto")
+
+    @property
     def weights_file(self) -> WeightsFile | None:
         """The file that weights are to be streamed from, if there is one."""
         return self.weights if isinstance(self.weights, WeightsFile) else None

@@ -27,7 +27,7 @@ from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
-from sft.deep.parameters import StreamedParameters, record_bytes, streamable
+from sft.deep.parameters import streamable
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
@@ -39,6 +39,7 @@ from sft.fingerprint import Fingerprint
 from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination
+from sft.placing import check_step, refuse_streaming, weights_to_stream
 from sft.plan.carried import Planned, carry_out
 from sft.plan.describe import describe
 from sft.plan.planner import check_device, check_host, plan_segments
@@ -51,7 +52,6 @@ from sft.resident import resident_bytes
 from sft.sharded import Sharding
 from sft.walk.order import parse_order
 from sft.walk.region import Region
-from sft.walk.weights import StreamedWeights, Taking
 
 __all__ = ["CallKind", "Captured", "Preparation", "Ready", "Shape", "Traced", "held"]
 
@@ -228,8 +228,6 @@ class Preparation:
         self.destination.check([problem.dtypes[name] for name in graph.outputs])
         rates = Rates(kind.traced.device.type)
         if self.mesh is not None:
-            if self.options.weights not in ("resident", "auto"):
-                self._refuse_streaming(())
             return self._plan_on_mesh(problem, captured, rates)
         problem, planned = self._placed(problem, kind)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes, rates=rates)
@@ -250,7 +248,7 @@ class Preparation:
 
     def _placed(self, problem: Problem, kind: CallKind) -> tuple[Problem, Planned]:
         """A plan that fits, and the problem that it is for: with weights where they were asked for."""
-        must_stream = kind.weights_revision is not None or self.options.weights not in ("resident", "auto")
+        must_stream = kind.weights_revision is not None or self.options.streams_weights
         given = self.given_plan is not None and self.given_plan.streamed_weights > 0
         if must_stream or given:
             streamed = self._streaming(problem, kind)
@@ -263,6 +261,8 @@ class Preparation:
             refused = error
         try:
             return self._found(self._streaming(problem, kind), kind)
+        except UnsupportedError:
+            raise refused from None
         except BudgetError as error:
             raise min(refused, error, key=lambda each: each.needed_bytes) from None
 
@@ -270,33 +270,14 @@ class Preparation:
         """The same problem with streamed weights.
 
         Raises:
-            UnsupportedError: they cannot be.
+            BudgetError: the step of an optimizer does not fit.
+            UnsupportedError: they cannot be streamed.
         """
-        own, taken, graph = streamable(self.model), StreamedParameters.known(self.model), problem.graph
-        nodes = {node.name: node.target for node in graph.nodes if node.kind == "parameter" and node.target in own}
-        self._refuse_streaming([path for name, path in nodes.items() if name in graph.results])
-        is_slow = self.options.weights_file is not None or kind.traced.device.type != "cpu"
-        weights = StreamedWeights(
-            num_bytes={name: record_bytes(own[path]) for name, path in nodes.items()},
-            takings={
-                name: Taking(down_bytes=record_bytes(own[path])) if taken is None else taken.taking_of(path) for name, path in nodes.items()
-            },
-            reads_ahead=is_slow if taken is None else taken.reads_ahead,
-        )
-        return replace(problem, weights=weights, resident_bytes=self._resident_bytes(kind, own), memo={})
-
-    def _refuse_streaming(self, returned: Sequence[str]) -> None:
-        """
-        Raises:
-            UnsupportedError: the model, or what it is used with, has no streamed weights.
-        """
-        problems = [f"{path}: the model returns this parameter, so it cannot be streamed; return a clone of it" for path in returned]
-        if self.mesh is not None:
-            problems.append("weights='stream' is for one device, whose ranks of a mesh would each have a store; leave out mesh, or weights")
-        if self.sharding is not None:
-            problems.append("weights='stream' and fully_shard are two places for the same weights; leave one out")
-        if problems:
-            raise UnsupportedError(problems)
+        refuse_streaming(self.mesh, self.sharding)
+        weights = weights_to_stream(self.model, problem.graph, kind.traced.device, self.options)
+        own = self._resident_bytes(kind, streamable(self.model))
+        check_step(self.model, own, self.budget_bytes)
+        return replace(problem, weights=weights, resident_bytes=own, memo={})
 
     @property
     def _skips_repeats(self) -> bool:

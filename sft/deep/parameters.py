@@ -41,6 +41,10 @@ class ParameterSink(GradientSink, Protocol):
         """What it takes to take the gradient of a record's parameter."""
         ...
 
+    def step_bytes(self) -> int:
+        """Most bytes that it holds on the device between two steps of the model."""
+        ...
+
 
 def streamable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model that have one name, and elements, by name.
@@ -81,7 +85,7 @@ class StreamedParameters:
             raise InputError(f"{type(model).__name__} has no parameters to stream; leave out weights='stream'")
         self.counters, self.revision = Counters(), 0
         self._records = {name: record for record, name in enumerate(self.params)}
-        self._pin = torch.cuda.is_available()
+        self._pin = device.type == "cuda"
         self._sink: ParameterSink = _HostGradients(self)
         layouts = [Layout.of([_spec(name, param)]) for name, param in self.params.items()]
         self.store: Store
@@ -90,6 +94,9 @@ class StreamedParameters:
         else:
             self.store = self._stored(layouts, lambda record, views: _copy(views, self.params[self._names[record]]))
         self.rebind()
+        for param in self.params.values():
+            if param.grad is not None:
+                param.grad = param.grad.to(param.device)
 
     @classmethod
     def of(cls, model: nn.Module, device: torch.device, file: WeightsFile | None = None) -> StreamedParameters:
@@ -179,6 +186,11 @@ class StreamedParameters:
         """What it takes to take a parameter's gradient."""
         own = self._sink if self._sink.takes(name) else _HostGradients(self)
         return own.taking(self._records[name])
+
+    @property
+    def step_bytes(self) -> int:
+        """Most bytes on the device while an optimizer's step uses gradients that were added up."""
+        return self._sink.step_bytes()
 
     @contextlib.contextmanager
     def taking(self, order: Sequence[int]) -> Iterator[BlockSink]:
@@ -297,6 +309,10 @@ class _HostGradients:
     def takes(self, name: str) -> bool:
         """All of them."""
         return True
+
+    def step_bytes(self) -> int:
+        """Nothing: all is on the host."""
+        return 0
 
     def taking(self, record: int) -> Taking:
         """The gradient leaves."""

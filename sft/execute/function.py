@@ -202,6 +202,8 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
                 f"the output {name} of the compiled model was modified in place after the forward pass, and the backward pass needs it; "
                 "modify a clone of it instead"
             )
+    if leaves.weights is not None:
+        leaves.weights.check()
     copies = ctx.copies
     if consume:
         ctx.tape = ctx.copies = None

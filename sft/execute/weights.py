@@ -94,15 +94,7 @@ class BoundWeights:
         Args:
             reached: the values that gradients flow to.
             grads: gains gradients, when the pass is through.
-
-        Raises:
-            RuntimeError: the weights are not those of the call, as autograd says of parameters that were changed in place.
         """
-        if self.owner.versions() != self.versions:
-            raise RuntimeError(
-                "streamed weights of the compiled model were changed after its forward pass, and its backward pass needs them as they "
-                "were; call backward before step()"
-            )
         with self.owner.taking([self.owner.record_of(path) for path in self.paths.values()]) as sink:
             weights = self._pass(sink, reached)
             try:
@@ -111,6 +103,18 @@ class BoundWeights:
                 weights.close()
             collected = sink.collect()
             grads.update((name, collected[path]) for name, path in self.paths.items() if path in collected)
+
+    def check(self) -> None:
+        """Whether the weights are still those of the call, as autograd says of parameters that were changed in place.
+
+        Raises:
+            RuntimeError: they are not.
+        """
+        if self.owner.versions() != self.versions:
+            raise RuntimeError(
+                "streamed weights of the compiled model were changed after its forward pass, and its backward pass needs them as they "
+                "were; call backward before step()"
+            )
 
     def _pass(self, sink: GradientTaker | None = None, reached: Collection[str] = ()) -> WeightPass:
         owner = self.owner

@@ -155,6 +155,14 @@ class StreamedChain:
         state_bytes = layout.part_bytes("state") if self._states is not None else 0
         return Taking(scratch_bytes=state_bytes + copies, up_bytes=state_bytes, down_bytes=layout.weight_bytes + state_bytes)
 
+    def step_bytes(self) -> int:
+        """Most bytes on the device while a two-phase step updates records one at a time."""
+        if not self.optimizer.two_phase:
+            return 0
+        copies = max((number * 4 for name, (number, _) in self._sizes.items() if name in self.masters), default=0)
+        windows = (self.blocks.weights, self._grad_window, self._states)
+        return copies + sum(window.window_bytes for window in windows if window is not None)
+
     def extra_bytes(self) -> int:
         """What a backward pass holds on the device beside the weights: the window of the state, fp32 copies of gradients, messages."""
         messages = self._replicas.staging_bytes(self._sizes)

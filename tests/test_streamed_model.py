@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 import sft
 from sft.deep.parameters import StreamedParameters
 from sft.execute.machine import TorchMachine
+from sft.walk.order import parse_order
+from sft.walk.weights import Passage, StreamedWeights, Taking, completed_by, read_by
 from sft.weights import DiskStore
 
 from .helpers.captured import one_capture_a_model
@@ -535,3 +537,54 @@ def test_a_parameter_that_is_returned_is_refused() -> None:
     with pytest.raises(sft.UnsupportedError, match="scale"):
         sft.compile(Returned(), (4, 16), options=_STREAM)
     assert sft.plan(Returned(), (4, 16), options=sft.Options(weights="auto")).streamed_weights == 0
+
+
+# -- what a pass holds ----------------------------------------------------------------------------------------------------
+
+
+class _Noting:
+    """A machine that takes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def load_weight(self, name: str, num_bytes: int, shape: object, dtype: object, handle: object, *, ahead: bool) -> str:
+        self.said.append(f"{'<' if handle is None else '«'}{name}{'...' if ahead else ''}")
+        return name
+
+    def settle_weights(self, names: Sequence[str]) -> None:
+        self.said.append("=" + "".join(names))
+
+    def release_weight(self, name: str, handle: object) -> None:
+        self.said.append("~" + name)
+
+    def take_gradient(self, name: str, gradient: object, weight: object, taking: Taking) -> None:
+        self.said.append("!" + name)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_pass_holds_what_a_move_reads_and_the_next(ahead: bool) -> None:
+    machine: Any = _Noting()
+    names = "abc"
+    weights = StreamedWeights(num_bytes=dict.fromkeys(names, 8), takings=dict.fromkeys(names, Taking()), reads_ahead=ahead)
+    moves = parse_order(["F0", "F1+", "L", "B1", "F0+", "B0"], 2)
+    # Segment 0 reads `a`, and `c` without a gradient; segment 1 reads `b` and `c`.
+    reads = read_by(moves[3:], [("a", "c"), ("b", "c")], [("a",), ("b", "c")], names)
+    assert reads == (("b", "c"), ("a", "c"), ("a",))
+    assert completed_by([("a", "c"), ("b", "c")], [True, True], ("a", "b")) == (("a",), ("b",))
+    handles: dict[str, Any] = {}
+    passage = Passage(
+        machine=machine, weights=weights, shapes=dict.fromkeys(names, (1,)), dtypes=dict.fromkeys(names), handles=handles, reads=reads
+    )
+    values: dict[str, Any] = {}
+    for place, taken in enumerate(("bc", "", "a")):
+        passage.enter(place, values)
+        for name in taken:
+            passage.take(name, None)
+        machine.said.append("|")
+        passage.leave(place)
+    passage.end()
+    assert set(values) == set(names)
+    # `c` was updated, perhaps, so it is read anew although the next move wants it; `a` stays for the last one.
+    expected = "<b <c =bc <a... !b !c | ~b ~c «c =ac | ~c =a !a | ~a" if ahead else "<b <c =bc !b !c | ~b ~c <a «c =ac | ~c =a !a | ~a"
+    assert " ".join(machine.said) == expected

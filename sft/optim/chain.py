@@ -147,11 +147,12 @@ class StreamedChain:
     def taking(self, record: int) -> Taking:
         """What it takes to take the gradients of a record."""
         names = [name for name in self.blocks.names_of(record) if name in self.params]
-        grad_bytes = sum(number * dtype.itemsize for number, dtype in (self._sizes[name] for name in names))
+        sizes = {name: math.prod(self.blocks.shape_of(self.params[name])) for name in names}
+        grad_bytes = sum(sizes[name] * self.params[name].element_size() for name in names)
         if self.optimizer.two_phase:
             return Taking(scratch_bytes=grad_bytes if self.blocks.device.type != "cpu" else 0, up_bytes=grad_bytes, down_bytes=grad_bytes)
         layout = self.blocks.store.layouts[record]
-        copies = max((self._sizes[name][0] * 4 for name in names if name in self.masters), default=0)
+        copies = max((sizes[name] * 4 for name in names if name in self.masters), default=0)
         state_bytes = layout.part_bytes("state") if self._states is not None else 0
         return Taking(scratch_bytes=state_bytes + copies, up_bytes=state_bytes, down_bytes=layout.weight_bytes + state_bytes)
 

@@ -7,8 +7,8 @@ pass holds the weights of one move, or of two, and this is not in the order: lik
 What a segment kept for its backward pass may hold views of a weight. A weight's buffer is therefore emptied under all handles on it, and
 filled again, as that of a value that leaves for the host (``sft.walk.copies``).
 
-The gradient of a weight is whole when the first segment that reads it has run back: segments run back in reverse, each once. It then goes
-to whoever takes it (``take_gradient``), and the weight is not read again in that pass, so that it may be updated in its place.
+The gradient of a weight is whole when the first segment that adds to it has run back: segments run back in reverse, each once. It then goes
+to whoever takes it (``take_gradient``), who may update the weight in its place: nobody reads this copy again.
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class Passage:
     handles: dict[str, Handle]
     reads: Sequence[tuple[str, ...]]
     _there: dict[str, None] = field(default_factory=dict)
+    _taken: set[str] = field(default_factory=set)
 
     def enter(self, place: int, values: dict[str, Handle]) -> None:
         """Have the weights of a move there, by name in ``values``, and begin to read those of the next one."""
@@ -123,10 +124,11 @@ class Passage:
         values.update((name, self.handles[name]) for name in own)
 
     def leave(self, place: int) -> None:
-        """Let go of what the next move does not read."""
+        """Let go of what the next move does not read, and of what may have been updated: who reads that again wants it as it was."""
         if self.reads[place]:
-            stay = set(self._next(place))
+            stay = set(self._next(place)) - self._taken
             self._release([name for name in self._there if name not in stay])
+            self._taken.clear()
 
     def end(self) -> None:
         """Let go of everything, be it after a failure."""
@@ -134,6 +136,7 @@ class Passage:
 
     def take(self, name: str, gradient: Handle) -> None:
         """Have a gradient taken that is whole; the weight is there."""
+        self._taken.add(name)
         self.machine.take_gradient(name, gradient, self.handles[name], self.weights.takings[name])
 
     def _next(self, place: int) -> tuple[str, ...]:

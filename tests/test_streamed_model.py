@@ -501,6 +501,9 @@ def test_what_is_refused_says_what_to_do(tmp_path: Path) -> None:
         sft.compile(seeded(Vgg), _SHAPE, mesh=(1, 2), options=_STREAM)
     with pytest.raises(sft.InputError, match="no parameters"):
         sft.compile(nn.Sequential(nn.ReLU()), (4, 16), options=_STREAM)(image(4, 16))
+    blocks = sft.nn.Repeat(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()), 3).double().stream("8KiB")
+    with pytest.raises(sft.UnsupportedError, match="leave out weights"):
+        sft.compile(nn.Sequential(nn.Linear(16, 16).double(), blocks), (None, 16), options=_STREAM)(image(4, 16))
     net, x = sft.compile(seeded(Mlp), (4, 16), options=_STREAM), image(4, 16)
     net(x)
     other = {name: param.detach() + 1 for name, param in net.named_parameters()}
@@ -537,6 +540,26 @@ def test_a_parameter_that_is_returned_is_refused() -> None:
     with pytest.raises(sft.UnsupportedError, match="scale"):
         sft.compile(Returned(), (4, 16), options=_STREAM)
     assert sft.plan(Returned(), (4, 16), options=sft.Options(weights="auto")).streamed_weights == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_on_a_cuda_device(where: str, tmp_path: Path) -> None:
+    weights: Any = "stream" if where == "host" else sft.WeightsFile(tmp_path / "w")
+    net = sft.compile(seeded(BatchNormed), _SHAPE, device="cuda", options=sft.Options(weights=weights))
+    resident = sft.compile(seeded(BatchNormed), _SHAPE, device="cuda")
+    assert all(param.device.type == "cpu" for param in net.parameters())
+    assert all(buffer.device.type == "cuda" for buffer in net.buffers())
+    ours, theirs = _ours("adamw", net), _torchs("adamw", resident)
+    x = image(*_SHAPE).cuda()
+    for _ in range(3):
+        for model, optimizer in ((net, ours), (resident, theirs)):
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for value, other in zip(net.state_dict().values(), resident.state_dict().values(), strict=True):
+        torch.testing.assert_close(value.cpu(), other.cpu(), rtol=1e-8, atol=1e-10)
 
 
 # -- what a pass holds ----------------------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from sft.analysis.preparation import USED_ON
 from sft.deep.streamed import BlockSink, GradientSink
@@ -50,8 +50,12 @@ def streamable(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model that have one name, and elements, by name.
 
     Raises:
-        UnsupportedError: one is no plain tensor in memory.
+        UnsupportedError: one is no plain tensor in memory, or in a store already.
     """
+    if any(getattr(module, "is_streamed", False) for module in model.modules()):
+        raise UnsupportedError(
+            ["a repetition inside streams its blocks, and weights have one store; close() it, or leave out weights='stream'"]
+        )
     num_names: dict[int, int] = {}
     for _, param in model.named_parameters(remove_duplicate=False):
         num_names[id(param)] = num_names.get(id(param), 0) + 1
@@ -112,7 +116,7 @@ class StreamedParameters:
             SourceError: the file cannot be read or written.
             UnsupportedError: one is no plain tensor.
         """
-        found = _taken.get(model)
+        found, device = cls.known(model), torch.empty(0, device=device).device  # with its index
         if found is None:
             found = _taken[model] = cls(model, device, file)
         elif (found.device, found._file) != (device, file):
@@ -124,7 +128,8 @@ class StreamedParameters:
     @classmethod
     def known(cls, model: nn.Module) -> StreamedParameters | None:
         """Those that were taken of a model; ``None`` if none were."""
-        return _taken.get(model)
+        found: StreamedParameters | None = _taken.get(model)
+        return found
 
     @property
     def where(self) -> str:
@@ -293,7 +298,7 @@ class StreamedParameters:
 
 
 #: by model
-_taken: WeakKeyDictionary[nn.Module, StreamedParameters] = WeakKeyDictionary()
+_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class _HostGradients:

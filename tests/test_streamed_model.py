@@ -188,8 +188,12 @@ def test_other_sizes_eval_no_grad_and_several_backward_passes() -> None:
 
 def test_what_no_gradient_reaches_has_none() -> None:
     model, plain = seeded(TwoHeads), seeded(TwoHeads)
+    for part in (model, plain):
+        part.tied.bias.data = part.second.bias.data  # tied by their memory
     net = sft.compile(model, (4, 8), options=_STREAM)
     x = image(4, 8)
+    with torch.inference_mode():
+        net(x)  # whoever calls first takes the weights
     for part in (net, plain):
         part(x)[0].sum().backward()
     for (name, ours), theirs in zip(net.named_parameters(), plain.parameters(), strict=True):
@@ -199,9 +203,13 @@ def test_what_no_gradient_reaches_has_none() -> None:
     # A parameter with two names is resident, the others are not.
     taken = StreamedParameters.known(model)
     assert taken is not None
-    assert set(taken.params) == {name for name, _ in model.named_parameters()} - {"second.weight"}
-    assert net.plan.resident_bytes == 2 * 64 * 8
-    assert net.plan.streamed_weights == 8  # and the two of `unused` are in the store
+    tied = {"second.weight", "second.bias", "tied.bias"}
+    assert set(taken.params) == {name for name, _ in model.named_parameters()} - tied
+    assert net.plan.resident_bytes == 2 * (64 + 8 + 8) * 8
+    assert net.plan.streamed_weights == 6  # and the two of `unused` are in the store
+    with torch.no_grad():
+        model.second.bias.add_(1)
+    assert torch.equal(model.tied.bias, model.second.bias)
 
 
 def test_the_model_stays_the_users() -> None:

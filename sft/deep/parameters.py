@@ -4,8 +4,8 @@ Records follow the model alone: one for each parameter, under its name, in the o
 the device together, and when, is the plan's business (``sft.walk.weights``). So a file of weights, or an optimizer's state, is good for any
 plan: of another size, budget or strategy.
 
-The parameters stay the model's own: what changes is where their memory is. Buffers, and parameters that have two names, stay where they
-are.
+The parameters stay the model's own: what changes is where their memory is. Buffers, parameters that have two names, and those that share
+memory with others, stay where they are.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ParameterSink(GradientSink, Protocol):
 
 
 def streamable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a model that have one name, and elements, by name.
+    """The parameters of a model that have one name, elements, and memory of their own, by name.
 
     Raises:
         UnsupportedError: one is no plain tensor in memory, or in a store already.
@@ -59,10 +59,30 @@ def streamable(model: nn.Module) -> dict[str, nn.Parameter]:
     num_names: dict[int, int] = {}
     for _, param in model.named_parameters(remove_duplicate=False):
         num_names[id(param)] = num_names.get(id(param), 0) + 1
-    found = {name: param for name, param in model.named_parameters() if num_names[id(param)] == 1 and param.numel()}
+    shared = _sharing([*model.parameters(), *model.buffers()])
+    found = {
+        name: param for name, param in model.named_parameters() if num_names[id(param)] == 1 and param.numel() and id(param) not in shared
+    }
     wrong = [name for name, param in found.items() if param.layout is not torch.strided or hasattr(param, "device_mesh")]
     if wrong:
         raise UnsupportedError([f"{name}: weights are streamed of plain tensors only; leave out weights='stream'" for name in wrong])
+    return found
+
+
+def _sharing(tensors: Sequence[Tensor]) -> set[int]:
+    """Those that share memory with another one, by id: what changes one of them in place changes the other."""
+    spans = []
+    for tensor in tensors:
+        if tensor.device.type != "meta" and tensor.layout is torch.strided and tensor.numel():
+            reach = sum((extent - 1) * stride for extent, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            spans.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + reach * tensor.element_size(), id(tensor)))
+    found: set[int] = set()
+    last: tuple[str, int, int, int] | None = None
+    for span in sorted(spans):
+        if last is not None and span[0] == last[0] and span[1] < last[2]:
+            found |= {span[3], last[3]}
+        if last is None or span[0] != last[0] or span[2] > last[2]:
+            last = span
     return found
 
 
@@ -118,7 +138,8 @@ class StreamedParameters:
         """
         found, device = cls.known(model), torch.empty(0, device=device).device  # with its index
         if found is None:
-            found = _taken[model] = cls(model, device, file)
+            with torch.inference_mode(False):  # tensors that are made in there are good for nothing else
+                found = _taken[model] = cls(model, device, file)
         elif (found.device, found._file) != (device, file):
             raise InputError(
                 f"the weights of this model are streamed already, from {found.where} to {found.device}; compile it with the same options"

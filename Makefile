@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench fuzz test-slow test-zoo test-kernels clean
+.PHONY: help setup demo test lint types format unit package bench fuzz test-slow test-oracles test-zoo test-kernels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,10 @@ $(ZOO_READY): $(INPUTS)
 	$(PYTHON) -m venv --clear .venv-zoo
 	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo]'
 	touch $@
+
+test-oracles: $(READY) ## The solvers against brute force on ten times as many random instances, or FACTOR=100 times
+	SFT_ORACLE_FACTOR=$(or $(FACTOR),10) $(BIN)/pytest -n auto --dist worksteal --durations=10 tests/test_chain_acg.py tests/test_chain_joint.py \
+		tests/test_chain_offload.py tests/test_chain_recompute.py
 
 test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (hours)
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py

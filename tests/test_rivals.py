@@ -10,6 +10,7 @@ from torch import nn
 
 import sft
 from sft.execute.stopwatch import Stopwatch, time_step
+from sft.lower.program import Program
 from sft.plan.problem import Problem
 from sft.walk.region import Region
 
@@ -92,8 +93,13 @@ def test_a_slower_step_is_not_timed_to_its_end(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("sft.preparing.time_step", note)
     sft.plan(_model(), _SHAPE, options=sft.Options(profile="measure", tile=(8, None)))
     problem, region = seen[0]
-    ran = []
-    monkeypatch.setattr(Stopwatch, "_seconds", lambda *_: ran.append(1) or 1000.0)
+    ran: list[Program] = []
+
+    def slow(_: Stopwatch, program: Program, first: Program | None) -> float:
+        ran.append(program)
+        return 1000.0
+
+    monkeypatch.setattr(Stopwatch, "_seconds", slow)
     assert sum(time_step(problem, region, torch.device("cpu"))) > 1000 * (len(ran) - 1)
     num_programs = len(ran)
     ran.clear()

@@ -341,8 +341,8 @@ are optimal for the published objective (checkpoints plus largest segment); *lea
 {num_tries} sums, since the objective knows neither gradients nor that late checkpoints are gone when early segments run backward. DenseNet
 is traced with concatenations made step by step.
 
-*Peak / largest value* shows a floor that no choice of checkpoints goes below: around the first layers of VGG and ResNet-18 four values of the
-largest size are alive at once. For VGG-13 to 19 and ResNet-18 the published number is that floor plus the pooling indices and the input
+*Peak / largest value* shows a floor that no choice of checkpoints goes below: around the first layers of VGG and ResNet-18 four values of
+the largest size are alive at once. For VGG-13 to 19 and ResNet-18 the published number is that floor plus the pooling indices and the input
 (seen from the sizes; not said in the paper). *Ours tiled* does: the least for which `sft.plan` has a plan, projected, the input and
 the new gradients of the parameters in it, and what its step computes. For ResNet-152 the published number is below the least of its own
 objective on torchvision's network (*best sum itself*), so networks or meters differ.

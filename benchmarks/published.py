@@ -357,9 +357,9 @@ is traced with concatenations made step by step.
 
 *Peak / largest value* shows a floor that no choice of checkpoints goes below: around the first layers of VGG and ResNet-18 four values of
 the largest size are alive at once. For VGG-13 to 19 and ResNet-18 the published number is that floor plus the pooling indices and the input
-(seen from the sizes; not said in the paper). *Ours tiled* does: plans of `sft.plan` for half of the published bytes, and
-for the least that it has one for; projected, the input and the new gradients of the parameters in it, and what their steps compute. For ResNet-152 the published number is below the least of its own
-objective on torchvision's network (*best sum itself*), so networks or meters differ.
+(seen from the sizes; not said in the paper). *Ours tiled* does: plans of `sft.plan` for half of the published bytes, and for the least
+that it has one for; projected, the input and the new gradients of the parameters in it, and what their steps compute. For ResNet-152 the
+published number is below the least of its own objective on torchvision's network (*best sum itself*), so networks or meters differ.
 
 Equal layers: the thesis reads from a figure, approximately, how much more time less memory takes than more. Its algorithm has the
 targets' gradient as one backward more, else its times are ours; two lines of the print cannot be meant (`harness/butt.py`), and change

@@ -45,7 +45,7 @@ settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.enviro
 
 def pytest_xdist_auto_num_workers() -> int:
     """A worker more than there are cores: many tests wait for processes of theirs."""
-    return (os.cpu_count() or 1) + 1
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or (os.cpu_count() or 1) + 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

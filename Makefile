@@ -13,7 +13,7 @@ INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint types format unit package bench fuzz test-slow test-zoo test-kernels clean
+.PHONY: help setup demo test lint types format unit package bench fuzz test-slow test-oracles test-zoo test-kernels clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +61,12 @@ $(ZOO_READY): $(INPUTS)
 	$(PYTHON) -m venv --clear .venv-zoo
 	$(ZOO_BIN)/pip install --quiet -c constraints.txt -e '.[test,demo,zoo]'
 	touch $@
+
+test-oracles: $(READY) ## Solvers against brute force on 10 (or FACTOR=100) times the instances; traces of hundreds of random plans
+	SFT_ORACLE_FACTOR=$(or $(FACTOR),10) $(BIN)/pytest -n auto --dist worksteal --durations=10 tests/test_chain_acg.py tests/test_chain_joint.py \
+		tests/test_chain_offload.py tests/test_chain_recompute.py
+	SFT_HYPOTHESIS_PROFILE=default $(BIN)/pytest -n auto --durations=10 tests/test_recomputing.py tests/test_offloading.py tests/test_boundaries.py \
+		-k "test_any_"
 
 test-zoo: $(ZOO_READY) ## Models of torchvision, timm and MONAI against eager PyTorch, in an environment of their own (hours)
 	$(ZOO_BIN)/python -P tests/zoo/__main__.py

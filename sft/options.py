@@ -49,8 +49,9 @@ class Options:
         host_folder: a folder for what leaves the device during a step, in place of the host's memory: in files without a name, which are
             gone when the process is.
         profile: ``"measure"`` to time the step that is planned, on the device, by running each distinct program of it for a moment
-            (``Plan.projected_seconds``); ``"auto"`` leaves that out. Times are kept in files, so that programs that were timed before
-            are not run again (``sft.execute.costs``).
+            (``Plan.projected_seconds``), and likewise some other plans that fit (strips of other heights, published schedules, the tiles
+            of strategy ``"sft"``): the fastest is taken. ``"auto"`` leaves that out: plans are compared by FLOPs. Times are kept in
+            files, so that programs that were timed before are not run again (``sft.execute.costs``).
         mesh_timeout_seconds: how long a rank of a mesh waits for another before it gives up the step.
         cuda_graphs: on a CUDA device, record strips that repeat and replay them, as far as the budget has room for that when everything
             else is planned; ``Plan.projected_peak_bytes`` counts it. Of use where strips are so small that starting their kernels takes

@@ -43,6 +43,11 @@ settings.register_profile("deep", settings.get_profile("default"), max_examples=
 settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """A worker more than there are cores: many tests wait for processes of theirs."""
+    return int(os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS") or (os.cpu_count() or 1) + 1)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what takes long; a name that is no test any more is an error where its file was collected."""
     found = {f"{item.path.name}::{item.name}": item for item in items}

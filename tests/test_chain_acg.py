@@ -13,7 +13,7 @@ from sft.errors import BudgetError
 from sft.plan.chain import acg
 from sft.plan.chain.simulate import simulate
 
-from .helpers.chains import random_chain, uniform_chain
+from .helpers.chains import instances, random_chain, uniform_chain
 
 
 def _random_dag(rng: random.Random, num_vertices: int) -> Dag:
@@ -71,7 +71,7 @@ def test_no_subset_of_vertices_is_better() -> None:
     rng = random.Random(21)
     seen: set[str] = set()
     num_inside = 0
-    for case in range(600):
+    for case in instances(600):
         dag = _random_dag(rng, rng.randint(2, 8 if case % 6 else 10))
         found = acg.optimal_checkpoints(dag)
         chosen = frozenset(found.checkpoints)
@@ -86,7 +86,7 @@ def test_no_subset_of_vertices_is_better() -> None:
 
 def test_no_subset_of_a_chains_vertices_is_better() -> None:
     rng = random.Random(22)
-    for _ in range(200):
+    for _ in instances(200):
         dag = acg.chain_dag(random_chain(rng, rng.randint(1, 9), light=rng.random() < 0.5, largest=20))
         assert acg.optimal_checkpoints(dag).total_bytes == _least_total(dag)
 
@@ -94,7 +94,7 @@ def test_no_subset_of_a_chains_vertices_is_better() -> None:
 def test_every_bound_has_its_cheapest_checkpoints() -> None:
     """Not the best sum alone: for each bound that comes up nothing cheaper keeps it."""
     rng = random.Random(23)
-    for _ in range(60):
+    for _ in instances(60):
         dag = _random_dag(rng, rng.randint(3, 7))
         last = len(dag.sizes_bytes) - 1
         outcomes = []
@@ -129,7 +129,7 @@ def test_a_segment_inside_a_complex_one() -> None:
 
 def test_schedules_on_chains() -> None:
     rng = random.Random(24)
-    for _ in range(40):
+    for _ in instances(40):
         chain = random_chain(rng, rng.randint(2, 9))
         with pytest.raises(BudgetError) as refusal:
             acg.solve(chain, budget_bytes=1)

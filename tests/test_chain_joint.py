@@ -22,7 +22,7 @@ from sft.plan.chain.paths import Way, ways
 from sft.plan.chain.simulate import simulate
 from sft.plan.chain.strategies import STRATEGIES, strategy
 
-from .helpers.chains import random_chain
+from .helpers.chains import instances, random_chain
 
 
 def _with_tiles(rng: random.Random, chain: Chain, *, streamable: bool) -> Chain:
@@ -75,7 +75,7 @@ def test_the_search_is_exact_over_every_path_and_placement() -> None:
 
     rng = random.Random(31)
     num_feasible = num_mixed = 0
-    for case in range(60):
+    for case in instances(60):
         chain, link, budget = _case(rng, streamable=False, full_duplex=False)
         search = Joint(chain, link=link, slot_bytes=1, bucket_bytes=1, most_labels=10**6, adaptive=False)
         found = search.paths(budget)
@@ -94,7 +94,7 @@ def test_schedules_against_every_path_and_placement() -> None:
     """With whole copies and streamed cuts: never infeasible where a schedule exists, and the best one nearly always."""
     rng = random.Random(32)
     num_cases = num_best = 0
-    for case in range(200):
+    for case in instances(200):
         chain, link, budget = _case(rng, streamable=True, full_duplex=case % 2 == 0)
         search = Joint(chain, link=link, slot_bytes=1, bucket_bytes=1)
         search.paths(budget)
@@ -124,7 +124,7 @@ def test_schedules_against_every_path_and_placement() -> None:
 def test_auto_is_never_slower_than_any_strategy(full_duplex: bool) -> None:
     rng = random.Random(33)
     num_better = 0
-    for _ in range(25):
+    for _ in instances(25):
         chain = _with_tiles(rng, random_chain(rng, rng.randint(3, 9), weights=rng.random() < 0.4), streamable=True)
         rate = rng.choice([1, 3])
         link = Link(down_bytes_per_second=rate, up_bytes_per_second=rate, full_duplex=full_duplex)
@@ -145,7 +145,7 @@ def test_auto_is_never_slower_than_any_strategy(full_duplex: bool) -> None:
 
 def test_the_search_is_monotone_in_budget_rate_and_menu() -> None:
     rng = random.Random(34)
-    for _ in range(12):
+    for _ in instances(12):
         chain = _with_tiles(rng, random_chain(rng, 4), streamable=True)
         top = plain_peak_bytes(chain)
         last = math.inf
@@ -209,7 +209,7 @@ def test_weights_are_streamed_where_they_do_not_fit() -> None:
 
 def test_the_host_budget_is_kept() -> None:
     rng = random.Random(35)
-    for _ in range(30):
+    for _ in instances(30):
         chain = _with_tiles(rng, random_chain(rng, 5), streamable=True)
         budget = plain_peak_bytes(chain) * 3 // 4
         for host in (0, 4, 12):

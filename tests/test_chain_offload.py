@@ -17,7 +17,7 @@ from sft.plan.chain.offloading import kept_edge, least_bytes, loss_edge, offload
 from sft.plan.chain.simulate import simulate
 from sft.plan.chain.solver import Solver
 
-from .helpers.chains import random_chain
+from .helpers.chains import instances, random_chain
 
 _SOLVERS = pytest.mark.parametrize("solver", [offload_greedy.solve, offload_dp.solve, vdnn.solve], ids=["greedy", "dp", "vdnn"])
 
@@ -36,7 +36,7 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
 
     rng = random.Random(11)
     num_slowed = 0
-    for case in range(80):
+    for case in instances(80):
         chain = random_chain(rng, rng.randint(1, 4))
         n, rate, budget = chain.num_stages, rng.choice([1, 2, 3]), _between(rng, chain)
         edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1)]
@@ -65,7 +65,7 @@ def test_what_the_published_formulas_get_wrong() -> None:
 @pytest.mark.parametrize("full_duplex", [False, True])
 def test_schedules_stay_inside_and_never_beat_the_bounds(solver: Solver, full_duplex: bool) -> None:
     rng = random.Random(12)
-    for _ in range(120):
+    for _ in instances(120):
         chain = random_chain(rng, rng.randint(1, 8), light=rng.random() < 0.5, weights=rng.random() < 0.3)
         link, budget = _link(rng.choice([1, 2, 5]), full_duplex=full_duplex), _between(rng, chain)
         found = simulate(chain, solver(chain, budget_bytes=budget, link=link), link=link)
@@ -81,7 +81,7 @@ def test_schedules_stay_inside_and_never_beat_the_bounds(solver: Solver, full_du
 @_SOLVERS
 def test_refusals_name_a_budget_that_works(solver: Solver) -> None:
     rng = random.Random(13)
-    for _ in range(40):
+    for _ in instances(40):
         chain = random_chain(rng, rng.randint(1, 6))
         with pytest.raises(BudgetError) as refusal:
             solver(chain, budget_bytes=least_bytes(chain) - 1)
@@ -96,7 +96,7 @@ def test_refusals_name_a_budget_that_works(solver: Solver) -> None:
 def test_dp_keeps_inside_the_host_and_is_no_slower_than_greedy_on_the_whole() -> None:
     rng = random.Random(14)
     worse = better = 0
-    for _ in range(150):
+    for _ in instances(150):
         chain = random_chain(rng, rng.randint(3, 8))
         link, budget = _link(rng.choice([1, 2, 3])), _between(rng, chain)
         dp, greedy = (
@@ -115,7 +115,7 @@ def test_dp_keeps_inside_the_host_and_is_no_slower_than_greedy_on_the_whole() ->
 
 def test_the_fluid_optimum_is_monotone_in_budget_and_rate() -> None:
     rng = random.Random(15)
-    for _ in range(40):
+    for _ in instances(40):
         chain = random_chain(rng, rng.randint(2, 7))
         low, top = least_bytes(chain), plain_peak_bytes(chain)
         last = math.inf
@@ -141,7 +141,7 @@ def test_an_offload_written_out() -> None:
 
 def test_coarse_slots_cost_little_and_never_the_budget() -> None:
     rng = random.Random(16)
-    for _ in range(12):
+    for _ in instances(12):
         chain = random_chain(rng, 12, largest=5000)
         budget, link = _between(rng, chain), _link(800)
         exact = offload_dp.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=10)[0].seconds

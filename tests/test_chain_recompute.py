@@ -15,7 +15,7 @@ from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.simulate import Simulation, simulate
 from sft.plan.chain.solver import Solver
 
-from .helpers.chains import every_persistent_schedule, fastest_of_all_states, random_chain, uniform_chain
+from .helpers.chains import every_persistent_schedule, fastest_of_all_states, instances, random_chain, uniform_chain
 
 _ONE_LEVEL = pytest.mark.parametrize("solver", [sqrt.solve, bisect.solve, revolve.solve], ids=["sqrt", "bisect", "revolve"])
 
@@ -104,7 +104,7 @@ def test_sqrt_of_equal_stages_holds_two_square_roots() -> None:
 def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
     rng = random.Random(1)
     num_feasible = num_recomputing = 0
-    for case in range(400):
+    for case in instances(400):
         chain = random_chain(rng, rng.randint(1, 4 if case % 8 else 5), weights=case % 3 == 0)
         outcomes = {(found.peak_bytes, found.seconds) for found in (_play(chain, plan) for plan in every_persistent_schedule(chain))}
         least = min(peak for peak, _ in outcomes)
@@ -127,7 +127,7 @@ def test_optimal_against_all_states() -> None:
     """Schedules that drop a checkpoint early may be faster, never slower; they rarely are (the module says why that is so)."""
     rng = random.Random(2)
     num_equal = num_cases = 0
-    for _ in range(250):
+    for _ in instances(250):
         chain = random_chain(rng, rng.randint(2, 5), light=True)
         least = optimal.LeastMemory(chain).first_pass_bytes(0) + chain.input_bytes
         for budget in (least, least + rng.randint(1, 8)):
@@ -154,7 +154,7 @@ def test_optimal_on_equal_stages_is_revolve() -> None:
 @_ONE_LEVEL
 def test_no_restricted_strategy_beats_optimal(solver: Solver) -> None:
     rng = random.Random(3)
-    for _ in range(60):
+    for _ in instances(60):
         chain = random_chain(rng, rng.randint(2, 9))
         top = _play(chain, reversal(chain, keep_all)).peak_bytes
         for budget in {top, top * 3 // 4, top // 2}:
@@ -171,7 +171,7 @@ def test_no_restricted_strategy_beats_optimal(solver: Solver) -> None:
 
 def test_optimal_is_monotone_and_coarse_buckets_stay_inside() -> None:
     rng = random.Random(4)
-    for _ in range(15):
+    for _ in instances(15):
         chain = random_chain(rng, 8, largest=200)
         top = _play(chain, reversal(chain, keep_all)).peak_bytes
         least = optimal.LeastMemory(chain).first_pass_bytes(0) + chain.input_bytes

@@ -25,6 +25,7 @@ import yaml
 
 from sft.errors import RankError
 from sft.wsi.checkpoint import CheckpointFolder
+from sft.wsi.cli import _configured
 from sft.wsi.meeting import meet
 from sft.wsi.randomness import generator
 from tests.helpers.killing import Death, _arrange
@@ -339,3 +340,13 @@ def test_torchrun_starts_again_what_was_killed(slides: Path, tmp_path: Path) -> 
     assert "Traceback (most recent call last)" not in said, said
     assert len(_rows(tmp_path / "run" / "steps.csv")) == 6 and len(_rows(tmp_path / "run" / "metrics.csv")) == 2
     assert (tmp_path / "run" / "summary.md").exists()
+
+
+def test_torchrun_hands_on_every_option() -> None:
+    """Its parser looks at each option of ours, and refuses what begins like two of its own; `--run` does, `--folder` is its other name."""
+    launcher = pytest.importorskip("torch.distributed.run").get_args_parser()
+    names = {name for action in _configured("train")._actions for name in action.option_strings}
+    assert {"--run", "--folder", "--config", "--ranks.bands"} <= names
+    for name in sorted(names - {"--run"}):
+        given = ["train", name, "x"]
+        assert launcher.parse_args(["--nproc-per-node", "2", "-m", "sft.wsi", *given]).training_script_args == given

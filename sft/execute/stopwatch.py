@@ -11,6 +11,7 @@ what happens while programs run: reading inputs that are not resident, and bring
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, overload
 
 import torch
 from rich.console import Console
@@ -63,6 +64,7 @@ class Stopwatch(PhantomMachine):
         costs: the times that are known.
         advance: is called at each program that this step has not run yet.
         seconds: of all programs so far.
+        most_seconds: so long it runs at most.
         num_timed: programs that were run to be timed.
         laps: the seconds at the begin of each move, and at the end.
     """
@@ -71,6 +73,7 @@ class Stopwatch(PhantomMachine):
     costs: Costs = field(default_factory=Costs)
     advance: Callable[[], None] = _no_one
     seconds: float = 0.0
+    most_seconds: float = math.inf
     num_timed: int = 0
     laps: list[float] = field(default_factory=list)
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
@@ -80,6 +83,8 @@ class Stopwatch(PhantomMachine):
 
     def end(self) -> None:
         self.laps.append(self.seconds)
+        if self.seconds >= self.most_seconds:
+            raise _SlowerError
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> Phantom:
         # Whoever writes a new buffer first waits for its pages; to the programs we bind buffers that are old.
@@ -130,6 +135,8 @@ class Stopwatch(PhantomMachine):
         first = saved.first if isinstance(saved, _TimedSaved) else None
         results, left = PhantomMachine.run(self, program, bindings, saved)
         self.seconds += self._seconds(program, first)
+        if self.seconds >= self.most_seconds:
+            raise _SlowerError
         return results, _TimedSaved(left.values, left.loaded, first=program if program.saved else None)
 
     def _seconds(self, program: Program, first: Program | None) -> float:
@@ -195,8 +202,20 @@ def _carried_dim(program: Program, slot: Slot) -> int | None:
     return None
 
 
-def time_step(problem: Problem, region: Region, device: torch.device, *, progress: bool = False) -> tuple[float, ...]:
-    """Seconds of each move of a step on this device, as far as its programs tell.
+class _SlowerError(Exception):
+    """A step takes longer than anybody wants to know."""
+
+
+@overload
+def time_step(problem: Problem, region: Region, device: torch.device, *, progress: bool = False) -> tuple[float, ...]: ...
+@overload
+def time_step(
+    problem: Problem, region: Region, device: torch.device, *, most_seconds: float, progress: bool = False
+) -> tuple[float, ...] | None: ...
+def time_step(
+    problem: Problem, region: Region, device: torch.device, *, most_seconds: float = math.inf, progress: bool = False
+) -> tuple[float, ...] | None:
+    """Seconds of each move of a step on this device, as far as its programs tell; `None` where they are ``most_seconds`` or more.
 
     Takes about as long as each distinct program three times, where nobody has timed it before, and the memory of the plan.
 
@@ -204,6 +223,7 @@ def time_step(problem: Problem, region: Region, device: torch.device, *, progres
         problem: the model at one size.
         region: the plan's.
         device: where programs are timed.
+        most_seconds: a step that takes as long is not timed to its end.
         progress: whether to show a bar on the terminal meanwhile.
     """
     # The walk itself takes time, too: looking up programs and binding what they run on. Byte counts make it do nothing else.
@@ -211,7 +231,11 @@ def time_step(problem: Problem, region: Region, device: torch.device, *, progres
     run_step(problem, region, walk)
     with _bar(len(walk.programs), progress) as advance:
         stopwatch = Stopwatch(on_host=problem.on_host, device=device, costs=open_costs(device), advance=advance)
-        run_step(problem, region, stopwatch)
+        stopwatch.most_seconds = most_seconds - sum(_differences(walk.moments))
+        try:
+            run_step(problem, region, stopwatch)
+        except _SlowerError:
+            return None
     # The time of a new buffer is a difference of two measured ones, which may fall below nothing.
     return tuple(max(0.0, sum(both)) for both in zip(_differences(stopwatch.laps), _differences(walk.moments), strict=True))
 

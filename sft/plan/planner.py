@@ -38,7 +38,7 @@ from sft.plan.tiling import panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
 
-__all__ = ["check_device", "check_host", "plan_segments"]
+__all__ = ["check_device", "check_host", "plan_segments", "surveys_of"]
 
 _NUM_SMALLEST = 3
 #: A plan that costs at most so much more than running each strip once more is not worth looking further.
@@ -63,7 +63,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
         return _scheduled(problem, budget_bytes, options.strategy, Rates(device_type))
     surveys: list[Survey] = []
     fitting: list[tuple[float, Planned]] = []
-    for survey in _surveys(problem, options, device_type):
+    for survey in surveys_of(problem, options, device_type):
         surveys.append(survey)
         found = _cheapest(problem, survey, room_bytes, _least_cost(fitting))
         if found is not None:
@@ -234,7 +234,7 @@ def _least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
     return sum(problem.value_bytes(name) for name in handed_on) if problem.training else 0
 
 
-def _surveys(problem: Problem, options: Options, device_type: str) -> Iterator[Survey]:
+def surveys_of(problem: Problem, options: Options, device_type: str) -> Iterator[Survey]:
     """Surveys for the numbers of panels that may be worth it: 1, 2, 4, ... while more panels need less, whatever the budget."""
     least = float("inf")
     num_panels = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import os
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -10,7 +11,12 @@ from functools import cache
 from sft.plan.chain.chain import Chain, Stage
 from sft.plan.chain.schedule import Operation, activation, backward, forward, free, grad, loss, saved
 
-__all__ = ["every_persistent_schedule", "fastest_of_all_states", "random_chain", "uniform_chain"]
+__all__ = ["every_persistent_schedule", "fastest_of_all_states", "instances", "random_chain", "uniform_chain"]
+
+
+def instances(num: int) -> range:
+    """Numbers of random instances: so many, or ``SFT_ORACLE_FACTOR`` times as many (`make test-oracles`)."""
+    return range(num * int(os.environ.get("SFT_ORACLE_FACTOR", "1")))
 
 
 def uniform_chain(num_stages: int, *, light: bool = False, forward_seconds: float = 1.0, backward_seconds: float = 0.0) -> Chain:

@@ -253,6 +253,11 @@ class Survey:
 
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:
         """Bytes of what each tiled segment hands on; outputs aside, which are at the border or leave, unless they are read again too."""
+        # What crosses where is the same for all ways to tile.
+        key = ("cut bytes", position, self.streams)
+        return self.problem.remembered(key, lambda: self._new_cut_bytes(position))
+
+    def _new_cut_bytes(self, position: tuple[int, int]) -> list[int]:
         problem = self.problem
         choices = self._choices(position, 1, ALL_KEPT)
         ends = borders(problem.graph, choices)

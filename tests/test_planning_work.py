@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 from sft.analysis.barenodes import bare_nodes
 from sft.analysis.capture import capture
+from sft.lower.program import Emitter, Slot
 from sft.pausing import cycles_kept
 from tests.helpers.captured import numbered
 from tests.helpers.models import Residual, chain, image, seeded
@@ -109,3 +112,47 @@ def test_a_size_of_which_a_pixel_is_left_is_not_captured_again(monkeypatch: pyte
         torch.testing.assert_close(net(x), model(x), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     assert num_captures == 1
+
+
+def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytest.MonkeyPatch) -> None:
+    survey, planner = import_module("sft.plan.survey"), import_module("sft.plan.planner")
+    asked, num_surveys = Counter[str](), 0
+
+    def counted(name: str) -> Any:
+        inner = getattr(survey, name)
+
+        def call(*arguments: Any) -> Any:
+            asked[name] += 1
+            return inner(*arguments)
+
+        return call
+
+    for name in ("suffix_peaks", "borders"):
+        monkeypatch.setattr(survey, name, counted(name))
+
+    class Counting(survey.Survey):  # type: ignore[misc, name-defined]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal num_surveys
+            num_surveys += 1
+            super().__init__(*arguments, **options)
+            assert asked["borders"] < len(self.positions)  # one for each position that tiles anything, whatever the number of surveys
+
+    monkeypatch.setattr(planner, "Survey", Counting)
+    with pytest.raises(sft.BudgetError):
+        sft.plan(seeded(Residual), (1, 3, 64, 1024), budget=1)
+    assert num_surveys > 3
+    assert asked["suffix_peaks"] == 1
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    image_slot, kernel, out = Slot(0, (2, 3, 9, 7), torch.float32, 0), Slot(1, (4, 3, 3, 3), torch.float32, 1), (2, 4, 9, 7)
+    emitter = Emitter(dtype=torch.float32)
+    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    emitter.call(torch.ops.aten.convolution.default, image_slot, kernel, None, *geometry, shape=out)
+    emitter.narrow(image_slot, 2, 1, 4)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.aten.convolution.default(torch.ones(image_slot.shape), torch.ones(kernel.shape), None, *geometry)
+    convolution, view = emitter.instructions
+    assert convolution.flops == counter.get_total_flops() == 2 * 2 * 4 * 9 * 7 * 3 * 9
+    assert (view.function, view.flops, view.num_bytes) == (torch.ops.aten.slice.Tensor, 0, 0)
+    assert view.outputs[0] is not None and view.outputs[0].shape == (2, 3, 4, 7) and view.outputs[0].root == image_slot.root

@@ -209,7 +209,11 @@ class Survey:
         return total
 
     def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
-        """What lies behind each position when it is kept whole."""
+        """What lies behind each position when it is kept whole, whatever the tiling before it."""
+        key = ("whole behind", tuple(cut_at), self._rates)
+        return self.problem.remembered(key, lambda: self._new_whole(order, cut_at))
+
+    def _new_whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
         problem = self.problem
         if not order:
             zeros = np.zeros(len(cut_at))

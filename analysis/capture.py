@@ -24,6 +24,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
 from sft.analysis.axes import Axes
+from sft.analysis.barenodes import bare_nodes
 from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
@@ -195,11 +196,12 @@ def _exported(
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    with on_whole_parameters(model, mode), grad_modes_followed(model), norms_by_shape(), quick:
+    with on_whole_parameters(model, mode), grad_modes_followed(model), norms_by_shape(), bare_nodes(), quick:
         exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    return functional(exported, under_autocast=is_cast)
+    with bare_nodes():
+        return functional(exported, under_autocast=is_cast)
 
 
 def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:

@@ -39,7 +39,7 @@ def grad_modes_followed(model: nn.Module) -> Iterator[None]:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with torch.set_grad_enabled(torch.is_grad_enabled()), sizes_compared(), _functions_refused(), _Detaching(model):
+        with _grad_mode_restored(), sizes_compared(), _functions_refused(), _Detaching(model):
             return inner(*args, **kwargs)
 
     own = vars(model).get("forward")
@@ -50,6 +50,18 @@ def grad_modes_followed(model: nn.Module) -> Iterator[None]:
         del vars(model)["forward"]
         if own is not None:
             vars(model)["forward"] = own
+
+
+@contextlib.contextmanager
+def _grad_mode_restored() -> Iterator[None]:
+    """Put the grad mode back behind the model, unseen: at every switch that it sees the exporter cuts the program in two, and joins it."""
+    before = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        if torch.is_grad_enabled() != before:
+            with torch._C.DisableTorchFunction():
+                torch._C._set_grad_enabled(before)
 
 
 @contextlib.contextmanager

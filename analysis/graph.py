@@ -142,6 +142,10 @@ class Graph:
         """The values that must come out, each once: outputs, then updates."""
         return tuple(dict.fromkeys((*self.outputs, *(name for name, _ in self.updates))))
 
+    @cached_property
+    def _results(self) -> frozenset[str]:
+        return frozenset(self.results)
+
     def ancestors(self, names: Collection[str]) -> frozenset[str]:
         """The values that ``names`` depend on, themselves included."""
         found = set(names)
@@ -170,8 +174,8 @@ class Graph:
 
     def handed_on(self, names: Sequence[str]) -> tuple[str, ...]:
         """The values of the operators ``names`` that others read, or that must come out."""
-        inside = set(names)
-        return tuple(name for name in names if name in self.results or not inside.issuperset(self.users[name]))
+        inside, results, users = set(names), self._results, self.users
+        return tuple(name for name in names if name in results or not inside.issuperset(users[name]))
 
     @cached_property
     def operators(self) -> tuple[Node, ...]:

@@ -50,7 +50,22 @@ def norms_by_shape() -> Iterator[None]:
         if training and not functional and running_mean is not None and running_var is not None:
             running_mean.copy_(running_mean)  # they are written to, as far as anybody who watches can see
             running_var.copy_(running_var)
-        return torch.empty_like(input), moments, moments, running_mean, running_var
+        return _like(input), moments, moments, running_mean, running_var
 
     with mock.patch.object(decompositions, _FORMULA, result):
         yield
+
+
+def _like(value: Tensor) -> Tensor:
+    """A tensor laid out like another one; of one that is seen to be contiguous nobody has to prove it."""
+    rest: Any = 1
+    for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
+        if _expression(stride) != rest:
+            return torch.empty_like(value)
+        rest = rest * _expression(size)
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device)
+
+
+def _expression(size: int | torch.SymInt) -> Any:
+    """A size as SymPy writes it."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -158,14 +158,14 @@ class Schedule:
     def step(self, index: int) -> Step:
         """Step ``index``."""
         nodes = []
+        none: tuple[tuple[str, Rows, Rows], ...] = ()
         for name in self.names:
             frontier, kept = self.frontier[name], self.kept[name]
             new = Interval(int(frontier[index]), int(frontier[index + 1]))
             phase = int(self.phases[name][index]) if name in self.phases else 0
+            spans = [(operand, int(low[index]), int(high[index])) for operand, low, high in self.reads.get(name, none)]
             reads = tuple(
-                Read.clipped(operand, Interval(int(low[index]), int(high[index])), self.extents[operand], phase)
-                for operand, low, high in self.reads.get(name, ())
-                if high[index] > low[index]
+                Read.clipped(operand, Interval(low, high), self.extents[operand], phase) for operand, low, high in spans if high > low
             )
             nodes.append(
                 NodeRows(
@@ -310,8 +310,9 @@ def build_schedule(
     for name in names:
         node = graph[name]
         entries = []
+        window = _window(node, rows[name], frontier)
         for operand in dict.fromkeys(o for o in node.operands if o in streamed):
-            low, high, floor_row = _reads(node, rows[name], frontier, operand, computed, own, streamed)
+            low, high, floor_row = _reads(node, window, frontier, operand, computed, own, streamed)
             entries.append((operand, low, high))
             kept[operand] = np.minimum(kept[operand], floor_row)
         reads[name] = tuple(entries)
@@ -376,9 +377,19 @@ def _advance(
         num_steps += max(1, num_steps // 8)
 
 
+def _window(node: Node, row: Operator, frontier: Mapping[str, Rows]) -> tuple[Rows, Rows] | None:
+    """The first row that what is not yet computed reads of each operand, and the row behind the last that each step reads."""
+    if row.role == "reduce":
+        return None
+    access, out = row.access(node, 0), frontier[node.name]
+    first = (access.scale * out + access.first) // access.divisor
+    last = (access.scale * (out[1:] - 1) + access.last) // access.divisor + 1
+    return first, np.where(out[1:] > out[:-1], last, first[:-1])
+
+
 def _reads(
     node: Node,
-    row: Operator,
+    window: tuple[Rows, Rows] | None,
     frontier: Mapping[str, Rows],
     operand: str,
     computed: Mapping[str, Interval],
@@ -386,14 +397,11 @@ def _reads(
     streamed: Collection[str],
 ) -> tuple[Rows, Rows, Rows]:
     """First and last+1 row read in each step, borders ignored, and the first row still needed at each point."""
-    if row.role == "reduce":  # every row once, as it comes; of several operands when the last of them is there
+    if window is None:  # every row once, as it comes; of several operands when the last of them is there
         part = own.get(operand, _NOTHING)
         front = np.clip(np.minimum.reduce([frontier[name] for name in node.operands if name in streamed]), part.start, part.stop)
         return front[:-1], front[1:], np.where(front >= part.stop, frontier[operand], np.minimum(front, frontier[operand]))
-    access, out = row.access(node, 0), frontier[node.name]
-    first = (access.scale * out + access.first) // access.divisor
-    last = (access.scale * (out[1:] - 1) + access.last) // access.divisor + 1
-    last = np.where(out[1:] > out[:-1], last, first[:-1])
+    (first, last), out = window, frontier[node.name]
     # A reader that is complete needs nothing more; one that is not needs rows from `first` on.
     needed = np.where(out >= computed[node.name].stop, frontier[operand], np.clip(first, 0, None))
     return first[:-1], last, np.minimum(needed, frontier[operand])

@@ -123,21 +123,19 @@ def build(case: Case) -> nn.Module:
     return (models.freeze_norm(model) if case.frozen else model).double().train()
 
 
-def state(model: nn.Module, output: Tensor, x: Tensor) -> dict[str, Tensor]:
+def state(model: nn.Module, output: Tensor) -> dict[str, Tensor]:
     """Everything that a step leaves: output, gradients, running statistics."""
-    assert x.grad is not None
     buffers = {f"{name} (buffer).": value.double().clone() for name, value in model.named_buffers()}
-    return {**collect(model, output), "input": x.grad.clone(), **buffers}
+    return {**collect(model, output), **buffers}
 
 
 def step(run: nn.Module, model: nn.Module, x: Tensor, gradient: Tensor) -> tuple[dict[str, Tensor], int]:
     """One step from scratch: what it leaves, and the most bytes that were alive above the parameters, the input among them."""
     model.zero_grad(set_to_none=True)
     with sft.measure_peak("cpu") as peak:
-        here = x.clone().requires_grad_()
-        output = run(here)
+        output = run(x.clone())
         output.backward(gradient.clone())
-    return state(model, output.detach(), here), peak.num_bytes
+    return state(model, output.detach()), peak.num_bytes
 
 
 def rows_of(case: Case) -> list[Row]:
@@ -146,8 +144,7 @@ def rows_of(case: Case) -> list[Row]:
     x, gradient = torch.randn(case.shape, dtype=torch.float64), torch.randn(case.shape[0], 1000, dtype=torch.float64)
     eager = copy.deepcopy(model)
     reference, _ = step(eager, eager, x, gradient)
-    example = torch.empty_like(x, requires_grad=True)
-    plain = sft.plan(model, example, budget=2**62, options=sft.Options(strategy="none"))
+    plain = sft.plan(model, x, budget=2**62, options=sft.Options(strategy="none"))
     gradient_bytes = sum(p.nbytes for p in model.parameters())
     activation_bytes = plain.projected_peak_bytes - gradient_bytes
     found, done = [], set()
@@ -157,17 +154,17 @@ def rows_of(case: Case) -> list[Row]:
             options = sft.Options(strategy=strategy)
             own = copy.deepcopy(model)
             try:
-                net = sft.compile(own, example, budget=budget, options=options)
+                net = sft.compile(own, x, budget=budget, options=options)
             except sft.BudgetError as error:
                 assert error.needed_bytes is not None
                 budget = error.needed_bytes
                 if (strategy, budget) in done:
                     continue
-                net = sft.compile(own, example, budget=budget, options=options)
+                net = sft.compile(own, x, budget=budget, options=options)
                 least_share = (budget - plain.resident_bytes - gradient_bytes) / activation_bytes
             done.add((strategy, budget))
-            plan = net.plan
             first, metered = step(net, own, x, gradient)
+            plan = net.plan
             counter = FlopCounterMode(display=False)
             with counter:
                 step(net, own, x, gradient)

@@ -39,6 +39,7 @@ from sft.fingerprint import Fingerprint
 from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination
+from sft.pausing import cycles_kept
 from sft.placing import check_step, refuse_streaming, weights_to_stream
 from sft.plan.carried import Planned, carry_out
 from sft.plan.describe import describe
@@ -178,7 +179,7 @@ class Preparation:
         self._refuse_hooks()
         ready = self.ready.get(kind)
         if ready is None:
-            with autocast_off(kind.traced.device):
+            with autocast_off(kind.traced.device), cycles_kept():
                 ready = self._plan(kind)
             while len(self.ready) >= _MAX_PLANS:
                 del self.ready[next(iter(self.ready))]

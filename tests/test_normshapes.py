@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import re
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from torch import Tensor, nn
 from torch._decomp import decompositions
 
 from sft.analysis.capture import Capture, capture
-from sft.analysis.graph import Graph
 from sft.analysis.normshapes import norms_by_shape
 from sft.errors import InputError
+from tests.helpers.captured import numbered
 
 _SHAPE = (2, 3, 32, 40)
 
@@ -45,13 +44,6 @@ def _captured(model: nn.Module, device: str, autocast: torch.dtype | None) -> Ca
     return capture(model, [_SHAPE], [torch.float32], torch.device(device), autocast=autocast)
 
 
-def _numbered(graph: Graph) -> str:
-    """What a graph says, with operators numbered: the exporter's own numbers also count sizes that it forgets again."""
-    numbers = {node.name: f"%{index}" for index, node in enumerate(graph.nodes)}
-    said = repr((graph.nodes, graph.outputs, graph.updates))
-    return re.sub(r"'(\w+)'", lambda match: numbers.get(match[1], match[0]), said)
-
-
 @pytest.mark.parametrize(("device", "autocast", "training"), [("meta", None, True), ("cpu", None, False), ("cpu", torch.bfloat16, True)])
 def test_the_graph_is_that_of_the_formula(
     monkeypatch: pytest.MonkeyPatch, device: str, autocast: torch.dtype | None, training: bool
@@ -61,7 +53,7 @@ def test_the_graph_is_that_of_the_formula(
     found = _captured(model, device, autocast)
     monkeypatch.setattr(importlib.import_module("sft.analysis.capture"), "norms_by_shape", contextlib.nullcontext)
     expected = _captured(model, device, autocast)
-    assert _numbered(found.graph) == _numbered(expected.graph)
+    assert numbered(found.graph) == numbered(expected.graph)
     assert sum("norm" in node.target for node in found.graph.operators) >= 3
 
 

@@ -155,9 +155,10 @@ class Scope:
 
     def columns_read(self, name: str) -> dict[str, Read]:
         """Which columns an operator reads of each streamed operand."""
-        if name not in self._columns_read:
-            self._columns_read[name] = _by_operand(self.columns[name].reads)
-        return self._columns_read[name]
+        found = self._columns_read.get(name)
+        if found is None:
+            found = self._columns_read[name] = _by_operand(self.columns[name].reads)
+        return found
 
     def grad_dtype(self, name: str) -> torch.dtype:
         """Element type in which a value's gradient is summed up."""
@@ -234,11 +235,15 @@ class NodeContext:
 
     def strip(self, operand: str) -> Slot:
         """The rows and columns read of a streamed operand: a view of its buffer."""
-        rows, columns = self.read_of(operand).rows, self.columns_of(operand).rows
-        if self.reads_nothing(operand):
-            return self.emitter.empty(self.scope.part_shape(operand, len(rows), len(columns)), self.scope.dtype_of(operand))
+        scope = self.scope
+        rows, columns = self._rows_read[operand].rows, scope.columns_read(self.node.name)[operand].rows
+        num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
+        if num_rows <= 0 or num_columns <= 0:
+            return self.emitter.empty(scope.part_shape(operand, len(rows), len(columns)), scope.dtype_of(operand))
         slot, first_row = self.values[operand]
-        return self._columns(operand, self.narrow(slot, ROWS, rows.start - first_row, len(rows)))
+        axes, narrow = scope.graph.axes, self.emitter.narrow_axis
+        first_column = scope.columns[operand].new.start
+        return narrow(narrow(slot, axes, ROWS, rows.start - first_row, num_rows), axes, COLUMNS, columns.start - first_column, num_columns)
 
     def narrow(self, slot: Slot, axis: int, start: int, length: int) -> Slot:
         """A view of part of a streamed value along an axis."""

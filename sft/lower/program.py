@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
+from math import prod
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from sft.analysis.axes import Axes
@@ -38,10 +41,7 @@ class Slot:
     @property
     def num_bytes(self) -> int:
         """Bytes of a storage that holds just this tensor."""
-        size = self.dtype.itemsize
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.dtype.itemsize * prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,9 @@ class Positional(Protocol):
     def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
         """Whether it makes the same of the same rows at both places."""
         ...
+
+
+_SLICE = torch.ops.aten.slice.Tensor
 
 
 class _Device:
@@ -275,11 +278,13 @@ class Emitter:
 
     def narrow(self, slot: Slot, dim: int, start: int, length: int) -> Slot:
         """A view of ``length`` indices from ``start`` along ``dim``; the slot itself when that is all of them."""
-        if start == 0 and length == slot.shape[dim]:
+        shape = slot.shape
+        if start == 0 and length == shape[dim]:
             return slot
-        shape = list(slot.shape)
-        shape[dim] = length
-        return self.call(torch.ops.aten.slice.Tensor, slot, dim, start, start + length, shape=shape, view_of=slot, dtype=slot.dtype)
+        out = self.slot((*shape[:dim], length, *shape[dim + 1 :]), slot.dtype, slot.root)
+        # Most instructions are these; a view has neither bytes nor FLOPs.
+        self.instructions.append(Instruction(_SLICE, (slot, dim, start, start + length), {}, (out,), (), 0, 0, 0, self.owner))
+        return out
 
     def narrow_axis(self, slot: Slot, axes: Axes, axis: int, start: int, length: int) -> Slot:
         """The same along an axis of an image; the slot itself where it has no such axis."""
@@ -309,7 +314,10 @@ class Emitter:
         writes: tuple[Slot, ...] = (),
         scratch_bytes: int = 0,
     ) -> None:
-        num_bytes = sum(out.num_bytes for out in outputs if out is not None and out.root == out.number)
+        num_bytes = 0
+        for out in outputs:
+            if out is not None and out.root == out.number:
+                num_bytes += out.num_bytes
         flops = _flops(function, arguments, keywords, outputs)
         instruction = Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes, scratch_bytes, self.owner)
         self.instructions.append(instruction)
@@ -334,7 +342,7 @@ class Emitter:
         live = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
         slots = [used for used, kept in zip(slots, keep, strict=True) if kept]
         turn = sum(keep[:turn])
-        sized = {out.number: out.num_bytes for i in live for out in i.outputs if out is not None and out.root == out.number}
+        sized: dict[int, int] = {}
         last: dict[int, int] = {}
         members: dict[int, list[int]] = {}
         for position, (instruction, used) in enumerate(zip(live, slots, strict=True)):
@@ -342,24 +350,26 @@ class Emitter:
                 last[slot.root] = position
             for out in instruction.outputs:
                 if out is not None:
-                    last[out.root] = position
-                    members.setdefault(out.root, []).append(out.number)
+                    root, number = out.root, out.number
+                    last[root] = position
+                    if root == number:
+                        sized[number] = out.num_bytes
+                        members[number] = [number]
+                    else:
+                        members.setdefault(root, []).append(number)
         dying: dict[int, list[int]] = {}
         for root, position in last.items():
             if root not in external and root not in results:
                 dying.setdefault(position, []).append(root)
-        placed = [
-            instruction
-            if position not in dying
-            else instruction.freeing(
-                tuple(number for root in dying[position] for number in members[root]),
-                sum(sized.get(root, 0) for root in dying[position]),
-            )
-            for position, instruction in enumerate(live)
-        ]
-        made = {out.number for i in placed[:turn] for out in i.outputs if out is not None}
-        # A view keeps its storage; so does the root that a later free forgets.
-        saved = tuple(sorted(made & {slot.number for used in slots[turn:] for slot in used}))
+        placed = live
+        for position, roots in dying.items():
+            frees = tuple(members[roots[0]]) if len(roots) == 1 else tuple(number for root in roots for number in members[root])
+            placed[position] = live[position].freeing(frees, sum(sized.get(root, 0) for root in roots))
+        saved: tuple[int, ...] = ()
+        if turn < len(placed):
+            made = {out.number for i in placed[:turn] for out in i.outputs if out is not None}
+            # A view keeps its storage; so does the root that a later free forgets.
+            saved = tuple(sorted(made & {slot.number for used in slots[turn:] for slot in used}))
         first = _program(placed[:turn], slots[:turn], self.ports, self.results, saved)
         return first, _program(placed[turn:], slots[turn:], self.ports, self.results, ())
 
@@ -397,29 +407,53 @@ def _live(instructions: list[Instruction], slots: list[list[Slot]], wanted: set[
     keep = [False] * len(instructions)
     for position in range(len(instructions) - 1, -1, -1):
         instruction = instructions[position]
-        if any(slot is not None and slot.root in needed for slot in (*instruction.outputs, *instruction.writes)):
-            keep[position] = True
-            needed.update([slot.root for slot in slots[position]])
+        for slot in instruction.outputs:
+            if slot is not None and slot.root in needed:
+                break
+        else:
+            for slot in instruction.writes:
+                if slot.root in needed:
+                    break
+            else:
+                continue
+        keep[position] = True
+        for slot in slots[position]:
+            needed.add(slot.root)
     return keep
 
 
 def slots_of(instruction: Instruction) -> list[Slot]:
     """All slots that an instruction reads or writes in place."""
     found = []
-    for value in (*instruction.arguments, *instruction.keywords.values(), *instruction.writes):
-        if type(value) is Slot:
+    for value in instruction.arguments:
+        kind = type(value)
+        if kind is Slot:
             found.append(value)
-        elif type(value) is tuple or type(value) is list:
+        elif kind is tuple or kind is list:
             found += [item for item in value if type(item) is Slot]
+    for value in instruction.keywords.values():
+        kind = type(value)
+        if kind is Slot:
+            found.append(value)
+        elif kind is tuple or kind is list:
+            found += [item for item in value if type(item) is Slot]
+    found += instruction.writes
     return found
 
 
 def _flops(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], outputs: tuple[Slot | None, ...]) -> int:
     """What ``torch.utils.flop_counter`` counts for the operation: its own formulas, on our shapes."""
-    formula = flop_registry.get(getattr(function, "overloadpacket", None))
+    formula = _formula_of(function) if type(function) is OpOverload else None
     if formula is None:
         return 0
     # The registered formula takes tensors; what it wraps takes shapes.
     shapes = tuple(a.shape if isinstance(a, Slot) else a for a in arguments)
     out = tuple(None if slot is None else slot.shape for slot in outputs)
-    return int(formula.__wrapped__(*shapes, out_shape=out[0] if len(out) == 1 else out))
+    return int(formula(*shapes, out_shape=out[0] if len(out) == 1 else out))
+
+
+@cache
+def _formula_of(overload: OpOverload) -> Callable[..., int] | None:
+    registered: Any = flop_registry.get(overload.overloadpacket)
+    formula: Callable[..., int] | None = None if registered is None else registered.__wrapped__
+    return formula

@@ -15,7 +15,7 @@ from sft.analysis.schedule import NodeRows, Step
 from sft.lower.context import NodeContext, Patch, Scope
 from sft.lower.program import Emitter, Program, Slot, load_rows
 from sft.lower.rules import rule_of
-from sft.lower.rules.base import Additive, Reduction
+from sft.lower.rules.base import Additive, Reduction, Rule
 from sft.lower.rules.windowed import Convolution, column_padding
 
 __all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole", "partial_additive", "partial_shape", "partial_start"]
@@ -91,8 +91,17 @@ class _StepLowering:
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
         self.contexts: dict[str, NodeContext] = {}
+        self._rules: dict[str, Rule] = {}
+        self._inside = frozenset(scope.names)
         self.read = scope.rows_read(step)
         self.borders = {} if whole else self._find_borders()
+
+    def _rule(self, node: Node) -> Rule:
+        """The rule that lowers a node."""
+        rule = self._rules.get(node.name)
+        if rule is None:
+            rule = self._rules[node.name] = rule_of(self.scope, node, whole=self.whole)
+        return rule
 
     def _find_borders(self) -> dict[str, tuple[int, int]]:
         """Zero rows above and below each value that a buffer gets room for, so that no convolution has to pad a copy of it."""
@@ -100,11 +109,11 @@ class _StepLowering:
         borders: dict[str, tuple[int, int]] = {}
         for name in scope.names:
             node = scope.graph[name]
-            if name not in self.rows or not isinstance(rule_of(scope, node, whole=False), Convolution):
+            if name not in self.rows or not isinstance(self._rule(node), Convolution):
                 continue
             for read in self.rows[name].reads:
                 low, high = column_padding(scope, node, read.operand)
-                if read.operand in scope.names and read.rows and read.pad_low != read.pad_high and low == high:
+                if read.operand in self._inside and read.rows and read.pad_low != read.pad_high and low == high:
                     low, high = borders.get(read.operand, (0, 0))
                     borders[read.operand] = (max(low, read.pad_low), max(high, read.pad_high))
         return borders
@@ -180,7 +189,7 @@ class _StepLowering:
 
     def _compute(self, node: Node, rows: NodeRows, held: Slot | None) -> None:
         scope, e = self.scope, self.emitter
-        rule = rule_of(scope, node, whole=self.whole)
+        rule = self._rule(node)
         tail = self._rows_of(held, len(rows.carried), len(rows.new)) if held is not None else None
         ctx = self._context(node, rows, tail if rule.in_place else None)
         ctx.overwrite = self._overwritable(node) if rule.overwrites and tail is None else None
@@ -217,9 +226,9 @@ class _StepLowering:
         """The operand's buffer, when this operator is all that ever reads it."""
         scope = self.scope
         (name,) = dict.fromkeys(o for o in node.operands if o in scope.streamed)
-        if name not in scope.names or name in scope.outputs or scope.graph.users[name] != (node.name,):
+        if name not in self._inside or name in scope.outputs or scope.graph.users[name] != (node.name,):
             return None
-        if name in scope.requires_grad and rule_of(scope, scope.graph[name], whole=self.whole).saves_output:
+        if name in scope.requires_grad and self._rule(scope.graph[name]).saves_output:
             return None
         slot, first = self.values[name]
         rows = self.rows[name]
@@ -230,7 +239,7 @@ class _StepLowering:
     def _forward_whole(self, node: Node) -> None:
         nothing = Interval(0, 0)
         rows = self.rows.get(node.name) or NodeRows(node.name, nothing, nothing, nothing, nothing, ())
-        rule = rule_of(self.scope, node, whole=self.whole)
+        rule = self._rule(node)
         if not self.whole and not rows.reads:
             return
         ctx = self._context(node, rows, None)
@@ -276,7 +285,7 @@ class _StepLowering:
             if ctx is None:
                 continue
             for operand, patch in ctx.contributions:
-                if operand in scope.names or (operand in scope.streamed and self.whole):
+                if operand in self._inside or (operand in scope.streamed and self.whole):
                     gradients.setdefault(operand, []).append(patch)
                 elif operand in scope.streamed:
                     self._add_to_source(operand, patch)
@@ -294,7 +303,7 @@ class _StepLowering:
                 self._give_source_gradient(name, gradients[name])
         for user in scope.names:
             for name in scope.graph[user].operands:
-                if name in scope.requires_grad and name not in scope.streamed and name not in scope.names:
+                if name in scope.requires_grad and name not in scope.streamed and name not in self._inside:
                     shape, dtype = scope.side_shape(name), scope.grad_dtype(name)
                     self.emitter.side_gradient(name, shape, dtype, scope.dtype_of(name))
 
@@ -343,7 +352,7 @@ class _StepLowering:
         if rows.new:
             ctx = self.contexts[node.name]
             new = self._rows_of(total, len(rows.carried), len(rows.new))
-            rule_of(scope, node, whole=self.whole).backward(ctx, new, owned)
+            self._rule(node).backward(ctx, new, owned)
 
     def _sum(self, name: str, held: Interval, patches: list[Patch], dtype: torch.dtype) -> tuple[Slot, bool]:
         """The sum of gradient patches over the rows held, and whether its storage may be written to.
@@ -388,7 +397,7 @@ class _StepLowering:
             for slot, _ in rest:
                 e.add_into(total, slot)
             owned = True
-        rule = rule_of(scope, node, whole=self.whole)
+        rule = self._rule(node)
         if not rule.takes_wide_grad and total.dtype != scope.dtype_of(node.name):
             total, owned = e.cast(total, scope.dtype_of(node.name)), True
         rule.backward(self.contexts[node.name], total, owned)

@@ -60,14 +60,19 @@ def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]
         needed[slot.root] = min(needed.get(slot.root, len(place) + 2), place[port.name] + 2 if carried and port.name in place else 0)
     kept = {slot.root for slot in program.results.values()}
     used = [slots_of(instruction) for instruction in instructions]
-    first = np.zeros(len(instructions), dtype=np.int64)
+    first = [0] * len(instructions)
     never = len(place) + 1
     for time in range(len(instructions) - 1, -1, -1):
-        instruction = instructions[time]
-        made = [slot.root for slot in (*instruction.outputs, *instruction.writes) if slot is not None]
-        first[time] = max(place[instruction.owner] + 1, min((needed.get(root, never) for root in made), default=never))
+        instruction, runs_at = instructions[time], never
+        for out in instruction.outputs:
+            if out is not None:
+                runs_at = min(runs_at, needed.get(out.root, never))
+        for slot in instruction.writes:
+            runs_at = min(runs_at, needed.get(slot.root, never))
+        first[time] = runs_at = max(place[instruction.owner] + 1, runs_at)
         for slot in used[time]:
-            needed[slot.root] = min(needed.get(slot.root, never), int(first[time]))
+            if needed.get(slot.root, never) > runs_at:
+                needed[slot.root] = runs_at
     uses: dict[int, list[tuple[int, int]]] = {}
     sized: dict[int, int] = {}
     cuts = list(cuts)
@@ -76,11 +81,11 @@ def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]
         for out in instruction.outputs:
             if out is not None and out.root == out.number:
                 sized[out.number] = out.num_bytes
-                events.made(int(first[time]), time, out.num_bytes)
+                events.made(first[time], time, out.num_bytes)
             if out is not None:
-                uses.setdefault(out.root, []).append((int(first[time]), time))
+                uses.setdefault(out.root, []).append((first[time], time))
         for slot in used[time]:
-            uses.setdefault(slot.root, []).append((int(first[time]), time))
+            uses.setdefault(slot.root, []).append((first[time], time))
     for root, num_bytes in sized.items():
         last = -1
         if root in kept:
@@ -91,7 +96,8 @@ def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]
                     events.freed(start, last, -num_bytes)
                 events.freed(start, time, num_bytes)
                 last = time
-    return np.array([_most(events.before(cut + 1), first <= cut) for cut in cuts])
+    starts = np.array(first, dtype=np.int64)
+    return np.array([_most(events.before(cut + 1), starts <= cut) for cut in cuts])
 
 
 class _Events:

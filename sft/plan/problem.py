@@ -188,7 +188,8 @@ class Problem:
 
     def run_sources(self, names: Sequence[str]) -> tuple[str, ...]:
         """Streamed values that a run reads from outside."""
-        return self.graph.sources(names, self.phases.streamed)
+        run = tuple(names)
+        return self.remembered(("sources", run), lambda: self.graph.sources(run, self.phases.streamed))
 
     def run_height(self, names: Sequence[str]) -> int:
         """Rows of the tallest source of a run."""
@@ -203,6 +204,10 @@ class Problem:
 
         An interpolation by an odd ratio repeats after so many rows that no strip is as tall; it is taken for one that is close.
         """
+        run = tuple(names)
+        return self.remembered(("stride", run), lambda: self._new_stride(run))
+
+    def _new_stride(self, names: tuple[str, ...]) -> int:
         known = source_rates({name: self.extent(name, ROWS) for name in self.run_sources(names)})
         if not known:
             return 1

@@ -213,10 +213,14 @@ class RunSampler:
         for row, c in enumerate(at):
             head = names[: cuts[c]]
             wide = halo_shares(problem, head, self.tiling.cols_of(names), 1) if self.tiling.num_panels > 1 else {}
+            if not once[c]:
+                continue
+            if self.tiling.halo != "recompute":  # whatever the height is
+                ratios[row, :] = sum(flops[name] * wide.get(name, 1.0) for name in head) / once[c]
+                continue
             for h, rows in enumerate(strip_rows):
-                tall = halo_shares(problem, head, rows, 0) if self.tiling.halo == "recompute" else {}
-                if once[c]:
-                    ratios[row, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in head) / once[c]
+                tall = halo_shares(problem, head, rows, 0)
+                ratios[row, h] = sum(flops[name] * wide.get(name, 1.0) * tall.get(name, 1.0) for name in head) / once[c]
         spread = [np.interp(np.arange(len(cuts)), at, ratios[:, h]) for h in range(len(strip_rows))]
         return once[:, None] * np.stack(spread, axis=1)
 

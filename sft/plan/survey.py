@@ -209,7 +209,11 @@ class Survey:
         return total
 
     def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
-        """What lies behind each position when it is kept whole."""
+        """What lies behind each position when it is kept whole, whatever the tiling before it."""
+        key = ("whole behind", tuple(cut_at), self._rates)
+        return self.problem.remembered(key, lambda: self._new_whole(order, cut_at))
+
+    def _new_whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
         problem = self.problem
         if not order:
             zeros = np.zeros(len(cut_at))
@@ -253,6 +257,11 @@ class Survey:
 
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:
         """Bytes of what each tiled segment hands on; outputs aside, which are at the border or leave, unless they are read again too."""
+        # What crosses where is the same for all ways to tile.
+        key = ("cut bytes", position, self.streams)
+        return self.problem.remembered(key, lambda: self._new_cut_bytes(position))
+
+    def _new_cut_bytes(self, position: tuple[int, int]) -> list[int]:
         problem = self.problem
         choices = self._choices(position, 1, ALL_KEPT)
         ends = borders(problem.graph, choices)

@@ -7,6 +7,7 @@ function prints nothing of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 from torch import nn
 
 from sft.analysis.capture import Capture, capture
+from sft.analysis.graph import Graph
 
-__all__ = ["one_capture_a_model", "remembered_captures"]
+__all__ = ["numbered", "one_capture_a_model", "remembered_captures"]
 
 _KNOWN: dict[str, list[Capture]] = {}
 
@@ -58,3 +60,10 @@ def one_capture_a_model(*tilings: str) -> Callable[[pytest.FixtureRequest], Iter
             yield
 
     return captures
+
+
+def numbered(graph: Graph) -> str:
+    """What a graph says, with operators numbered: the exporter's own numbers also count sizes that it forgets again."""
+    numbers = {node.name: f"%{index}" for index, node in enumerate(graph.nodes)}
+    said = repr((graph.nodes, graph.outputs, graph.updates))
+    return re.sub(r"'(\w+)'", lambda match: numbers.get(match[1], match[0]), said)

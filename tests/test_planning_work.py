@@ -1,0 +1,158 @@
+"""What planning does, counted: captures, programs that are lowered, steps that are projected."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import sft
+from sft.analysis.barenodes import bare_nodes
+from sft.analysis.capture import capture
+from sft.lower.program import Emitter, Slot
+from sft.pausing import cycles_kept
+from tests.helpers.captured import numbered
+from tests.helpers.models import Residual, chain, image, seeded
+
+_SHAPE = (1, 3, 64, 48)
+
+
+def test_planning_does_not_look_for_cycles_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    preparing = import_module("sft.preparing")
+    plan_segments, seen = preparing.plan_segments, []
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(gc.isenabled())
+        return plan_segments(*arguments)
+
+    monkeypatch.setattr(preparing, "plan_segments", watched)
+    model = seeded(Residual)
+    assert gc.isenabled()
+    sft.plan(model, _SHAPE, budget="1GiB")
+    assert gc.isenabled()
+    with pytest.raises(sft.BudgetError):
+        sft.plan(model, _SHAPE, budget=1)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        sft.plan(model, _SHAPE, budget="1GiB")
+        assert not gc.isenabled()  # who switched it off wants it to stay so
+        with cycles_kept():
+            assert not gc.isenabled()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert seen == [False, False, False]
+
+
+class _Mixture(nn.Module):
+    """In-place forms, norms, views: what the exporter writes down in many ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, stride=2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers(x)
+        return nn.functional.interpolate(torch.cat([y, y.transpose(2, 3).transpose(2, 3)], 1), scale_factor=2).flatten(2).mean(2)
+
+
+@contextmanager
+def _nothing_left_out() -> Iterator[None]:
+    yield
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "decomposed"])
+def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch, autocast: torch.dtype | None) -> None:
+    module = import_module("sft.analysis.capture")
+    functional, stacks = module.functional, []
+
+    def watched(exported: Any, **options: Any) -> Any:
+        stacks.append(sum("stack_trace" in node.meta for node in exported.graph.nodes))
+        return functional(exported, **options)
+
+    monkeypatch.setattr(module, "functional", watched)
+    found = []
+    for context in (_nothing_left_out, bare_nodes):
+        monkeypatch.setattr(module, "bare_nodes", context)
+        made = capture(_Mixture(), [_SHAPE], [torch.float32], torch.device("cpu"), autocast=autocast)
+        found.append(made)
+    full, bare = found
+    assert (numbered(bare.graph), bare.bounds) == (numbered(full.graph), full.bounds)
+    assert set(bare.guards) < set(full.guards)  # memory formats hold for more than one pixel only
+    assert stacks[0] > 0 and stacks[1] == 0
+
+
+def test_a_size_of_which_a_pixel_is_left_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    preparing, num_captures = import_module("sft.preparing"), 0
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        nonlocal num_captures
+        num_captures += 1
+        return capture(*arguments, **options)
+
+    monkeypatch.setattr(preparing, "capture", counted)
+    layers = (nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.AvgPool2d(2))
+    model = seeded(lambda: chain(*layers, nn.Conv2d(4, 5, 3, padding=1))).double()
+    net = sft.compile(model, _SHAPE, budget="1GiB")
+    for shape in ((1, 3, 4, 5), (1, 3, 5, 4), (1, 3, 7, 40)):
+        x, own = image(*shape), image(*shape)
+        expected = torch.autograd.grad(model(own.requires_grad_()).square().sum(), [own, *model.parameters()])
+        found = torch.autograd.grad(net(x.requires_grad_()).square().sum(), [x, *net.parameters()])
+        torch.testing.assert_close(net(x), model(x), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    assert num_captures == 1
+
+
+def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytest.MonkeyPatch) -> None:
+    survey, planner = import_module("sft.plan.survey"), import_module("sft.plan.planner")
+    asked, num_surveys = Counter[str](), 0
+
+    def counted(name: str) -> Any:
+        inner = getattr(survey, name)
+
+        def call(*arguments: Any) -> Any:
+            asked[name] += 1
+            return inner(*arguments)
+
+        return call
+
+    for name in ("suffix_peaks", "borders"):
+        monkeypatch.setattr(survey, name, counted(name))
+
+    class Counting(survey.Survey):  # type: ignore[misc, name-defined]
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal num_surveys
+            num_surveys += 1
+            super().__init__(*arguments, **options)
+            assert asked["borders"] < len(self.positions)  # one for each position that tiles anything, whatever the number of surveys
+
+    monkeypatch.setattr(planner, "Survey", Counting)
+    with pytest.raises(sft.BudgetError):
+        sft.plan(seeded(Residual), (1, 3, 64, 1024), budget=1)
+    assert num_surveys > 3
+    assert asked["suffix_peaks"] == 1
+
+
+def test_flops_are_those_that_torch_counts() -> None:
+    image_slot, kernel, out = Slot(0, (2, 3, 9, 7), torch.float32, 0), Slot(1, (4, 3, 3, 3), torch.float32, 1), (2, 4, 9, 7)
+    emitter = Emitter(dtype=torch.float32)
+    geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    emitter.call(torch.ops.aten.convolution.default, image_slot, kernel, None, *geometry, shape=out)
+    emitter.narrow(image_slot, 2, 1, 4)
+    with FlopCounterMode(display=False) as counter:
+        torch.ops.aten.convolution.default(torch.ones(image_slot.shape), torch.ones(kernel.shape), None, *geometry)
+    convolution, view = emitter.instructions
+    assert convolution.flops == counter.get_total_flops() == 2 * 2 * 4 * 9 * 7 * 3 * 9
+    assert (view.function, view.flops, view.num_bytes) == (torch.ops.aten.slice.Tensor, 0, 0)
+    assert view.outputs[0] is not None and view.outputs[0].shape == (2, 3, 4, 7) and view.outputs[0].root == image_slot.root

@@ -160,7 +160,7 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequenc
             raise
         except Exception as error:
             # Tell a model that cannot take this input at all from one that only export cannot follow.
-            reason = _eager_refusal(model, shapes, dtypes)
+            reason = _eager_refusal(model, shapes, dtypes, device)
             if reason is not None:
                 wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
@@ -220,12 +220,11 @@ def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
             )
 
 
-def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> str | None:
+def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
     """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _quiet():
         try:
-            device = next((p.device for p in model.parameters()), torch.device("cpu"))
             with torch.enable_grad(), mode, on_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
                 model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
         except RuntimeError as error:

@@ -15,11 +15,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sft.analysis.norms import CUMULATIVE
 
 __all__ = [
     "NORMS_OF_WEIGHTS",
+    "USED_ON",
     "dropping_channels",
     "hooks_aside",
     "is_gathering",
@@ -33,6 +35,9 @@ _GLOBAL = tuple(f"_global_{name}_hooks" for name in ("forward", "forward_pre", "
 
 #: Hooks that only compute a weight, which the capture follows.
 NORMS_OF_WEIGHTS = (WeightNorm, SpectralNorm)
+
+#: Parameters that are elsewhere than on the device that the model runs on, and this device: those that are streamed.
+USED_ON: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @contextlib.contextmanager
@@ -74,15 +79,20 @@ def on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_whole_parameters(model: nn.Module, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """A model whose sharded parameters are whole, without their content: made in this mode, which makes them fake."""
+    """A model whose sharded parameters are whole, and whose streamed ones are on the device, without their content: made in this mode,
+    which makes them fake."""
+
+    def is_elsewhere(value: torch.Tensor) -> bool:
+        return is_sharded(value) or USED_ON.get(value, value.device) != value.device
 
     def whole(value: torch.Tensor) -> torch.Tensor:
-        if not is_sharded(value):
+        if not is_elsewhere(value):
             return value
         with mode:
-            return nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=value.device), requires_grad=value.requires_grad)
+            device = USED_ON.get(value, value.device)
+            return nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=device), requires_grad=value.requires_grad)
 
-    if any(map(is_sharded, model.parameters())):
+    if any(map(is_elsewhere, model.parameters())):
         with _tensors_replaced(model, whole, buffers=False):
             yield
     else:

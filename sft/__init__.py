@@ -38,3 +38,4 @@ from sft.tradeoff import TradeoffRow as TradeoffRow
 from sft.tradeoff import pareto as pareto
 from sft.units import format_bytes as format_bytes
 from sft.units import parse_bytes as parse_bytes
+from sft.weights.file import WeightsFile as WeightsFile

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from sft.bands.mesh import resolve_mesh
+from sft.deep.parameters import StreamedParameters
 from sft.engine import Engine
 from sft.errors import InputError, UnsupportedError
 from sft.execute.reading import Reading
@@ -25,9 +26,11 @@ from sft.execute.skipping import Skipping
 from sft.inputs import is_readable
 from sft.options import Options
 from sft.outputs import Output, resolve_output
+from sft.placing import refuse_streaming
 from sft.plan.types import Plan
 from sft.surroundings import not_compiled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.units import parse_bytes
+from sft.weights import Counters
 
 __all__ = ["CheckReport", "check", "compile", "plan"]
 
@@ -103,8 +106,10 @@ def compile(
     if budget is None:
         budget = DEFAULT_BUDGET if plan is None else plan.budget_bytes
     budget_bytes = parse_bytes(budget)
+    if (options or Options()).streams_weights:
+        refuse_streaming(resolved, None)
     if device is not None:
-        model.to(device)
+        _place(model, torch.device(device), options or Options())
     engine = Engine(
         model,
         budget_bytes=budget_bytes,
@@ -191,6 +196,21 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
         num_phases=len(phases.phases) - bool(phases.prologue),
         whole_reasons=tuple(dict.fromkeys(phases.whole_reasons.values())),
     )
+
+
+def _place(model: nn.Module, device: torch.device, options: Options) -> None:
+    """Move a model to a device: of one whose weights are streamed only what is resident."""
+    if not options.streams_weights:
+        model.to(device)
+        return
+    taken = StreamedParameters.of(model, device, options.weights_file)
+    own = {id(param) for param in taken.params.values()}
+    with torch.no_grad():
+        for module in model.modules():
+            for param in module._parameters.values():
+                if param is not None and id(param) not in own:
+                    param.data = param.to(device)
+            module._buffers.update((name, None if buffer is None else buffer.to(device)) for name, buffer in module._buffers.items())
 
 
 def _examples(inputs: Any) -> tuple[Any, ...]:
@@ -292,6 +312,12 @@ class _Compiled:
         return self._sft_engine.last_skipping
 
     @property
+    def weight_counters(self) -> Counters | None:
+        """What passes have read of streamed weights, summed up; None if they were not streamed yet."""
+        taken = self._sft_engine.streamed_weights
+        return None if taken is None else taken.counters
+
+    @property
     def plan(self) -> Plan:
         """The plan of the last call, or of the shape given to ``compile``."""
         found = self._sft_engine.last_plan
@@ -327,10 +353,12 @@ class _Compiled:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = self._sft_engine
+        _refuse_copies(engine)
         return _rebuild(copy.deepcopy(engine.model, memo), _settings(engine))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         engine = self._sft_engine
+        _refuse_copies(engine)
         return _rebuild, (engine.model, _settings(engine))
 
 
@@ -349,6 +377,16 @@ class _CompiledSharded(_Compiled):
         """FSDP finds the state of a module by the object that it was given."""
         model: Any = self._sft_engine.model
         return model._get_fsdp_state()
+
+
+def _refuse_copies(engine: Engine) -> None:
+    """
+    Raises:
+        InputError: the weights have a file, which is one model's.
+    """
+    file = engine.preparation.options.weights_file
+    if file is not None:
+        raise InputError(f"the weights are streamed from {file.path}, which is this model's alone; take the state_dict instead of a copy")
 
 
 def _settings(engine: Engine) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,23 +13,28 @@ from torch.utils import _pytree as pytree
 
 from sft.analysis.bands import Shares
 from sft.analysis.capture import is_channels_last
+from sft.analysis.graph import Graph
 from sft.analysis.phases import Phases
 from sft.bands.mesh import LiveMesh, MeshShape, refuse_on_mesh
 from sft.bands.party import Party
+from sft.deep.parameters import StreamedParameters
 from sft.errors import InputError
 from sft.execute.function import Leaves, run_region
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
 from sft.execute.skipping import Skipping
+from sft.execute.weights import BoundWeights
 from sft.fingerprint import fingerprint
 from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
 from sft.kernels.philox import draw_seed
 from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination, HostOutputs
+from sft.placing import refuse_streaming
 from sft.plan.types import Plan
 from sft.preparing import CallKind, Preparation, Ready, Shape, Traced, held
 from sft.sharded import Sharding
+from sft.walk.region import Region
 
 __all__ = ["Engine"]
 
@@ -67,6 +72,8 @@ class Engine:
             together=lambda: self._joined().together(),
             sharding=self.sharding,
         )
+        if options.streams_weights:
+            refuse_streaming(mesh, self.sharding)
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -90,6 +97,24 @@ class Engine:
     def phases(self) -> Phases:
         """The sorted graph of the last capture."""
         return self.preparation.captured[-1].phases
+
+    @property
+    def streamed_weights(self) -> StreamedParameters | None:
+        """The weights of the model, if they were taken to be streamed."""
+        return StreamedParameters.known(self.model)
+
+    def stream_weights(self) -> StreamedParameters | None:
+        """Take the weights to stream them, where that was asked for, or the last plan says so; ``None`` where they stay resident.
+
+        Raises:
+            InputError, SourceError, UnsupportedError: as `StreamedParameters.of`.
+        """
+        options, taken = self.preparation.options, self.streamed_weights
+        if not options.streams_weights:
+            is_planned = self.last_plan is not None and self.last_plan.streamed_weights > 0
+            if taken is not None or not is_planned:
+                return taken
+        return StreamedParameters.of(self.model, self._dtype_and_device()[1], options.weights_file)
 
     def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
         """The model's output."""
@@ -119,6 +144,10 @@ class Engine:
         return self.party
 
     def _run(self, inputs: Sequence[Any], input_grad: Any) -> Any:
+        if self.preparation.options.streams_weights:
+            self.stream_weights()
+        if self.streamed_weights is not None:
+            self.streamed_weights.check()
         given, lacking = self._resolve(inputs, input_grad)
         kind = self._kind_of(given, lacking)
         if self.party is not None:
@@ -132,6 +161,10 @@ class Engine:
             remedy = "their plans cut the model, or the image, at other places: compile with the same budget and options on all ranks"
             self.party.agree((cuts, rows), remedy)
         self.last_plan = ready.plan
+        if ready.plan.streamed_weights and self.streamed_weights is None:
+            taken = self.stream_weights()
+            assert taken is not None
+            self.preparation.ready[replace(kind, weights_revision=taken.revision)] = ready
         generator_state = torch.get_rng_state()
         leaves = self._bind(ready, given)
         self.last_reading = leaves.reading if leaves.sources else None
@@ -189,11 +222,29 @@ class Engine:
             graphs=ready.graphs,
             turn=self.preparation.turn,
             differentiating=contextlib.nullcontext if self.sharding is None else self.sharding.watched(),
+            weights=self._bound_weights(ready.region, graph, tensors),
         )
+
+    def _bound_weights(self, region: Region, graph: Graph, tensors: Mapping[str, torch.Tensor]) -> BoundWeights | None:
+        """The streamed weights of a call.
+
+        Raises:
+            InputError: others were put in their place for this call.
+        """
+        taken = self.streamed_weights
+        if region.weights is None or taken is None:
+            return None
+        paths = {name: graph[name].target for name in region.weights.num_bytes}
+        replaced = [path for name, path in paths.items() if tensors[name] is not taken.params[path]]
+        if replaced:
+            raise InputError(f"{', '.join(replaced)}: streamed weights are not replaced for a call (functional_call); use the plain model")
+        return BoundWeights.of(taken, paths)
 
     def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
         tensors = [*self.model.parameters(), *self.model.buffers()]
         first = next((t for t in tensors if t.is_floating_point()), None)
+        if first is not None and self.streamed_weights is not None:
+            return first.dtype, self.streamed_weights.device
         return (first.dtype, first.device) if first is not None else (torch.get_default_dtype(), torch.device("cpu"))
 
     def _resolve(self, inputs: Sequence[Any], input_grad: Any) -> tuple[tuple[Given, ...], tuple[bool, ...]]:
@@ -243,6 +294,7 @@ class Engine:
             with_grad=with_grad,
             from_source=(False,) * len(shapes),
             holds_gradients=self.sharding is not None and self.sharding.holds_gradients(),
+            weights_revision=None if self.streamed_weights is None else self.streamed_weights.revision,
         )
 
 

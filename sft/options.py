@@ -8,14 +8,18 @@ from datetime import timedelta
 
 from sft.errors import InputError
 from sft.units import parse_bytes
+from sft.weights.file import WeightsFile
 
-__all__ = ["BACKENDS", "STRATEGIES", "Options"]
+__all__ = ["BACKENDS", "STRATEGIES", "WEIGHTS", "Options"]
 
 #: The strategies by name.
 STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
 
 #: What may run the operators.
 BACKENDS = ("auto", "aten", "triton")
+
+#: Where weights may be; or in a file.
+WEIGHTS = ("resident", "stream", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +61,10 @@ class Options:
             are compared for that (a slide that is masked says so itself), and `last_skipping` of the compiled module says what was left
             out. Positional dropout, the place of a maximum, and whatever else varies with the place within the image are never left out.
             Not on a mesh, and not in plans that copy values to the host and back: there all strips run.
+        weights: where parameters are: ``"resident"``, on the device; ``"stream"``, in the host's memory, from where a step brings those of
+            a segment while it runs, and of the next one; a `sft.WeightsFile` for the same from a file; or ``"auto"``: resident where a
+            plan fits so, else streamed. Gradients then leave one by one, to the host or to a `sft.StreamedOptimizer`. Parameters with two
+            names stay resident. Not on a mesh, not with ``fully_shard``, and not with ``cuda_graphs``.
         progress: whether planning shows a bar on the terminal where it takes long: while programs are timed.
     """
 
@@ -73,6 +81,7 @@ class Options:
     profile: str = "auto"
     cuda_graphs: bool = False
     skip_repeats: bool = False
+    weights: str | WeightsFile = "resident"
     progress: bool = False
     mesh_timeout_seconds: float = 1800.0
 
@@ -93,6 +102,10 @@ class Options:
             problems.append(f"backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.profile not in ("auto", "measure"):
             problems.append(f"profile {self.profile!r}: choose 'auto' or 'measure'")
+        if not isinstance(self.weights, WeightsFile) and self.weights not in WEIGHTS:
+            problems.append(f"weights {self.weights!r}: choose one of {', '.join(WEIGHTS)}, or give a sft.WeightsFile")
+        elif self.cuda_graphs and self.weights != "resident":
+            problems.append("cuda_graphs replays strips on weights that stay where they are, streamed ones do not: drop one")
         if self.tile is not None:
             if len(tuple(self.tile)) != 2:  # from untyped callers
                 problems.append(f"tile {self.tile!r}: give (rows, cols)")
@@ -121,6 +134,16 @@ class Options:
             problems.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number")
         if problems:
             raise InputError("; ".join(problems))
+
+    @property
+    def streams_weights(self) -> bool:
+        """Whether weights are to be streamed whatever the budget."""
+        return self.weights not in ("resident", "auto")
+
+    @property
+    def weights_file(self) -> WeightsFile | None:
+        """The file that weights are to be streamed from, if there is one."""
+        return self.weights if isinstance(self.weights, WeightsFile) else None
 
     @property
     def host_budget_bytes(self) -> int | None:

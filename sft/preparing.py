@@ -7,7 +7,7 @@ model's forward may look at (``sft.fingerprint``). A capture serves all sizes th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +27,7 @@ from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
+from sft.deep.parameters import streamable
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
@@ -39,6 +40,7 @@ from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination
 from sft.pausing import cycles_kept
+from sft.placing import check_step, refuse_streaming, weights_to_stream
 from sft.plan.carried import Planned, carry_out
 from sft.plan.describe import describe
 from sft.plan.planner import check_device, check_host, plan_segments
@@ -89,6 +91,8 @@ class CallKind:
     from_source: tuple[bool, ...] = ()
     splits_batch: bool = True
     holds_gradients: bool = False
+    #: of streamed weights that were taken: what changes with where their gradients go
+    weights_revision: int | None = None
 
 
 @dataclass(frozen=True)
@@ -212,7 +216,7 @@ class Preparation:
             phases=phases,
             requires_grad=self._requires_grad(kind, phases),
             channels_last=self._channels_last(kind, graph) - self._in_files(graph),
-            resident_bytes=resident_bytes(self.model, self.optimizer, self.sharding, holds_gradients=kind.holds_gradients),
+            resident_bytes=self._resident_bytes(kind),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
             outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
@@ -227,7 +231,7 @@ class Preparation:
         rates = Rates(kind.traced.device.type)
         if self.mesh is not None:
             return self._plan_on_mesh(problem, captured, rates)
-        problem, planned = self._given(problem, kind) or self._found(problem, kind)
+        problem, planned = self._placed(problem, kind)
         seconds: Sequence[float] | None = None
         if self.options.profile == "measure" and kind.traced.device.type != "meta":
             planned, seconds = self._fastest(problem, planned, kind.traced.device)
@@ -241,6 +245,42 @@ class Preparation:
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
         return Ready(plan, planned.region, captured, slabs, graphs)
+
+    def _resident_bytes(self, kind: CallKind, streamed: Collection[str] = ()) -> int:
+        return resident_bytes(self.model, self.optimizer, self.sharding, holds_gradients=kind.holds_gradients, streamed=streamed)
+
+    def _placed(self, problem: Problem, kind: CallKind) -> tuple[Problem, Planned]:
+        """A plan that fits, and the problem that it is for: with weights where they were asked for."""
+        must_stream = kind.weights_revision is not None or self.options.streams_weights
+        given = self.given_plan is not None and self.given_plan.streamed_weights > 0
+        if must_stream or given:
+            streamed = self._streaming(problem, kind)
+            return self._given(streamed, kind) or self._found(streamed, kind)
+        try:
+            return self._given(problem, kind) or self._found(problem, kind)
+        except BudgetError as error:
+            if self.options.weights != "auto":
+                raise
+            refused = error
+        try:
+            return self._found(self._streaming(problem, kind), kind)
+        except UnsupportedError:
+            raise refused from None
+        except BudgetError as error:
+            raise min(refused, error, key=lambda each: each.needed_bytes) from None
+
+    def _streaming(self, problem: Problem, kind: CallKind) -> Problem:
+        """The same problem with streamed weights.
+
+        Raises:
+            BudgetError: the step of an optimizer does not fit.
+            UnsupportedError: they cannot be streamed.
+        """
+        refuse_streaming(self.mesh, self.sharding)
+        weights = weights_to_stream(self.model, problem.graph, kind.traced.device, self.options)
+        own = self._resident_bytes(kind, streamable(self.model))
+        check_step(self.model, own, self.budget_bytes)
+        return replace(problem, weights=weights, resident_bytes=own, memo={})
 
     @property
     def _skips_repeats(self) -> bool:
@@ -336,6 +376,8 @@ class Preparation:
         if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
             return None
         if plan.input_placements != problem.input_placements or plan.output_placements != problem.output_placements:
+            return None
+        if (plan.streamed_weights > 0) != (problem.weights is not None):
             return None
         known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
         if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):

@@ -34,6 +34,7 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
         f"  total             {format_bytes(plan.total_bytes):>12}  = resident + projected peak",
         f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",
         f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
+        *_weights(plan),
         *([f"  host              {format_bytes(plan.host_bytes):>12}  for what leaves the device meanwhile"] if plan.host_bytes else []),
         f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
     ]
@@ -56,6 +57,17 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
     if plan.notes:
         lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines)
+
+
+def _weights(plan: Plan) -> list[str]:
+    """What streamed weights take on the device, and of the link."""
+    if not plan.streamed_weights:
+        return []
+    passed = format_bytes(sum(entry.weight_bytes for entry in plan.timeline.entries))
+    return [
+        f"    weights         {format_bytes(plan.weights_peak_bytes):>12}  of the peak at most: {plan.streamed_weights} parameter(s) are "
+        f"streamed, {passed} over the link"
+    ]
 
 
 def _costs(plan: Plan) -> list[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -11,7 +13,12 @@ __all__ = ["resident_bytes"]
 
 
 def resident_bytes(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, sharding: Sharding | None = None, *, holds_gradients: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    sharding: Sharding | None = None,
+    *,
+    holds_gradients: bool = False,
+    streamed: Collection[str] = (),
 ) -> int:
     """Bytes of parameters, their gradients, buffers and the optimizer's state.
 
@@ -20,26 +27,29 @@ def resident_bytes(
         optimizer: the optimizer, if its state is to be counted.
         sharding: the parameters that are sharded.
         holds_gradients: whether whole gradients of these wait for more.
+        streamed: parameters that are elsewhere, with their gradients and state.
     """
     sharded = {} if sharding is None else sharding.sizes
-    parameters = [p for name, p in model.named_parameters() if name not in sharded]
+    parameters = [p for name, p in model.named_parameters() if name not in sharded and name not in streamed]
     size = 0 if sharding is None else sharding.resident_bytes(holds_gradients=holds_gradients)
     size += sum(p.numel() * p.element_size() for p in parameters)
     size += sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     size += sum(b.numel() * b.element_size() for b in model.buffers())
-    return size + _optimizer_bytes(optimizer)
+    elsewhere = {id(p) for name, p in model.named_parameters() if name in streamed}
+    return size + _optimizer_bytes(optimizer, elsewhere)
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Bytes of an optimizer's state: what it holds, or will hold after its first step."""
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, elsewhere: Collection[int]) -> int:
+    """Bytes of an optimizer's state: what it holds, or will hold after its first step; that of some parameters, by id, is elsewhere."""
     if optimizer is None:
         return 0
-    held = sum(local_bytes(v) for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor))
+    states = (state for param, state in optimizer.state.items() if id(param) not in elsewhere)
+    held = sum(local_bytes(v) for s in states for v in s.values() if isinstance(v, torch.Tensor))
     if held:
         return held
     total = 0
     for group in optimizer.param_groups:
-        size = sum(local_bytes(p) for p in group["params"] if p.requires_grad)
+        size = sum(local_bytes(p) for p in group["params"] if p.requires_grad and id(p) not in elsewhere)
         if isinstance(optimizer, torch.optim.SGD):
             copies = 1 if group.get("momentum") else 0
         else:

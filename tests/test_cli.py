@@ -75,6 +75,11 @@ def test_inference_plans_no_backward_pass(capsys: pytest.CaptureFixture[str]) ->
     assert not sft.Plan.from_json(capsys.readouterr().out).training
 
 
+def test_a_plan_may_stream_the_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *_NET, "--json", "--weights", "stream"]) == 0
+    assert json.loads(_lines(capsys)[0])["streamed_weights"] > 0
+
+
 def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     # The least that whole tensors need is above this budget, and that of strips is not.
     assert main(["plan", *_NET, "--budget", "750KiB", "--compare", "--json"]) == 0

@@ -19,7 +19,7 @@ from sft.cli.models import load_model, parse_shape, parse_tile
 from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
 from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_request
 from sft.errors import InputError, SftError
-from sft.options import STRATEGIES, Options
+from sft.options import STRATEGIES, WEIGHTS, Options
 from sft.units import parse_rate
 
 __all__ = ["main"]
@@ -64,6 +64,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         tile=parse_tile(args.tile) if args.tile else None,
         host_budget=None if args.host_budget is None else int(args.host_budget) if args.host_budget.isdigit() else args.host_budget,
         link_bandwidth=args.link_bandwidth,
+        weights=args.weights,
         profile="measure" if args.time else "auto",
         progress=args.time,
     )
@@ -150,6 +151,8 @@ def _parser() -> argparse.ArgumentParser:
     host = "what of the host a step may take besides, 0 for nothing (default: no limit; nothing with --time on the CPU, whose memory it is)"
     plan.add_argument("--host-budget", metavar="BYTES", help=host)
     plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes a second between device and host, such as 24GB (default: 10GB)")
+    weights = "where parameters are: on the device (default), streamed from the host, or streamed where nothing else fits"
+    plan.add_argument("--weights", choices=WEIGHTS, default="resident", help=weights)
     plan.add_argument("--time", action="store_true", help="time the plan's programs on this machine: how long a step would take")
     plan.add_argument("--compare", action="store_true", help="one table of all strategies")
     plan.add_argument("--costs", action="store_true", help="what each segment takes of the time")

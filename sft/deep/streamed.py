@@ -19,10 +19,14 @@ from torch import Tensor, nn
 
 from sft.errors import InputError
 from sft.plan.chain.schedule import Operation
-from sft.weights import DiskStore, HostStore, Layout, Reading, Store, TensorSpec, WeightStream
+from sft.weights import DiskStore, HostStore, Layout, Reading, SingleStream, Store, TensorSpec, WeightStream
+from sft.weights.layout import Part
 from sft.weights.store import host_bytes
 
-__all__ = ["BlockSink", "GradientSink", "StreamedAccess", "StreamedBlocks", "blocks_read"]
+__all__ = ["BlockSink", "GradientSink", "RecordStream", "StreamedAccess", "StreamedBlocks", "StreamedRecords", "blocks_read"]
+
+#: How records are read: through a window, or one at a time.
+RecordStream = WeightStream | SingleStream
 
 
 class BlockSink(Protocol):
@@ -55,6 +59,55 @@ class GradientSink(Protocol):
 
     def opened(self, order: Sequence[int]) -> AbstractContextManager[BlockSink]:
         """For one backward pass, whose blocks' backwards come in this order. What it began is undone when the pass fails."""
+        ...
+
+
+class StreamedRecords(Protocol):
+    """Records in a store, as an optimizer sees them: each has some parameters, or a part of each."""
+
+    device: torch.device
+    store: Store
+
+    @property
+    def num_blocks(self) -> int:
+        """How many records there are."""
+        ...
+
+    @property
+    def weights(self) -> RecordStream:
+        """A way to read the weights."""
+        ...
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """The parameters, by name."""
+        ...
+
+    def names_of(self, block: int) -> tuple[str, ...]:
+        """The parameters in a record."""
+        ...
+
+    def shape_of(self, param: Tensor) -> tuple[int, ...]:
+        """The shape of what a record has of a parameter."""
+        ...
+
+    def piece(self, value: Tensor, block: int) -> Tensor:
+        """What a record has of a tensor that belongs to a parameter."""
+        ...
+
+    def tensor(self, name: str, key: str) -> Tensor:
+        """A tensor of the current generation that belongs to a parameter, of all records that have a part of it."""
+        ...
+
+    def window(self, store: Store, part: Part, window_bytes: int | None = None) -> RecordStream:
+        """A way to read a store of as many records."""
+        ...
+
+    def set_state(self, state: Mapping[str, Sequence[TensorSpec]], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:
+        """Make room in the records for what an optimizer keeps; whether there was this room before."""
+        ...
+
+    def rebind(self) -> None:
+        """Let the parameters be those of the current generation."""
         ...
 
 
@@ -219,20 +272,51 @@ class StreamedBlocks:
         """What changes when the weights do."""
         return (self.store.generation, *(param._version for param in self.block.parameters()))
 
-    def set_state(self, state: Sequence[TensorSpec], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """The stacked parameters, by name."""
+        return dict(self.block.named_parameters())
+
+    def names_of(self, block: int) -> tuple[str, ...]:
+        """The parameters in a record: a part of all of them."""
+        return tuple(self.named_parameters())
+
+    def shape_of(self, param: Tensor) -> tuple[int, ...]:
+        """The shape of one block's part of a parameter."""
+        return tuple(param.shape[1:])
+
+    def piece(self, value: Tensor, block: int) -> Tensor:
+        """A block's part of a stacked tensor."""
+        return value[block]
+
+    def tensor(self, name: str, key: str) -> Tensor:
+        """A tensor of the current generation, stacked."""
+        return self.store.layouts[0].stacked(self.store.all_records(), self.num_blocks)[key]
+
+    def window(self, store: Store, part: Part, window_bytes: int | None = None) -> WeightStream:
+        """A window on a store of as many blocks; by default of two.
+
+        Raises:
+            BudgetError: it is smaller than a block.
+        """
+        size = store.layouts[0].part_bytes(part)
+        num_bytes = min(2, len(store.layouts)) * size if window_bytes is None else window_bytes
+        return WeightStream(store, self.device, window_bytes=num_bytes, part=part, prefetch=self.prefetch)
+
+    def set_state(self, state: Mapping[str, Sequence[TensorSpec]], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:
         """Make room in the records for what an optimizer keeps.
 
         Args:
-            state: its tensors.
+            state: its tensors, by parameter.
             fill: writes their first values, given a block's number and all its tensors; others are zero.
 
         Returns:
             Whether the records had this room before, with what it holds.
         """
         weights = [field.spec for field in self.store.layouts[0].fields if not field.spec.is_state]
-        layout = Layout.of([*weights, *state])
+        specs = [spec for specs in state.values() for spec in specs]
+        layout = Layout.of([*weights, *specs])
         if self.store.layouts[0] == layout:
-            return bool(state)
+            return bool(specs)
         old = self.store
 
         def both(number: int, views: dict[str, Tensor]) -> None:

@@ -31,7 +31,7 @@ from torch import Tensor
 from sft.execute.slab import Lease
 from sft.walk.copies import Copy, HostSpace
 
-__all__ = ["HostCopies"]
+__all__ = ["HostCopies", "bytes_of", "up_stream"]
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("resize_storage_(Tensor(a!) tensor, int num_bytes) -> ()")
@@ -55,6 +55,11 @@ def _streams_of(device: torch.device) -> _Streams:
     return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
 
 
+def up_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream for copies from the host to a CUDA device."""
+    return _streams_of(device).up
+
+
 @dataclass(slots=True)
 class HostCopies:
     """What of a step is on the host.
@@ -75,7 +80,7 @@ class HostCopies:
     def offload(self, target: str, tensors: Sequence[Tensor]) -> Copy:
         """Begin to copy the storages of these tensors, each once."""
         # Torch keeps one Python object for each storage, for as long as that lives.
-        buffers = [_bytes_of(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
+        buffers = [bytes_of(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
         sizes = tuple(buffer.numel() for buffer in buffers)
         copy = Copy(target, buffers, sizes, self._space.take(sum(sizes)))
         if self.exceeds and self.device.type != "meta" and copy.start + copy.num_bytes > self.lease.data.numel():
@@ -153,7 +158,7 @@ def _event(stream: Any) -> Any:
     return None if stream is None else stream.record_event()
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
+def bytes_of(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage, as a tensor on it."""
     size = tensor.untyped_storage().nbytes()
     return tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0).view(torch.uint8)

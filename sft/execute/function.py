@@ -30,6 +30,7 @@ from sft.execute.reading import Reading
 from sft.execute.room import HostRoom
 from sft.execute.skipping import Skipping
 from sft.execute.slab import Slabs
+from sft.execute.weights import BoundWeights, WeightPass
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
 from sft.surroundings import refuse_batched
@@ -65,6 +66,7 @@ class Leaves:
         graphs: recordings of programs of the region.
         turn: whose recordings are alive, of all plans of the model.
         differentiating: what the backward pass runs in.
+        weights: the parameters that are streamed; their tensors here are the host's.
     """
 
     names: tuple[str, ...]
@@ -82,12 +84,22 @@ class Leaves:
     graphs: GraphStore | None = None
     turn: GraphTurn = field(default_factory=GraphTurn)
     differentiating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    weights: BoundWeights | None = None
 
-    def machine(self, *, backward: bool, copies: HostCopies | None = None) -> TorchMachine:
+    def forward_weights(self) -> contextlib.AbstractContextManager[WeightPass | None]:
+        """The streamed weights of a forward pass; ``None`` where there are none."""
+        return contextlib.nullcontext() if self.weights is None else self.weights.forward()
+
+    def backward_weights(self, reached: Collection[str], grads: dict[str, Any]) -> contextlib.AbstractContextManager[WeightPass | None]:
+        """Those of a backward pass, which gain ``grads``; see :meth:`BoundWeights.backward`."""
+        return contextlib.nullcontext() if self.weights is None else self.weights.backward(reached, grads)
+
+    def machine(self, *, backward: bool, copies: HostCopies | None = None, weights: WeightPass | None = None) -> TorchMachine:
         """What runs a pass."""
         self.turn.take(self.graphs)
         account, skipping = (self.reading.backward, self.skipping.backward) if backward else (self.reading.forward, self.skipping.forward)
-        return self.make_machine(self.device, account=account, skipping=skipping, copies=copies, room=self.room, graphs=self.graphs)
+        parts = {"account": account, "skipping": skipping, "copies": copies, "room": self.room, "graphs": self.graphs, "weights": weights}
+        return self.make_machine(self.device, **parts)
 
 
 def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
@@ -103,8 +115,8 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     given = dict(zip(leaves.names, tensors, strict=True))
     made = [name for name in region.outputs if name not in given]
     if not keep:
-        with torch.no_grad(), autocast_off(leaves.device):
-            machine = leaves.machine(backward=False)
+        with torch.no_grad(), autocast_off(leaves.device), leaves.forward_weights() as weights:
+            machine = leaves.machine(backward=False, weights=weights)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
         return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
@@ -125,8 +137,8 @@ class _RegionFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
         copies = None if leaves.slabs is None else HostCopies(leaves.device, leaves.slabs.lease())
-        machine = leaves.machine(backward=False, copies=copies)
-        with autocast_off(leaves.device), _settled(copies):
+        with autocast_off(leaves.device), _settled(copies), leaves.forward_weights() as weights:
+            machine = leaves.machine(backward=False, copies=copies, weights=weights)
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
             # The graph may be dropped before its backward pass: no copy may then still fill a buffer that is somebody else's.
             tape.copies.settle(machine, tuple(tape.copies.by_target))
@@ -190,11 +202,13 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
                 f"the output {name} of the compiled model was modified in place after the forward pass, and the backward pass needs it; "
                 "modify a clone of it instead"
             )
+    if leaves.weights is not None:
+        leaves.weights.check()
     copies = ctx.copies
     if consume:
         ctx.tape = ctx.copies = None
     elif tape is not None:
-        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), dict(tape.kept), tape.copies)
+        tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), dict(tape.kept), tape.copies, tape.weights)
     given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False) if tensor is not None}
     tape.values.by_name.update(given)
     tape.values.by_name.update(leaves.sources)
@@ -209,11 +223,15 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     sinks = {name: make() for name, make in leaves.sinks.items()}
     if copies is not None:
         copies.exceeds = not consume
-    machine = leaves.machine(backward=True, copies=copies)
-    with autocast_off(leaves.device), _settled(copies):
-        found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
-    for sink in sinks.values():
-        sink.finish()
+    handed_on: dict[str, torch.Tensor] = {}
+    with leaves.backward_weights(reached, handed_on) as weights:
+        machine = leaves.machine(backward=True, copies=copies, weights=weights)
+        with autocast_off(leaves.device), _settled(copies):
+            found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
+        for sink in sinks.values():
+            sink.finish()
+    found.update(handed_on)
+    handed_on.clear()
     if region.host_outputs and leaves.device.type == "cuda":
         # Gradients came from the host, so autograd knows no stream that it could wait for before it uses ours.
         torch.cuda.current_stream(leaves.device).synchronize()

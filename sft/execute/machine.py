@@ -22,12 +22,14 @@ from sft.execute.reading import PassReading, SourceStrips, load_whole
 from sft.execute.repeats import repeated_rows, repeated_rows_of
 from sft.execute.room import HostRoom
 from sft.execute.skipping import PassSkipping
+from sft.execute.weights import WeightPass
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
 from sft.lower.rules.base import Additive
 from sft.sources.source import select_samples
 from sft.walk.copies import Copy
 from sft.walk.machine import Bundle, Handle, Saved
 from sft.walk.order import Move
+from sft.walk.weights import Taking
 
 __all__ = ["TorchMachine"]
 
@@ -47,6 +49,7 @@ class TorchMachine:
         room: where cuts are that are never whole on the device.
         graphs: recordings of programs that are replayed instead of run.
         skipping: gains what strips ran, and which were left out.
+        weights: brings streamed weights, and takes their gradients, in regions that have any.
     """
 
     device: torch.device
@@ -57,6 +60,7 @@ class TorchMachine:
     room: HostRoom = field(default_factory=HostRoom)
     graphs: GraphStore | None = None
     skipping: PassSkipping = field(default_factory=PassSkipping)
+    weights: WeightPass | None = None
 
     def begin(self, move: Move) -> None:
         pass
@@ -213,6 +217,25 @@ class TorchMachine:
 
     def forget(self, copy: Copy) -> None:
         self._host.forget(copy)
+
+    @property
+    def _weights(self) -> WeightPass:
+        assert self.weights is not None, "the region streams weights, and the machine has no store"
+        return self.weights
+
+    def load_weight(
+        self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: torch.dtype, handle: torch.Tensor | None, *, ahead: bool
+    ) -> torch.Tensor:
+        return self._weights.load(name, num_bytes, shape, dtype, handle, ahead=ahead)
+
+    def settle_weights(self, names: Sequence[str]) -> None:
+        self._weights.settle(names)
+
+    def release_weight(self, name: str, handle: torch.Tensor) -> None:
+        self._weights.release(name, handle)
+
+    def take_gradient(self, name: str, gradient: torch.Tensor, weight: torch.Tensor, taking: Taking) -> None:
+        self._weights.take(name, gradient, weight)
 
     def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:
         arguments = [self._resolve(argument, tensors) for argument in instruction.arguments]

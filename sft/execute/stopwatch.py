@@ -6,7 +6,7 @@ signature share their program, and equal blocks of a network share the times, so
 dozen programs, and only the first time.
 
 New buffers (cuts, their gradients) are timed likewise. What is left out is small: what autograd and the caller do with the results, and
-reading inputs that are not resident, which happens while programs run.
+what happens while programs run: reading inputs that are not resident, and bringing weights that are streamed.
 """
 
 from __future__ import annotations

@@ -215,8 +215,8 @@ class Repeat(nn.Module):
         if self.is_streamed:
             raise UnsupportedError(
                 [
-                    f"{path}: repeat: its weights are streamed, and a compiled model keeps weights on the device; "
-                    "compile the parts before and behind it, and call it between them"
+                    f"{path}: repeat: it streams its blocks, which a compiled model does not; compile the parts before and behind it, and "
+                    "call it between them, or stream all weights of the compiled model with Options(weights='stream')"
                 ]
             )
         params, stacked, shared = self._params(), self._buffers_of("stacked"), self._buffers_of("shared")

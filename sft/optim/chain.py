@@ -1,19 +1,23 @@
-"""The streamed blocks of one repetition under an optimizer: the sink of their gradients, and their part of a step."""
+"""Streamed weights under an optimizer: the sink of their gradients, and their part of a step.
+
+They are the blocks of one repetition (:mod:`sft.deep.streamed`), or the parameters of a compiled model (:mod:`sft.deep.parameters`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sft.deep.streamed import BlockSink, StreamedBlocks
+from sft.deep.streamed import BlockSink, RecordStream, StreamedRecords
 from sft.errors import InputError
 from sft.optim.replicas import Staging
-from sft.weights import HostStore, Layout, Reading, TensorSpec, WeightStream
+from sft.walk.weights import Taking
+from sft.weights import HostStore, Layout, Reading, SingleReading, TensorSpec
 
 if TYPE_CHECKING:
     from sft.optim.streamed import StreamedOptimizer
@@ -28,14 +32,15 @@ _UPDATED, _SHARE, _ALONE = "updates", "share", "0/1"
 
 
 class StreamedChain:
-    """The streamed blocks of one repetition under an optimizer: the sink of their gradients, and their part of a step."""
+    """The records of one store under an optimizer: the sink of their gradients, and their part of a step."""
 
     def __init__(
-        self, optimizer: StreamedOptimizer, blocks: StreamedBlocks, groups: Mapping[int, dict[str, Any]], window_bytes: int | None
+        self, optimizer: StreamedOptimizer, blocks: StreamedRecords, groups: Mapping[int, dict[str, Any]], window_bytes: int | None
     ) -> None:
         self.optimizer, self.blocks, self.groups = optimizer, blocks, groups
-        self._before = blocks.sink
-        self.params = {name: p for name, p in blocks.block.named_parameters() if id(p) in groups and p.requires_grad}
+        held: Any = blocks  # a chain is a sink of either kind
+        self._before: Any = held.sink
+        self.params = {name: p for name, p in blocks.named_parameters().items() if id(p) in groups and p.requires_grad}
         self.is_finite = True
         self.square_norm = 0.0
         self._is_written = False
@@ -43,27 +48,30 @@ class StreamedChain:
         self._replicas = optimizer.replicas
         self._staging: Staging | None = None
         self.masters = frozenset(name for name, param in self.params.items() if param.dtype in HALF)
-        specs = [spec for name, param in self.params.items() for spec in self._specs(name, param)]
-        if specs:
+        specs = {name: self._specs(name, param) for name, param in self.params.items()}
+        has_state = any(specs.values())
+        if has_state:
             self._check_share()
         resumed = blocks.set_state(specs, self._first_state) if self.params else False
         self.num_updates = self._counts() if resumed else dict.fromkeys(self.params, 0)
-        self._states = self._window(blocks.store, "state", window_bytes) if specs else None
+        self._states = blocks.window(blocks.store, "state", window_bytes) if has_state else None
         self._grads: HostStore | None = None
-        self._grad_window: WeightStream | None = None
+        self._grad_window: RecordStream | None = None
         if optimizer.two_phase and self.params:
             self._grads, self._grad_window = self._gradients(window_bytes)
-        self._reading: Reading | None = None
+        self._reading: Reading | SingleReading | None = None
         self._with_gradient: set[str] = set()
         self._added_up: set[str] = set()  # the parameters whose gradients are on the host
+        self._adding: set[str] = set()  # those of the running pass
 
     def _specs(self, name: str, param: Tensor) -> list[TensorSpec]:
-        shape, dtype = self._replicas.shape_of_share(tuple(param.shape[1:])), torch.float32 if name in self.masters else param.dtype
+        shape = self._replicas.shape_of_share(self.blocks.shape_of(param))
+        dtype = torch.float32 if name in self.masters else param.dtype
         slots = [*self.optimizer.update.slots(self.groups[id(param)]), *([MASTER] if name in self.masters else [])]
         return [TensorSpec(name=f"{name}:{slot}", shape=shape, dtype=dtype, is_state=True) for slot in slots]
 
     def _first_state(self, block: int, views: dict[str, Tensor]) -> None:
-        for name in self.masters:
+        for name in self.masters.intersection(self.blocks.names_of(block)):
             views[f"{name}:{MASTER}"].copy_(self._replicas.own(views[name]))
 
     def _check_share(self) -> None:
@@ -99,7 +107,7 @@ class StreamedChain:
     @property
     def _sizes(self) -> dict[str, tuple[int, torch.dtype]]:
         """Elements and types of a block's gradients."""
-        return {name: (param[0].numel(), param.dtype) for name, param in self.params.items()}
+        return {name: (math.prod(self.blocks.shape_of(param)), param.dtype) for name, param in self.params.items()}
 
     def check_slots(self, groups: Mapping[int, dict[str, Any]]) -> None:
         """Whether other settings keep the same state.
@@ -123,24 +131,46 @@ class StreamedChain:
             counts *= len(self.params)
         return {name: int(count) for name, count in zip(self.params, counts, strict=True)}
 
-    def _window(self, store: Any, part: Literal["weights", "state"], window_bytes: int | None) -> WeightStream:
-        size = store.layouts[0].part_bytes(part)
-        num_bytes = min(2, len(store.layouts)) * size if window_bytes is None else window_bytes
-        return WeightStream(store, self.blocks.device, window_bytes=num_bytes, part=part, prefetch=self.blocks.prefetch)
+    def _gradients(self, window_bytes: int | None) -> tuple[HostStore, RecordStream]:
+        blocks, shape = self.blocks, self._replicas.shape_of_share
+        specs = {name: TensorSpec(name=name, shape=shape(blocks.shape_of(p)), dtype=p.dtype) for name, p in self.params.items()}
+        # A record without any of these parameters has room for one element, as none is empty.
+        nothing = TensorSpec(name="", shape=(), dtype=torch.uint8)
+        own = ([specs[name] for name in blocks.names_of(block) if name in specs] for block in range(blocks.num_blocks))
+        store = HostStore([Layout.of(found or [nothing]) for found in own], pin=torch.cuda.is_available())
+        return store, blocks.window(store, "weights", window_bytes)
 
-    def _gradients(self, window_bytes: int | None) -> tuple[HostStore, WeightStream]:
-        shape = self._replicas.shape_of_share
-        layout = Layout.of(TensorSpec(name=name, shape=shape(tuple(p.shape[1:])), dtype=p.dtype) for name, p in self.params.items())
-        store = HostStore([layout] * self.blocks.num_blocks, pin=torch.cuda.is_available())
-        return store, self._window(store, "weights", window_bytes)
+    def takes(self, name: str) -> bool:
+        """Whether it updates this parameter."""
+        return name in self.params
+
+    def taking(self, record: int) -> Taking:
+        """What it takes to take the gradients of a record."""
+        names = [name for name in self.blocks.names_of(record) if name in self.params]
+        sizes = {name: math.prod(self.blocks.shape_of(self.params[name])) for name in names}
+        grad_bytes = sum(sizes[name] * self.params[name].element_size() for name in names)
+        if self.optimizer.two_phase:
+            return Taking(scratch_bytes=grad_bytes if self.blocks.device.type != "cpu" else 0, up_bytes=grad_bytes, down_bytes=grad_bytes)
+        layout = self.blocks.store.layouts[record]
+        copies = max((sizes[name] * 4 for name in names if name in self.masters), default=0)
+        state_bytes = layout.part_bytes("state") if self._states is not None else 0
+        return Taking(scratch_bytes=state_bytes + copies, up_bytes=state_bytes, down_bytes=layout.weight_bytes + state_bytes)
+
+    def step_bytes(self) -> int:
+        """Most bytes on the device while a two-phase step updates records one at a time."""
+        if not self.optimizer.two_phase:
+            return 0
+        copies = max((number * 4 for name, (number, _) in self._sizes.items() if name in self.masters), default=0)
+        windows = (self.blocks.weights, self._grad_window, self._states)
+        return copies + sum(window.window_bytes for window in windows if window is not None)
 
     def extra_bytes(self) -> int:
         """What a backward pass holds on the device beside the weights: the window of the state, fp32 copies of gradients, messages."""
         messages = self._replicas.staging_bytes(self._sizes)
         if self.optimizer.two_phase:
-            sizes = [p[0].numel() * p.element_size() for p in self.params.values()]
+            sizes = [number * dtype.itemsize for number, dtype in self._sizes.values()]
             return messages + (max(sizes, default=0) if self.blocks.device.type != "cpu" else 0)
-        copies = max((self.params[name][0].numel() * 4 for name in self.masters), default=0)
+        copies = max((self._sizes[name][0] * 4 for name in self.masters), default=0)
         return messages + copies + (0 if self._states is None else self._states.window_bytes)
 
     @contextlib.contextmanager
@@ -169,6 +199,7 @@ class StreamedChain:
         if self.optimizer.two_phase:
             assert self._grads is not None
             self._grads.begin()
+            self._adding.clear()
             try:
                 yield
                 self._grads.commit()
@@ -176,6 +207,7 @@ class StreamedChain:
                 self._grads.abort()
                 raise
             self._has_grads = True
+            self._added_up |= self._adding
             return
         if self._is_written:
             raise InputError(
@@ -191,9 +223,12 @@ class StreamedChain:
         """A next generation, with the state at hand; dropped if the block fails."""
         store = self.blocks.store
         store.begin()
+        self._with_gradient.clear()
         try:
             with contextlib.ExitStack() as stack:
-                self._reading = None if self._states is None else stack.enter_context(self._states.reading(order))
+                if self._states is not None:
+                    reading: contextlib.AbstractContextManager[Reading | SingleReading] = self._states.reading(order)
+                    self._reading = stack.enter_context(reading)
                 yield
         except BaseException:
             store.abort()
@@ -210,10 +245,10 @@ class StreamedChain:
             old = self._grads.layouts[block].views(self._grads.record(block))
             new = self._grads.layouts[block].views(self._grads.next_record(block))
             for name, grad in wanted.items():
-                if self._has_grads:
+                if self._has_grads and name in self._added_up:
                     grad.add_(old[name].to(grad.device))
                 new[name].copy_(grad)
-            self._added_up.update(wanted)
+            self._adding.update(wanted)
             return False
         finite = self.optimizer.loss_scale.take_out(list(wanted.values()), is_whole_step=False)
         self.is_finite = self.is_finite and finite
@@ -256,7 +291,8 @@ class StreamedChain:
         with self._grad_window.reading(range(self.blocks.num_blocks)) as reading:
             for block in range(self.blocks.num_blocks):
                 grads = reading.take(block)
-                norms = [torch.linalg.vector_norm(grads[name], dtype=torch.float64) for name in sorted(self._added_up)]
+                names = sorted(self._added_up.intersection(grads))
+                norms = [torch.linalg.vector_norm(grads[name], dtype=torch.float64) for name in names]
                 squares += [(float(norm) * inverse) ** 2 for norm in norms]
                 reading.give(block)
         self.square_norm = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
@@ -274,8 +310,11 @@ class StreamedChain:
             self._grad_window.reading(order) as grads,
         ):
             for block in order:
+                names = self._added_up.intersection(self.blocks.names_of(block))
+                if not names:
+                    continue  # the next generation takes it over
                 views, taken = weights.take(block), grads.take(block)
-                values = {name: taken[name] for name in self.params if name in self._added_up}
+                values = {name: taken[name] for name in self.params if name in names}
                 self.optimizer.loss_scale.take_out(list(values.values()), is_whole_step=False)
                 if factor < 1.0:
                     for grad in values.values():
@@ -316,17 +355,23 @@ class StreamedChain:
         self._added_up.clear()
         self.is_finite = True
 
+    def enter(self) -> None:
+        """Take the gradients from now on."""
+        blocks: Any = self.blocks
+        blocks.sink = self
+
     def leave(self) -> None:
         """Give the blocks their former sink back."""
-        self.blocks.sink = self._before
+        blocks: Any = self.blocks
+        blocks.sink = self._before
 
     def state_of(self, name: str) -> dict[str, Tensor]:
         """The state of a parameter, stacked, in torch's form."""
-        stacked = self.blocks.store.layouts[0].stacked(self.blocks.store.all_records(), self.blocks.num_blocks)
         param = self.params[name]
         group = self.groups[id(param)]
         slots = [*self.optimizer.update.slots(group), *([MASTER] if name in self.masters else [])]
-        found = {slot: self._replicas.whole(stacked[f"{name}:{slot}"], tuple(param.shape[1:])) for slot in slots}
+        shape = self.blocks.shape_of(param)
+        found = {slot: self._replicas.whole(self.blocks.tensor(name, f"{name}:{slot}"), shape) for slot in slots}
         return {"step": torch.tensor(float(self.num_updates[name])), **found} if self.optimizer.update.counts(group) else found
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -343,7 +388,7 @@ class StreamedChain:
                     name, _, slot = key.rpartition(":")
                     value = states.get(name, {}).get(slot)
                     if value is not None:
-                        view.copy_(self._replicas.own(value[block].contiguous()))
+                        view.copy_(self._replicas.own(self.blocks.piece(value, block).contiguous()))
                     elif slot == MASTER:
                         view.copy_(self._replicas.own(weights[name]))
                     else:

@@ -29,6 +29,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sft.deep.parameters import StreamedParameters
+from sft.deep.streamed import StreamedBlocks
 from sft.errors import InputError
 from sft.nn.repeat import Repeat
 from sft.optim.adamw import AdamWUpdate
@@ -46,7 +48,8 @@ _UPDATES: dict[str, Callable[[], Update]] = {"sgd": SGDUpdate, "adamw": AdamWUpd
 
 
 class StreamedOptimizer(FusedOptimizer):
-    """``torch.optim.SGD`` or ``AdamW`` for a model whose repeated blocks stream their weights (:meth:`sft.nn.Repeat.stream`).
+    """``torch.optim.SGD`` or ``AdamW`` for a model whose weights are streamed: those of repeated blocks (:meth:`sft.nn.Repeat.stream`), or
+    all of a compiled model (``Options(weights="stream")``).
 
     >>> import sft
     >>> model = nn.Sequential(nn.Linear(3, 4), sft.nn.Repeat(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()), 6).stream("1KiB"))
@@ -60,12 +63,13 @@ class StreamedOptimizer(FusedOptimizer):
     ``torch.optim`` with ``foreach=False, fused=False``, bit for bit, but for clipping (see ``max_norm``). ``step`` frees the gradients, so
     ``zero_grad`` is needed only to drop some.
 
-    What is committed, and when: ``step`` commits the streamed weights and their state of one repetition at once (in a file: by a rename),
-    of several one after the other, then updates the other parameters. What raises before leaves everything as it was. A file with the
-    state of another update is written anew without that state.
+    What is committed, and when: ``step`` commits the streamed weights and their state of one repetition, or compiled model, at once (in a
+    file: by a rename), of several one after the other, then updates the other parameters. What raises before leaves everything as it was.
+    A file with the state of another update is written anew without that state.
 
     Args:
-        model: the model. Its repetitions stream their weights already; one optimizer a repetition.
+        model: the model. Its repetitions stream their weights already; one optimizer a repetition. Or the compiled module, or a model
+            that has one as a part.
         update: ``"sgd"``, ``"adamw"``, or an :class:`~sft.optim.Update`.
         params: parameters or groups of them with settings of their own; those of streamed blocks are the stacked ones.
             Default: `None` (all of the model)
@@ -74,7 +78,8 @@ class StreamedOptimizer(FusedOptimizer):
             in fp64 block by block, so its last digits may differ from torch's.
         loss_scale: a factor that :meth:`scale` puts before the loss, and that is taken out of the gradients, or ``"dynamic"`` for one that
             grows and falls as in ``torch.amp.GradScaler``. A step with gradients that are not finite is skipped. Default: `None`
-        window: bytes on the device for state, and for gradients in two-phase steps. Default: `None` (two blocks each)
+        window: bytes on the device for state, and for gradients in two-phase steps. Default: `None` (two blocks each; of a compiled model
+            one parameter's, and no other size can be asked for)
         group: a process group of ``torch.distributed``. Its ranks make the optimizer of equal models, and call ``backward``, ``step`` and
             ``state_dict`` together: updates are those by the mean of their gradients, and weights are equal on all of them to the last bit.
             Of the state each keeps one share of as many. A state dict has all of it, for any number of ranks; a file of weights has the
@@ -116,12 +121,16 @@ class StreamedOptimizer(FusedOptimizer):
         self.last_step_skipped = False
         self._chains: list[StreamedChain] = []
         super().__init__(model.parameters() if params is None else params, chosen, **settings)
-        repeats = [module for module in model.modules() if isinstance(module, Repeat) and module.streamed is not None]
-        if not repeats:
-            raise InputError("no part of the model streams its weights; call stream() on its repetitions first, or use sft.optim")
-        blocks = [repeat.streamed for repeat in repeats if repeat.streamed is not None]
+        blocks = _streamed_in(model)
+        if not blocks:
+            raise InputError(
+                "no part of the model streams its weights; call stream() on its repetitions, or compile it with Options(weights='stream'), "
+                "or use sft.optim"
+            )
         if any(isinstance(each.sink, StreamedChain) for each in blocks):
-            raise InputError("a repetition has an optimizer for its streamed weights already; close() it first")
+            raise InputError("a part of the model has an optimizer for its streamed weights already; close() it first")
+        if group is not None and any(isinstance(each, StreamedParameters) for each in blocks):
+            raise InputError("group: streamed weights of a compiled model are one process's own; leave group out, or stream a Repeat")
         self.replicas = Replicas(group, blocks[0].device, timedelta(seconds=group_timeout_seconds))
         if self.replicas.count > 1 and not isinstance(chosen, (SGDUpdate, AdamWUpdate)):
             raise InputError(
@@ -135,7 +144,7 @@ class StreamedOptimizer(FusedOptimizer):
                     self._chains.append(part)
             self._agree()
         for part in self._chains:
-            part.blocks.sink = part
+            part.enter()
 
     def _agree(self) -> None:
         """Make sure that all ranks begin with the same.
@@ -350,6 +359,19 @@ class StreamedOptimizer(FusedOptimizer):
         squares = [float(torch.linalg.vector_norm(grad, dtype=torch.float64)) ** 2 for grad in grads if grad is not None]
         squares += chain.from_iterable(self.replicas.numbers([part.square_norm for part in self._chains]))
         return min(1.0, self.max_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
+
+
+def _streamed_in(model: nn.Module) -> list[StreamedBlocks | StreamedParameters]:
+    """The parts of a model that stream their weights: repetitions, and compiled models."""
+    found: list[StreamedBlocks | StreamedParameters] = []
+    for module in model.modules():
+        if isinstance(module, Repeat) and module.streamed is not None:
+            found.append(module.streamed)
+        engine = getattr(module, "_sft_engine", None)
+        parameters = StreamedParameters.known(module) if engine is None else engine.stream_weights()
+        if parameters is not None and parameters not in found:
+            found.append(parameters)
+    return found
 
 
 def _repeated(group: dict[str, Any]) -> list[dict[str, Any]]:

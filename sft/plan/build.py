@@ -58,6 +58,7 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
         from_source=problem.from_source,
         host_outputs=problem.host_outputs,
         streamed=streamed,
+        weights=problem.weights,
     )
 
 

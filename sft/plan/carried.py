@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from sft.errors import InputError
 from sft.plan.build import build_region
+from sft.plan.finer import in_stages
 from sft.plan.problem import Problem
 from sft.plan.project import Projection, project
 from sft.plan.types import SegmentChoice
@@ -30,11 +31,13 @@ class Planned:
 
 
 def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order | None = None) -> Planned:
-    """Build the region for given decisions and project it.
+    """Build the region for given decisions and project it. Where weights are streamed and no order is given, whole segments run in stages.
 
     Raises:
         InputError: the order runs a segment back that has not kept what it needs for that.
     """
+    if problem.weights is not None and order is None:
+        choices = in_stages(problem, choices)
     region = replace(build_region(problem, choices), order=order)
     if any(move.is_copy for move in region.moves):
         region = region.run_in_full()

@@ -35,12 +35,17 @@ def timeline_of(problem: Problem, choices: Sequence[SegmentChoice], projection: 
                 peak_bytes=lap.peak_bytes,
                 end_bytes=lap.end_bytes,
                 flops=lap.flops,
-                estimated_seconds=max(
-                    sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
-                    _stream_seconds(problem, passing, lap),
+                estimated_seconds=_with_weights(
+                    problem,
+                    lap,
+                    max(
+                        sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
+                        _stream_seconds(problem, passing, lap),
+                    ),
                 ),
                 copied_bytes=lap.copied_bytes,
                 waits_for=lap.waits_for,
+                weight_bytes=lap.up_bytes + lap.down_bytes,
             )
             for lap in projection.laps
         )
@@ -58,3 +63,10 @@ def _stream_seconds(problem: Problem, passing: Sequence[Traffic], lap: Lap) -> f
     if lap.move.kind not in ("forward", "backward"):
         return 0.0
     return passing[lap.move.segment].seconds(problem.link, back=lap.move.kind == "backward")
+
+
+def _with_weights(problem: Problem, lap: Lap, seconds: float) -> float:
+    """What a move takes with its streamed weights: beside them where the next move's are read ahead, else behind them."""
+    link_seconds = problem.link.streamed_seconds(lap.down_bytes, lap.up_bytes)
+    is_beside = problem.weights is not None and problem.weights.reads_ahead
+    return max(seconds, link_seconds) if is_beside else seconds + link_seconds

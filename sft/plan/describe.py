@@ -46,6 +46,8 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         skips_repeats=any(getattr(segment, "skips_repeats", False) for segment in planned.region.segments),
         notes=(*dict.fromkeys(problem.phases.whole_reasons.values()), *_repeats(problem)),
         repeat_budgets=free_budgets(problem),
+        streamed_weights=0 if problem.weights is None else len(problem.weights.num_bytes),
+        weights_peak_bytes=planned.projection.weights_peak_bytes,
     )
 
 

@@ -12,9 +12,10 @@ from typing import Any
 
 from sft.lower.program import Port, Program
 from sft.walk.copies import Copy
-from sft.walk.machine import Handle, PhantomMachine, Saved
+from sft.walk.machine import Handle, Phantom, PhantomMachine, Saved
 from sft.walk.order import Move
 from sft.walk.profile import Runs
+from sft.walk.weights import Taking
 
 __all__ = ["Lap", "LapMachine"]
 
@@ -32,6 +33,8 @@ class Lap:
         runs: the programs that it runs, and how often.
         copied_bytes: what it begins to copy to the host, or back.
         waits_for: what is on its way back and has to be there, as targets of moves.
+        up_bytes: of streamed weights, and of what their updates read, what it brings to the device.
+        down_bytes: of their gradients and updates what leaves it.
     """
 
     move: Move
@@ -42,6 +45,8 @@ class Lap:
     runs: Runs = field(compare=False, repr=False)
     copied_bytes: int = 0
     waits_for: tuple[str, ...] = ()
+    up_bytes: int = 0
+    down_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -51,10 +56,15 @@ class LapMachine(PhantomMachine):
     Attributes:
         laps: those that are through.
         peak_bytes: most bytes so far, as of the end of the last lap.
+        weights_peak_bytes: most bytes of streamed weights at once.
     """
 
     laps: list[Lap] = field(default_factory=list)
     peak_bytes: int = 0
+    weights_peak_bytes: int = 0
+    _weights_bytes: int = 0
+    _up_bytes: int = 0
+    _down_bytes: int = 0
     _move: Move | None = None
     _begin_bytes: int = 0
     _begin_flops: int = 0
@@ -80,11 +90,14 @@ class LapMachine(PhantomMachine):
                 runs=tuple(self._runs.values()),
                 copied_bytes=self._copied_bytes,
                 waits_for=tuple(self._waits_for),
+                up_bytes=self._up_bytes,
+                down_bytes=self._down_bytes,
             )
             self.laps.append(lap)
             self._move = None
             meter.peak_bytes = meter.now_bytes
         self._runs, self._copied_bytes, self._waits_for = {}, 0, []
+        self._up_bytes = self._down_bytes = 0
 
     def note(self, runs: Runs) -> None:
         """Take down programs that ran, as often as they did."""
@@ -107,3 +120,18 @@ class LapMachine(PhantomMachine):
     def settle(self, copy: Copy) -> None:
         self._waits_for.append(copy.target)
         PhantomMachine.settle(self, copy)
+
+    def load_weight(self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: Any, handle: Phantom | None, *, ahead: bool) -> Phantom:
+        self._up_bytes += num_bytes
+        self._weights_bytes += num_bytes
+        self.weights_peak_bytes = max(self.weights_peak_bytes, self._weights_bytes)
+        return PhantomMachine.load_weight(self, name, num_bytes, shape, dtype, handle, ahead=ahead)
+
+    def release_weight(self, name: str, handle: Phantom) -> None:
+        self._weights_bytes -= handle.num_bytes
+        PhantomMachine.release_weight(self, name, handle)
+
+    def take_gradient(self, name: str, gradient: Handle, weight: Handle, taking: Taking) -> None:
+        self._up_bytes += taking.up_bytes
+        self._down_bytes += taking.down_bytes
+        PhantomMachine.take_gradient(self, name, gradient, weight, taking)

@@ -258,7 +258,8 @@ def _cheapest(problem: Problem, survey: Survey, room_bytes: int, known: float = 
     What does not cost less than a plan that is known already (``known``) is not looked at: projecting a deep network takes seconds.
     """
     tried = np.zeros(survey.cost.shape, dtype=bool)
-    error = 0.0  # how many bytes more than the survey says are needed
+    # How many bytes more than the survey says are needed; it counts gradients of whole segments that leave where weights are streamed.
+    error = -float(problem.streamed_grad_bytes)
     best: tuple[float, Planned] | None = None
     for _ in range(MAX_PROJECTIONS):
         candidate = survey.cheapest(room_bytes - error, tried)
@@ -291,7 +292,7 @@ def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> Budget
         f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
         f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
         f"Raise the budget to {needed} bytes, give a smaller input, "
-        f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}{_of_repeats(problem)}"
+        f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}{_of_repeats(problem)}{_of_weights(problem, needed)}"
         "or leave out options that force strategy, tile, state_every or state_slots.",
         needed_bytes=needed,
     )
@@ -302,6 +303,13 @@ def _over_the_host(problem: Problem) -> str:
     if problem.host_budget_bytes != 0 or not problem.training:
         return ""
     return "let values wait on the host with Options(host_budget=...), "
+
+
+def _of_weights(problem: Problem, needed_bytes: int) -> str:
+    """A remedy where most of what a step needs are weights and what belongs to them."""
+    if problem.weights is not None or 2 * problem.resident_bytes < needed_bytes:
+        return ""
+    return "stream the weights with Options(weights='stream'), "
 
 
 def _of_repeats(problem: Problem) -> str:

@@ -19,6 +19,7 @@ from sft.errors import InputError, UnsupportedError
 from sft.lower.backend import Backend
 from sft.lower.context import grad_dtype_of
 from sft.plan.chain.link import Link
+from sft.walk.weights import StreamedWeights
 
 __all__ = ["Problem", "at_size"]
 
@@ -42,6 +43,7 @@ class Problem:
         link: how fast that goes.
         backend: what runs parts of programs in its own way; ``None`` for ATen alone.
         skips_repeats: whether strips are left out that would make what a neighbour made.
+        weights: the parameters that are streamed; ``None`` where all are resident.
         memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples.
     """
 
@@ -57,6 +59,7 @@ class Problem:
     link: Link = field(default_factory=Link)
     backend: Backend | None = None
     skips_repeats: bool = False
+    weights: StreamedWeights | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def fits_host(self, num_bytes: int) -> bool:
@@ -129,6 +132,12 @@ class Problem:
         return self.value_bytes(name) // self.dtypes[name].itemsize * self.grad_dtypes[name].itemsize
 
     @cached_property
+    def resident_leaves(self) -> frozenset[str]:
+        """Inputs, parameters and so on whose gradients are on the device when a step is over."""
+        streamed = frozenset() if self.weights is None else frozenset(self.weights.num_bytes)
+        return frozenset(node.name for node in self.graph.nodes if node.kind != "operator") - streamed
+
+    @cached_property
     def border_bytes(self) -> int:
         """Bytes of the resident inputs, of the outputs on the device and, in training, of these outputs' gradients."""
         outputs = [name for name in self.graph.results if name not in self.host_outputs]
@@ -140,6 +149,12 @@ class Problem:
     def input_grad_bytes(self) -> int:
         """Bytes of the gradients of the resident inputs that need one."""
         return sum(self.value_bytes(name) for name in self.resident_inputs if name in self.requires_grad)
+
+    @cached_property
+    def streamed_grad_bytes(self) -> int:
+        """Bytes of the gradients of all streamed weights, which are never there together."""
+        names = frozenset() if self.weights is None else self.requires_grad.intersection(self.weights.num_bytes)
+        return sum(map(self.grad_bytes, names))
 
     @property
     def input_placements(self) -> tuple[str, ...]:

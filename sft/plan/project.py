@@ -35,6 +35,7 @@ class Projection:
         laps: the same, taken apart: one for each move of the step.
         host_bytes: most bytes on the host, for what leaves the device meanwhile.
         slab_bytes: those of the slab, for copies; the others are streamed cuts.
+        weights_peak_bytes: most bytes of streamed weights at once; they are in ``peak_bytes``.
     """
 
     peak_bytes: int
@@ -42,6 +43,7 @@ class Projection:
     laps: tuple[Lap, ...] = field(repr=False)
     host_bytes: int = 0
     slab_bytes: int = 0
+    weights_peak_bytes: int = 0
 
 
 def project(problem: Problem, region: Region, *, exactly: bool = False, machine: LapMachine | None = None) -> Projection:
@@ -66,6 +68,7 @@ def project(problem: Problem, region: Region, *, exactly: bool = False, machine:
         laps=tuple(machine.laps),
         host_bytes=machine.space.num_bytes + machine.host.peak_bytes,
         slab_bytes=machine.space.num_bytes,
+        weights_peak_bytes=machine.weights_peak_bytes,
     )
 
 

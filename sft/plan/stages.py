@@ -119,7 +119,7 @@ class StagedModel:
         """What is there besides the chain: inputs, outputs, what is made of parameters alone, and the gradients that come out."""
         problem = self.problem
         made = sum(map(problem.value_bytes, problem.graph.handed_on(problem.phases.prologue)))
-        leaves = (node.name for node in problem.graph.nodes if node.kind in ("parameter", "buffer"))
+        leaves = (name for name in problem.resident_leaves if problem.graph[name].kind in ("parameter", "buffer"))
         return problem.border_bytes + made + sum(problem.grad_bytes(name) for name in leaves if name in problem.requires_grad)
 
     @cached_property

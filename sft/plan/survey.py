@@ -252,7 +252,7 @@ class Survey:
     def _param_grad_bytes(self, order: Sequence[str]) -> int:
         """Bytes of the new parameter gradients."""
         problem = self.problem
-        leaves = {o for name in order for o in problem.graph[name].operands if problem.graph[o].kind != "operator"}
+        leaves = {o for name in order for o in problem.graph[name].operands if o in problem.resident_leaves}
         return sum(problem.grad_bytes(o) for o in leaves & problem.requires_grad - problem.phases.streamed)
 
     def _cut_bytes(self, position: tuple[int, int]) -> list[int]:

@@ -43,6 +43,7 @@ class TimelineEntry:
         measured_seconds: how long it took on the device; ``None`` where nobody measured.
         copied_bytes: what it copies to the host, or back.
         waits_for: what is on its way back and has to be there: values, or ``"3+"`` for what segment 3 kept.
+        weight_bytes: what passes over the link meanwhile of streamed weights, their gradients, and what updates read and write.
     """
 
     move: str
@@ -54,6 +55,7 @@ class TimelineEntry:
     measured_seconds: float | None = None
     copied_bytes: int = 0
     waits_for: tuple[str, ...] = ()
+    weight_bytes: int = 0
 
     def __post_init__(self) -> None:
         if re.fullmatch(r"L|F\d+\+?|B\d+|[>~<]\S+", self.move) is None:

@@ -13,7 +13,7 @@ from sft.plan.timeline import Timeline, TimelineEntry
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
-_FORMAT = 9
+_FORMAT = 10
 
 #: How a strip gets the rows around it.
 Halo = Literal["carry", "recompute"]
@@ -133,9 +133,9 @@ class Plan:
         dtype: the inputs' element type.
         training: whether a backward pass is planned.
         budget_bytes: the budget.
-        resident_bytes: parameters, their gradients, buffers, optimizer state.
+        resident_bytes: parameters, their gradients, buffers, optimizer state; without those of streamed weights.
         projected_peak_bytes: most bytes above the resident ones: inputs (of those that are read, the buffers), outputs and their
-            gradients (where they are on the device), cuts, states, strips, new parameter gradients.
+            gradients (where they are on the device), cuts, states, strips, new parameter gradients, streamed weights while they are there.
         flops: what a step computes (convolutions and matrix products, as ``torch.utils.flop_counter`` counts them).
         plain_flops: what plain PyTorch computes for the same step.
         projected_seconds: of a step, from timing its programs on the device; ``None`` where that was not asked for. Every plan has
@@ -150,6 +150,8 @@ class Plan:
         skips_repeats: whether a step may leave out strips that would make what a neighbour made, and take less than ``flops``.
         notes: why operators that read an image run on whole tensors, one line each.
         repeat_budgets: most bytes that repeated blocks may hold which have no budget of their own, in order; empty where they keep all.
+        streamed_weights: how many parameters are streamed; 0 where all are resident.
+        weights_peak_bytes: most bytes of streamed weights on the device at once, which are part of the projected peak.
         mesh: of a plan for several ranks what each holds, computes and sends. The numbers above are then those of the rank that needs most,
             but for ``flops``, which are those of all bands of an image together.
     """
@@ -172,6 +174,8 @@ class Plan:
     skips_repeats: bool = False
     notes: tuple[str, ...] = ()
     repeat_budgets: tuple[int, ...] = ()
+    streamed_weights: int = 0
+    weights_peak_bytes: int = 0
     mesh: MeshPlan | None = None
 
     @property

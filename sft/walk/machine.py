@@ -19,6 +19,7 @@ from sft.lower.rules.base import Additive
 from sft.sources.readahead import reader_bytes
 from sft.walk.copies import Copy, HostSpace
 from sft.walk.order import Move
+from sft.walk.weights import Taking
 
 __all__ = ["Bundle", "Handle", "Machine", "Meter", "Phantom", "PhantomMachine", "Saved", "Strips"]
 
@@ -167,6 +168,21 @@ class Machine(Protocol):
 
     def forget(self, copy: Copy) -> None:
         """End the use of a copy, whatever it is doing."""
+
+    def load_weight(self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: Any, handle: Handle | None, *, ahead: bool) -> Handle:
+        """Begin to bring a streamed weight, which takes so many bytes: under an earlier handle on it that was released, if there is one.
+
+        ``ahead`` says that it is not needed before something else has run.
+        """
+
+    def settle_weights(self, names: Sequence[str]) -> None:
+        """Wait for those of these that are on their way: what runs next may read them."""
+
+    def release_weight(self, name: str, handle: Handle) -> None:
+        """Give a weight's bytes back; the handle stays, and is good for nothing."""
+
+    def take_gradient(self, name: str, gradient: Handle, weight: Handle, taking: Taking) -> None:
+        """Take the whole gradient of a streamed weight that is there; both may be changed in place."""
 
 
 class Meter:
@@ -360,3 +376,18 @@ class PhantomMachine:
     def forget(self, copy: Copy) -> None:
         copy.buffers.clear()
         self.space.give_back(copy.start)
+
+    def load_weight(self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: Any, handle: Phantom | None, *, ahead: bool) -> Phantom:
+        if handle is None:
+            return Phantom(self.meter, num_bytes)
+        handle.resize(num_bytes)
+        return handle
+
+    def settle_weights(self, names: Sequence[str]) -> None:
+        pass
+
+    def release_weight(self, name: str, handle: Phantom) -> None:
+        handle.resize(0)
+
+    def take_gradient(self, name: str, gradient: Handle, weight: Handle, taking: Taking) -> None:
+        self.meter.spike(taking.scratch_bytes)

@@ -9,6 +9,8 @@ its next reader (``sft.walk.copies``).
 A *streamed* cut is never whole on the device, nor is its gradient: to the segment that makes it it is an output that leaves strip by
 strip, to those that read it an input that is not resident.
 
+*Streamed* weights are on the device around the moves that read them, and their gradients leave one by one (``sft.walk.weights``).
+
 An output on the host that leaves its segment strip by strip (``to_host``) has no buffer here. Any other output on the host (small, made on
 whole tensors, or read by later segments) is a cut that is copied when its segment is done; its gradient is loaded before the backward
 pass of the last segment that has to do with it.
@@ -16,7 +18,8 @@ pass of the last segment that has to do with it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -27,6 +30,7 @@ from sft.walk.copies import Copies, lives_of, misplaced
 from sft.walk.machine import Handle, Machine
 from sft.walk.order import LOSS, Move, Order, dying_at, plain_order
 from sft.walk.values import Gradients, Values
+from sft.walk.weights import Passage, StreamedWeights, completed_by, read_by
 
 __all__ = ["Region", "Tape"]
 
@@ -55,12 +59,13 @@ class Segment(Protocol):
 
 @dataclass(slots=True)
 class Tape:
-    """What a forward pass leaves for the backward pass: cuts, by segment its own (row stores, or saved tensors), and what of these has a
-    copy on the host."""
+    """What a forward pass leaves for the backward pass: cuts, by segment its own (row stores, or saved tensors), what of these has a
+    copy on the host, and handles on streamed weights, of no bytes."""
 
     values: Values = field(default_factory=Values)
     kept: dict[int, Any] = field(default_factory=dict)
     copies: Copies = field(default_factory=Copies)
+    weights: dict[str, Handle] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -83,6 +88,7 @@ class Region:
         streamed: cuts that are on the host, with their gradients.
         order: the moves of a step with a backward pass; ``None`` for the plain ones. A segment whose outputs leave strip by strip
             runs forward once.
+        weights: the parameters that are streamed; ``None`` where all are resident.
     """
 
     graph: Graph
@@ -99,6 +105,7 @@ class Region:
     host_outputs: frozenset[str] = frozenset()
     streamed: frozenset[str] = frozenset()
     order: Order | None = None
+    weights: StreamedWeights | None = None
 
     def forward(
         self, machine: Machine, given: Mapping[str, Handle], *, keep: bool, hosts: Mapping[str, Handle] | None = None
@@ -115,21 +122,27 @@ class Region:
         outputs: dict[str, Handle] = {name: given[name] for name in self.outputs if name in given}
         outputs.update({name: hosts[name] for name in self.host_outputs})
         moves = self.moves if keep else plain_order(len(self.segments))
-        for move, dying in zip(moves[: moves.index(LOSS)], self._dying if keep else self._dying_forward, strict=False):
-            machine.begin(move)
-            if move.is_copy:
-                self._copy(machine, tape.values, tape.kept, tape.copies, move)
+        moves = moves[: moves.index(LOSS)]
+        with self._passing(machine, moves, tape.weights) as passage:
+            for place, (move, dying) in enumerate(zip(moves, self._dying if keep else self._dying_forward, strict=False)):
+                machine.begin(move)
+                if move.is_copy:
+                    self._copy(machine, tape.values, tape.kept, tape.copies, move)
+                    self._drop(machine, tape.values, tape.copies, dying)
+                    continue
+                segment, makes = self.segments[move.segment], self.makes[move.segment]
+                tape.copies.settle(machine, self._reads_from_outside[move.segment])
+                tape.values.by_name |= {name: hosts[name] for name in segment.to_host - self.streamed}
+                if passage is not None:
+                    passage.enter(place, tape.values.by_name)
+                self._run_forward(machine, tape.values, tape.kept if keep else None, move)
+                outputs |= {name: tape.values.by_name[name] for name in makes if name in self.outputs and name not in self.host_outputs}
+                for name in makes:
+                    if name in self.host_outputs - segment.to_host:
+                        machine.put(hosts[name], tape.values.by_name[name])
+                if passage is not None:
+                    passage.leave(place)
                 self._drop(machine, tape.values, tape.copies, dying)
-                continue
-            segment, makes = self.segments[move.segment], self.makes[move.segment]
-            tape.copies.settle(machine, self._reads_from_outside[move.segment])
-            tape.values.by_name |= {name: hosts[name] for name in segment.to_host - self.streamed}
-            self._run_forward(machine, tape.values, tape.kept if keep else None, move)
-            outputs |= {name: tape.values.by_name[name] for name in makes if name in self.outputs and name not in self.host_outputs}
-            for name in makes:
-                if name in self.host_outputs - segment.to_host:
-                    machine.put(hosts[name], tape.values.by_name[name])
-            self._drop(machine, tape.values, tape.copies, dying)
         if keep:
             machine.begin(LOSS)
         return outputs, tape
@@ -278,32 +291,68 @@ class Region:
         waiting = {name for name in self.host_outputs if name in output_grads}
         turn = self.moves.index(LOSS)
         self._drop(machine, values, copies, self._dying[turn])
+        moves = self.moves[turn + 1 :]
         try:
-            for move, dying in zip(self.moves[turn + 1 :], self._dying[turn + 1 :], strict=True):
-                machine.begin(move)
-                if move.is_copy:
-                    self._copy(machine, values, kept, copies, move)
-                elif move.kind == "forward":
-                    copies.settle(machine, self._reads_from_outside[move.segment])
-                    self._run_forward(machine, values, kept, move)
-                else:
-                    own = f"{move.segment}+"
-                    copies.settle(machine, (*self._reads_back[move.segment], own))
-                    copies.end(machine, (own,))  # before it runs, as it frees what was kept piece by piece
-                    is_last = consume or move.segment not in tape.kept
-                    self._run_back(machine, values, kept, grads, move.segment, borrowed, waiting, is_last)
-                self._drop(machine, values, copies, dying)
+            with self._passing(machine, moves, tape.weights) as passage:
+                for place, (move, dying) in enumerate(zip(moves, self._dying[turn + 1 :], strict=True)):
+                    machine.begin(move)
+                    if move.is_copy:
+                        self._copy(machine, values, kept, copies, move)
+                        self._drop(machine, values, copies, dying)
+                        continue
+                    if passage is not None:
+                        passage.enter(place, values.by_name)
+                    if move.kind == "forward":
+                        copies.settle(machine, self._reads_from_outside[move.segment])
+                        self._run_forward(machine, values, kept, move)
+                    else:
+                        own = f"{move.segment}+"
+                        copies.settle(machine, (*self._reads_back[move.segment], own))
+                        copies.end(machine, (own,))  # before it runs, as it frees what was kept piece by piece
+                        is_last = consume or move.segment not in tape.kept
+                        self._run_back(machine, values, kept, grads, move.segment, borrowed, waiting, is_last)
+                    if passage is not None:
+                        self._hand_over(machine, move, grads, passage)
+                        passage.leave(place)
+                    self._drop(machine, values, copies, dying)
             self._complete_leaves(machine, grads)
         finally:
             copies.restore(machine)
         found: dict[str, Handle] = {}
         for name in [name for name in grads.by_name if name in self._leaves]:
-            handle = grads.by_name.pop(name)
-            if self.grad_dtypes[name] != self.dtypes[name]:
-                handle = machine.cast(handle, self.shapes[name], self.dtypes[name])
-            found[name] = handle
-            del handle
+            found[name] = self._rounded(machine, name, grads)
         return found
+
+    def _rounded(self, machine: Machine, name: str, grads: Gradients) -> Handle:
+        """The gradient of a leaf, which is not added to any more, in the leaf's own type."""
+        handle = grads.by_name.pop(name)
+        return handle if self.grad_dtypes[name] == self.dtypes[name] else machine.cast(handle, self.shapes[name], self.dtypes[name])
+
+    @contextmanager
+    def _passing(self, machine: Machine, moves: Order, handles: dict[str, Handle]) -> Iterator[Passage | None]:
+        """The streamed weights of a pass over these moves; ``None`` where there are none."""
+        if self.weights is None:
+            yield None
+            return
+        reads_back = self._reads_back if any(move.kind == "backward" for move in moves) else self.reads
+        reads = read_by(moves, self._reads_from_outside, reads_back, self.weights.num_bytes)
+        passage = Passage(machine=machine, weights=self.weights, shapes=self.shapes, dtypes=self.dtypes, handles=handles, reads=reads)
+        try:
+            yield passage
+        finally:
+            passage.end()
+
+    def _hand_over(self, machine: Machine, move: Move, grads: Gradients, passage: Passage) -> None:
+        """Have the gradients of streamed weights taken that are whole behind a move."""
+        for name in self._completed[move.segment] if move.kind == "backward" else ():
+            if name in grads.by_name:
+                passage.take(name, self._rounded(machine, name, grads))
+
+    @cached_property
+    def _completed(self) -> tuple[tuple[str, ...], ...]:
+        """For each segment the streamed weights whose gradients are whole when it has run back."""
+        weights = self.requires_grad.intersection(() if self.weights is None else self.weights.num_bytes)
+        return completed_by(self.reads, self._differentiated, weights)
 
     def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
         """Hear that all gradients of inputs and parameters are there that this process can compute."""

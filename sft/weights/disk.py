@@ -19,6 +19,7 @@ place, so the header is written and checked here.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import os
@@ -167,7 +168,10 @@ class DiskStore:
         if self._file is None:
             raise InputError("weights are written to the next generation; begin it first")
         start, stop = self.layouts[block].span(part)
-        self._put(self._start + self._offsets[block] + start, data[: stop - start].cpu().numpy().data)
+        held = data[: stop - start].cpu()
+        # Not through NumPy, who forbids the storages that it has seen to be resized: those of streamed weights are emptied.
+        place = (ctypes.c_ubyte * held.numel()).from_address(held.data_ptr())
+        self._put(self._start + self._offsets[block] + start, memoryview(place).cast("B"))
         self._written.update((block, half) for half in ("weights", "state") if part in (half, "all"))
 
     def commit(self, metadata: Mapping[str, str] | None = None) -> None:

@@ -41,7 +41,7 @@ _STEPS: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int, set[str]]] = 
         "windows",
         (1, 3, 13, 10),
         {"tile": (9, None)},
-        3,
+        7,
         {"AveragePool.run", "AveragePool.differentiate", "MaxPool.differentiate"},
     ),
     "volume": ("volume", (1, 2, 6, 5, 4), {"tile": (4, None)}, 1, {"Convolution.run", "DataGradient.run", "WeightGradient.run"}),

@@ -25,7 +25,7 @@ import sft
 #: The host's share of both ways.
 _HOST = "64GiB"
 #: Networks and their inputs; the last one is run.
-CASES = (("vgg16", (1, 3, 224, 224)), ("resnet50", (1, 3, 1024, 1024)), ("resnet18", (1, 3, 256, 256)))
+CASES = (("vgg16", (1, 3, 224, 224)), ("resnet18", (1, 3, 256, 256)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +87,7 @@ def trained(name: str, shape: tuple[int, ...], weights: str) -> Trained:
     if weights == "resident":
         optimizer = common["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-2)
     else:
-        sft.compile(model, shape, budget="1TiB", **common)  # takes the weights
-        optimizer = sft.StreamedOptimizer(model, "adamw", lr=1e-3, weight_decay=1e-2)
+        optimizer = sft.StreamedOptimizer(sft.compile(model, shape, budget="1TiB", **common), "adamw", lr=1e-3, weight_decay=1e-2)
     try:
         net = sft.compile(model, shape, budget=1, **common)
     except sft.BudgetError as error:

@@ -1,9 +1,9 @@
 """Weights that are streamed: how little of the device does a training step with AdamW need, and what does a step take?
 
 For each network the smallest budget that a plan exists for, weights, gradients and state resident, and streamed from the host and updated
-during the backward pass (projected, float32, values may wait on the host in both). Then one of them is run, each way at its own smallest
-budget: metered bytes, the largest difference of the weights after two steps (the plans differ, so sums may), and the time of a step as a
-ratio of neighbours.
+during the backward pass (projected, float32, values may wait on the host in both). Then the last one is run, each way at its own smallest
+budget: bytes metered in forward and backward, which with streamed weights is all of a step, and the time of a step as a ratio of
+neighbours. That updates have the bits of `torch.optim` is shown by tests/test_streamed_model.py.
 """
 
 from __future__ import annotations
@@ -72,10 +72,14 @@ class Trained:
         plan: sft.Plan = self.net.plan  # type: ignore[assignment]
         return plan
 
-    def step(self, x: Tensor) -> None:
-        """One training step."""
+    def differentiate(self, x: Tensor) -> None:
+        """Forward and backward."""
         self.optimizer.zero_grad()
         self.net(x).square().mean().backward()
+
+    def step(self, x: Tensor) -> None:
+        """One training step."""
+        self.differentiate(x)
         self.optimizer.step()
 
 
@@ -115,10 +119,9 @@ def executed(shape: tuple[int, ...], resident: Trained, streamed: Trained, round
     for label, each in (("resident", resident), ("streamed", streamed)):
         each.step(x)  # the optimizer's state is there from now on
         with sft.measure_peak("cpu") as peak:
-            each.step(x.clone())
+            each.differentiate(x.clone())
+        each.optimizer.step()
         found[f"{label}_metered_bytes"], found[f"{label}_projected_bytes"] = peak.num_bytes, each.plan.projected_peak_bytes
-    pairs = zip(resident.net.state_dict().items(), streamed.net.state_dict().values(), strict=True)
-    found["worst_difference"] = max(float((a.double() - b.double()).abs().max()) for (_, a), b in pairs)
     ratios = []
     for number in range(rounds):
         seconds = {}
@@ -127,13 +130,13 @@ def executed(shape: tuple[int, ...], resident: Trained, streamed: Trained, round
             each.step(x)
             seconds[label] = time.perf_counter() - started
         ratios.append(seconds["streamed"] / seconds["resident"])
-    return {**found, "ratios": ratios, "median_ratio": statistics.median(ratios)}
+    return {**found, "ratios": ratios}
 
 
 def main() -> int:
     """Plan all, run one."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="timed rounds (default 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="timed rounds, 0 for none (default 5)")
     add_common_arguments(parser)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -147,15 +150,14 @@ def main() -> int:
     table = Table(title="Smallest budgets", headers=headers, rows=[row.cells() for row in rows])
     ran = Table(
         title=f"{rows[-1].model}, run",
-        headers=("weights", "projected, MiB", "metered", "time of a step, ratio [least, most]", "largest difference of a weight"),
+        headers=("weights", "projected, MiB", "metered", "time of a step, ratio [least, most]"),
         rows=[
-            ["resident", mib(found["resident_projected_bytes"]), mib(found["resident_metered_bytes"]), "1", ""],
+            ["resident", mib(found["resident_projected_bytes"]), mib(found["resident_metered_bytes"]), "1"],
             [
                 "streamed",
                 mib(found["streamed_projected_bytes"]),
                 mib(found["streamed_metered_bytes"]),
-                f"{found['median_ratio']:.2f} [{min(found['ratios']):.2f}, {max(found['ratios']):.2f}]",
-                f"{found['worst_difference']:.0e}",
+                f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]" if (ratios := found["ratios"]) else "",
             ],
         ],
     )

@@ -174,7 +174,7 @@ def _configured(description: str) -> ArgumentParser:
     parser.add_argument("--config", action="config", help="YAML file; options after it win")
     for name, cls in GROUPS.items():
         parser.add_class_arguments(cls, name)
-    # torchrun takes `--run` for the beginning of an option of its own (before Python 3.12.5), wherever it stands.
+    # The argparse of Python 3.11 lets torchrun take `--run` for the beginning of an option of its own, wherever it stands.
     parser.add_argument("--run", "--folder", type=Path, default=Path("runs/run"), help="folder that everything is written to")
     parser.add_argument("--tensorboard", type=bool, default=False, help="write events for TensorBoard as well")
     return parser

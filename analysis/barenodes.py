@@ -1,7 +1,7 @@
 """Traces whose nodes carry what is asked of them, and no more.
 
 With every node the exporter writes down the Python stack that made it, and in which memory formats its value is contiguous, which takes
-proofs about symbolic strides. Both are for people and for compilers behind it; together they are up to a half of what a capture takes.
+proofs about symbolic strides. Both are for people and for compilers behind it, and take long in a deep network.
 """
 
 from __future__ import annotations

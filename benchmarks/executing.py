@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from harness.cases import load_models
 from harness.gradcheck import TOLERANCE, collect, worst_difference
+from harness.plans import ModelCase
 from harness.report import Table, add_common_arguments, environment, mib, result_stem, write_results
 from rich.console import Console
 from rich.progress import track
@@ -27,30 +28,12 @@ from sft.libraries import ModelName
 
 STRATEGIES = ("optimal", "auto")
 SHARES = (1 / 2, 1 / 4, 1 / 8)
-#: Metered and projected bytes may differ by so much: autograd may free one of two tensors first.
-_CLOSE = 0.01
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A network and the shape of its input."""
-
-    name: str
-    shape: tuple[int, int, int, int]
-    frozen: bool
-    """Whether norm statistics are frozen."""
-
-    @property
-    def label(self) -> str:
-        """The case for people."""
-        return f"{self.name} {'x'.join(map(str, self.shape))}{', frozen statistics' if self.frozen else ''}"
-
 
 CASES = (
-    Case(name="resnet50", shape=(2, 3, 160, 160), frozen=False),
-    Case(name="resnet50", shape=(2, 3, 160, 160), frozen=True),
-    Case(name="densenet121", shape=(2, 3, 160, 160), frozen=False),
-    Case(name="densenet121", shape=(2, 3, 160, 160), frozen=True),
+    ModelCase(name="resnet50", shape=(2, 3, 160, 160), frozen=False),
+    ModelCase(name="resnet50", shape=(2, 3, 160, 160), frozen=True),
+    ModelCase(name="densenet121", shape=(2, 3, 160, 160), frozen=False),
+    ModelCase(name="densenet121", shape=(2, 3, 160, 160), frozen=True),
 )
 
 
@@ -78,8 +61,8 @@ class Row:
     @property
     def holds(self) -> bool:
         """Whether everything is as promised."""
-        near = self.metered_bytes <= self.projected_bytes <= self.budget_bytes and self.projected_bytes <= (1 + _CLOSE) * self.metered_bytes
-        return near and self.planned_flops == self.counted_flops and self.worst_error <= TOLERANCE
+        are_bytes = self.metered_bytes == self.projected_bytes <= self.budget_bytes
+        return are_bytes and self.planned_flops == self.counted_flops and self.worst_error <= TOLERANCE
 
     def cells(self) -> list[str]:
         """The row of the table."""
@@ -112,7 +95,7 @@ HEADERS = (
 )
 
 
-def build(case: Case) -> nn.Module:
+def build(case: ModelCase) -> nn.Module:
     """The network in float64, in training mode."""
     torch.manual_seed(0)
     models = load_models()
@@ -138,7 +121,7 @@ def step(run: nn.Module, model: nn.Module, x: Tensor, gradient: Tensor) -> tuple
     return state(model, output.detach()), peak.num_bytes
 
 
-def rows_of(case: Case) -> list[Row]:
+def rows_of(case: ModelCase) -> list[Row]:
     """All strategies at all shares."""
     model = build(case)
     x, gradient = torch.randn(case.shape, dtype=torch.float64), torch.randn(case.shape[0], 1000, dtype=torch.float64)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from harness.cases import load_models
-from harness.plans import compare_plans, shares_table
+from harness.plans import ModelCase, compare_plans, shares_table
 from harness.report import Table
 from torch import nn
 
@@ -25,23 +25,12 @@ NOTES = """\
 FLOPs of a step over plain PyTorch's, at 1/2, 1/4 and 1/8 of the bytes that the step makes when everything is kept (inputs, outputs,
 activations, new gradients). In brackets the least share with which the strategy has a plan; `-`: it has none at all."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A model and the shape of its input."""
-
-    name: str
-    shape: tuple[int, int, int, int]
-    frozen: bool
-    """Whether norm statistics are frozen."""
-
-
 CASES = (
-    Case(name="resnet50", shape=(16, 3, 224, 224), frozen=False),
-    Case(name="resnet50", shape=(1, 3, 2048, 2048), frozen=True),
-    Case(name="vgg16", shape=(1, 3, 2048, 2048), frozen=True),
-    Case(name="darknet19", shape=(1, 3, 2048, 2048), frozen=False),
-    Case(name="unet", shape=(1, 3, 1024, 1024), frozen=True),
+    ModelCase(name="resnet50", shape=(16, 3, 224, 224), frozen=False),
+    ModelCase(name="resnet50", shape=(1, 3, 2048, 2048), frozen=True),
+    ModelCase(name="vgg16", shape=(1, 3, 2048, 2048), frozen=True),
+    ModelCase(name="darknet19", shape=(1, 3, 2048, 2048), frozen=False),
+    ModelCase(name="unet", shape=(1, 3, 1024, 1024), frozen=True),
 )
 
 
@@ -65,7 +54,7 @@ class Row:
         return f"{self.redundancy:.3f}"
 
 
-def make(case: Case) -> nn.Module:
+def make(case: ModelCase) -> nn.Module:
     """The model, without memory."""
     models = load_models()
     with torch.device("meta"):
@@ -73,16 +62,15 @@ def make(case: Case) -> nn.Module:
     return models.freeze_norm(model) if case.frozen else model
 
 
-def rows_of(case: Case) -> list[Row]:
+def rows_of(case: ModelCase) -> list[Row]:
     """All strategies at all shares."""
     model = make(case)
-    label = f"{case.name} {'x'.join(map(str, case.shape))}{', frozen statistics' if case.frozen else ''}"
     plain = sft.plan(model, case.shape, budget="100TiB", options=sft.Options(strategy="none"))
     found = []
     for strategy in STRATEGIES:
         for share in SHARES:
             budget = plain.resident_bytes + int(share * plain.projected_peak_bytes)
-            common: dict[str, Any] = {"model": label, "strategy": strategy, "share": share, "plain_bytes": plain.projected_peak_bytes}
+            common: dict[str, Any] = {"model": case.label, "strategy": strategy, "share": share, "plain_bytes": plain.projected_peak_bytes}
             try:
                 plan = sft.plan(model, case.shape, budget=budget, options=sft.Options(strategy=strategy))
             except sft.BudgetError as error:

@@ -1,7 +1,7 @@
 """Planning without pauses to look for cycles.
 
 Python's collector is started by the number of objects that were made, and looks through all that are alive. Planning makes millions that
-stay alive (programs, instructions, slots) and hardly a cycle, so that looking again and again takes half of its time.
+stay alive (programs, instructions, slots) and hardly a cycle, so that looking again and again takes long and finds nothing.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "unet-bands",
         "unet",
     ),
+    "test_chain_recompute.py::test_butts_algorithm_as_printed": ("100 layers",),
     "test_conv2d_kernels.py::test_interpreted_kernels": ("dilated", "strided", "pointwise", "dilated depthwise"),
     "test_dropout_triton.py::test_compiles_ahead_of_time": (
         *("dropout_kernel bf16 False element", "dropout_kernel fp32 True element", "dropout_kernel bf16 True channel"),

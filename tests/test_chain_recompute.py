@@ -6,6 +6,7 @@ import math
 import random
 
 import pytest
+from harness.butt import algorithm_3_4
 
 from sft.errors import BudgetError
 from sft.plan.chain import bisect, optimal, revolve, sqrt
@@ -183,6 +184,20 @@ def test_optimal_is_monotone_and_coarse_buckets_stay_inside() -> None:
             coarse = simulate(chain, optimal.solve(chain, budget_bytes=budget, bucket_bytes=16))
             assert coarse.peak_bytes <= budget and coarse.seconds >= found.seconds
         assert simulate(chain, optimal.solve(chain, budget_bytes=top, bucket_bytes=1)).seconds == chain.compute_seconds
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "more", "less", "printed", "ours"),
+    [(20, 40, 10, (41, 54), (40, 52)), (100, 60, 10, (244, 359), (242, 356))],
+    ids=["20 layers", "100 layers"],
+)
+def test_butts_algorithm_as_printed(num_layers: int, more: int, less: int, printed: tuple[int, int], ours: tuple[int, int]) -> None:
+    """Its times on equal layers, whose two slips change nothing there, are ours but for the targets' gradient."""
+    stage = Stage(forward_seconds=1.0, backward_seconds=1.0, output_bytes=1, grad_bytes=1)
+    chain = Chain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
+    for memory, theirs, own in zip((more, less), printed, ours, strict=True):
+        assert algorithm_3_4(num_layers, memory, corrected=False) == algorithm_3_4(num_layers, memory, corrected=True) == theirs
+        assert simulate(chain, optimal.solve(chain, budget_bytes=memory, bucket_bytes=1)).seconds == own
 
 
 def test_shared_solutions_of_equal_parts_change_nothing() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from harness.report import Table, add_common_arguments, environment, result_stem, write_results
 
-__all__ = ["NamedCase", "PlanRow", "compare_plans", "shares_table"]
+__all__ = ["ModelCase", "NamedCase", "PlanRow", "compare_plans", "shares_table"]
 
 
 class NamedCase(Protocol):
@@ -30,6 +30,21 @@ class PlanRow(Protocol):
     @property
     def plain_bytes(self) -> int: ...
     def cell(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCase:
+    """A model and the shape of its input."""
+
+    name: str
+    shape: tuple[int, int, int, int]
+    frozen: bool
+    """Whether norm statistics are frozen."""
+
+    @property
+    def label(self) -> str:
+        """The case for people."""
+        return f"{self.name} {'x'.join(map(str, self.shape))}{', frozen statistics' if self.frozen else ''}"
 
 
 CaseT = TypeVar("CaseT", bound=NamedCase)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import sft
-from examples.volume.data import IGNORED_LABEL, TISSUES, load_brain
-from examples.volume.main import Loss, dice
+from examples.volume.data import DARKEST, IGNORED_LABEL, TISSUES, load_brain
+from examples.volume.main import Loss, class_weights, dice
 from examples.volume.network import SegResNet
 
 pytest.importorskip("nilearn")
@@ -25,6 +25,7 @@ def test_each_half_of_the_brain_has_labels_once_and_tissues_as_bright_as_they_ar
     assert brain.volume.shape[2:] == brain.left.shape[1:] == brain.right.shape[1:]
     assert ((brain.left == IGNORED_LABEL) == (brain.right != IGNORED_LABEL)).all()
     labels = torch.minimum(brain.left, brain.right)
+    assert brain.volume[0][labels == 0].max() == DARKEST
     means = [brain.volume[0][labels == number].mean().item() for number in range(len(TISSUES))]
     assert means == sorted(means), "in a T1 image fluid is dark, grey matter darker than white"
 
@@ -33,7 +34,10 @@ def test_a_step_in_strips_has_the_gradients_of_plain_pytorch() -> None:
     torch.manual_seed(0)
     brain = load_brain(_EVERY)
     model = SegResNet(len(TISSUES), width=4, num_blocks=(1, 1, 1), num_groups=2).double()
-    training = sft.nn.WithLoss(model, Loss())
+    with torch.no_grad():  # branches begin at zero, which would hide all that is in them
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    training = sft.nn.WithLoss(model, Loss(class_weights(brain.left).double()))
     volume = brain.volume.double()
     training(volume, brain.left).backward()
     expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -46,6 +50,11 @@ def test_a_step_in_strips_has_the_gradients_of_plain_pytorch() -> None:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         assert torch.allclose(parameter.grad, expected[name], rtol=0, atol=1e-11 * largest), name
+
+
+def test_classes_that_are_nowhere_have_a_weight() -> None:
+    weights = class_weights(torch.tensor([0] * 8 + [2] * 2 + [IGNORED_LABEL] * 7))
+    assert torch.allclose(weights, torch.tensor([10 / 32, 1, 10 / 8, 1]).sqrt())
 
 
 def test_dice_counts_labelled_voxels_only() -> None:

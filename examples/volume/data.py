@@ -15,10 +15,12 @@ from torch import Tensor
 
 from sft.errors import SourceError
 
-__all__ = ["IGNORED_LABEL", "TISSUES", "Brain", "load_brain"]
+__all__ = ["DARKEST", "IGNORED_LABEL", "TISSUES", "Brain", "load_brain"]
 
 #: Names of the labels 0, 1, ...
 TISSUES = ("background", "fluid and rest", "grey matter", "white matter")
+#: Four fifths of the voxels are outside of the brain. Were they as dark as they are, norms would hardly tell tissues from each other.
+DARKEST = -3.0
 #: Voxels that count for nothing.
 IGNORED_LABEL = 255
 
@@ -28,7 +30,8 @@ class Brain:
     """A volume and its labels.
 
     Attributes:
-        volume: float32 ``[1, 1, depth, height, width]``: up, to the front, to the right; zero mean and unit deviation in the brain.
+        volume: float32 ``[1, 1, depth, height, width]``: up, to the front, to the right; zero mean and unit deviation in the brain, and
+            ``DARKEST`` where it is darker, as it is outside.
         left: labels int64 ``[1, depth, height, width]`` of the left half, ``IGNORED_LABEL`` elsewhere.
         right: those of the right half.
     """
@@ -60,7 +63,7 @@ def load_brain(every: int = 1) -> Brain:
     # Fluid is what is left of the brain; the most likely of the three is the label.
     shares = np.stack([np.clip(1 - grey - white, 0, 1), grey, white])
     labels = np.where(inside, 1 + shares.argmax(0), 0)
-    volume = (intensity - intensity[inside].mean()) / intensity[inside].std()
+    volume = np.maximum((intensity - intensity[inside].mean()) / intensity[inside].std(), DARKEST)
     # Column i is at affine[0, 0] * i + affine[0, 3] mm, to the right of the middle where that is positive.
     columns = np.arange(labels.shape[2]) * every
     is_right = template.affine[0, 0] * columns + template.affine[0, 3] > 0

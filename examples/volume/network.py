@@ -3,6 +3,9 @@
 
 Group norms take their statistics from the whole volume: that of a patch would be another function. This is what a network that is trained
 on patches never sees, and what makes its border voxels differ from its inner ones.
+
+What is added to something else begins at zero, blocks as well as what comes up from below (Goyal et al., "Accurate, large minibatch SGD",
+2017, section 5.1, for blocks): the network begins as stem and head, learns what brightness alone tells, and then what is around a voxel.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class SegResNet(nn.Module):
         for channels, count in zip(widths[1:], num_blocks[1:], strict=True):
             blocks = (_Residual(channels, num_groups) for _ in range(count))
             self.down.append(nn.Sequential(_convolution(channels // 2, channels, stride=2), *blocks))
-        self.narrow = nn.ModuleList(nn.Conv3d(2 * channels, channels, 1, bias=False) for channels in widths[:-1])
+        self.narrow = nn.ModuleList(_zero(nn.Conv3d(2 * channels, channels, 1, bias=False)) for channels in widths[:-1])
         self.up = nn.ModuleList(_Residual(channels, num_groups) for channels in widths[:-1])
         self.head = nn.Sequential(nn.GroupNorm(num_groups, width), nn.ReLU(inplace=True), nn.Conv3d(width, num_classes, 1))
 
@@ -55,7 +58,7 @@ class _Residual(nn.Module):
         super().__init__()
         self.body = nn.Sequential(
             nn.GroupNorm(num_groups, channels), nn.ReLU(inplace=True), _convolution(channels, channels),
-            nn.GroupNorm(num_groups, channels), nn.ReLU(inplace=True), _convolution(channels, channels),
+            nn.GroupNorm(num_groups, channels), nn.ReLU(inplace=True), _zero(_convolution(channels, channels)),
         )  # fmt: skip
 
     def forward(self, x: Tensor) -> Tensor:
@@ -65,3 +68,8 @@ class _Residual(nn.Module):
 
 def _convolution(num_inputs: int, num_outputs: int, *, stride: int = 1) -> nn.Conv3d:
     return nn.Conv3d(num_inputs, num_outputs, 3, stride=stride, padding=1, bias=False)
+
+
+def _zero(convolution: nn.Conv3d) -> nn.Conv3d:
+    nn.init.zeros_(convolution.weight)
+    return convolution

@@ -50,7 +50,6 @@ def train(
         if scheduler is not None:
             scheduler.step()
         seconds = time.perf_counter() - started
-        print(
-            f"step {step}: loss {loss.item():.4f}, peak {sft.format_bytes(peak.num_bytes)} on the device with the layers around the blocks, {seconds:.1f} s"
-        )
+        peaked = f"peak {sft.format_bytes(peak.num_bytes)} on the device with the layers around the blocks"
+        print(f"step {step}: loss {loss.item():.4f}, {peaked}, {seconds:.1f} s")
         del loss

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sft
 from sft.cli.main import main
@@ -80,6 +80,31 @@ def test_a_plan_may_stream_the_weights(capsys: pytest.CaptureFixture[str]) -> No
     assert json.loads(_lines(capsys)[0])["streamed_weights"] > 0
 
 
+class Labelled(nn.Module):
+    """Token ids, an image and labels, to a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.conv, self.head = nn.Embedding(10, 4), nn.Conv2d(3, 4, 3), nn.Linear(4, 5)
+
+    def forward(self, ids: Tensor, image: Tensor, labels: Tensor) -> Tensor:
+        found = self.head(self.tokens(ids).mean(1) + self.conv(image).mean((2, 3)))
+        return nn.functional.cross_entropy(found, labels)
+
+
+def test_inputs_may_be_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    net = (f"{__name__}:Labelled", "--input", "2x7:int64", "2x3x32x24", "2:int64")
+    assert main(["check", *net]) == 0
+    capsys.readouterr()
+    assert main(["plan", *net, "--json"]) == 0
+    printed = sft.Plan.from_json(capsys.readouterr().out)
+    whole = [torch.zeros(shape, dtype=torch.int64) for shape in ((2, 7), (2,))]
+    assert printed == sft.plan(load_model(f"{__name__}:Labelled", {}), [whole[0], (2, 3, 32, 24), whole[1]])
+    assert main(["plan", *net, "--compare", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert not next(row for row in rows if row["strategy"] == "auto")["error"]
+
+
 def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:
     # The least that whole tensors need is above this budget, and that of strips is not.
     assert main(["plan", *_NET, "--budget", "750KiB", "--compare", "--json"]) == 0
@@ -139,6 +164,8 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
         (["plan", "torch:zeros", "--model-args", "size=(1,)", "--input", "1x3x64x64"], ["Tensor", "nn.Module"]),
         (["plan", "torch.nn:ReLU", "--input", "64"], ["64", "1x3x20480x20480"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x0x64"], ["1x3x0x64"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64:float16"], ["float16", "int64"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64:int"], ["int64"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "much"], ["much", "11GiB"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "1KiB"], ["1.00 KiB", "Raise the budget"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--tile", "0"], ["--tile", "512x1024"]),

@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from sft.cli.doctor import show_doctor
-from sft.cli.models import load_model, parse_shape, parse_tile
+from sft.cli.models import load_model, parse_input, parse_tile
 from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
 from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_request
 from sft.errors import InputError, SftError
@@ -53,9 +53,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         for module in model.modules():
             if getattr(module, "running_mean", None) is not None:
                 module.eval()
-    shapes = tuple(parse_shape(text) for text in args.input)
+    inputs = tuple(parse_input(text) for text in args.input)
     if args.command == "check":
-        return show_check(model, shapes, console, as_json=args.json)
+        return show_check(model, inputs, console, as_json=args.json)
     if args.inference:
         model.requires_grad_(False)
     options = Options(
@@ -70,7 +70,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     )
     question = Question(
         model=model,
-        shapes=shapes,
+        inputs=inputs,
         budget=args.budget,
         options=options,
         out=args.out,
@@ -113,7 +113,7 @@ def _tune_request(args: argparse.Namespace) -> TuneRequest:
         raise InputError(f"tune {args.model}: give the shape of its input, such as --input 1x3x2048x2048")
     model = load_model(args.model, _model_arguments(args.model_args))
     model.train(not args.inference)
-    models = [(model, tuple(parse_shape(text) for text in args.input))]
+    models = [(model, tuple(parse_input(text) for text in args.input))]
     return TuneRequest(models=models, dtypes=dtypes, options=options, budget=args.budget, folder=args.out, again=args.again)
 
 
@@ -188,7 +188,13 @@ def _add_model(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> No
         parser.add_argument("model", metavar="MODEL", help=about)
     else:
         parser.add_argument("model", metavar="MODEL", nargs="?", help=f"{about}; none for layers that most networks have")
-    parser.add_argument("--input", nargs="+", required=is_needed, metavar="SHAPE", help="such as 1x3x20480x20480; one for each input")
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=is_needed,
+        metavar="SHAPE",
+        help="such as 1x3x20480x20480; 4x512:int64 for whole numbers; one for each input",
+    )
     parser.add_argument("--model-args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments for making the model")
     parser.add_argument("--frozen-norms", action="store_true", help="norms with running statistics keep them, as in evaluation mode")
     parser.add_argument("--inference", action="store_true", help="in evaluation mode and without gradients")

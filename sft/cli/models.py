@@ -12,7 +12,13 @@ from torch import nn
 from sft.errors import InputError
 from sft.libraries import ModelName
 
-__all__ = ["load_model", "parse_shape", "parse_tile"]
+__all__ = ["Shaped", "load_model", "parse_input", "parse_tile"]
+
+#: An input that is planned for: its shape, or where it holds whole numbers a tensor without memory.
+Shaped = tuple[int, ...] | torch.Tensor
+
+#: Types of whole numbers, as they are written.
+_WHOLE = ("int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 def load_model(name: str, options: Mapping[str, Any], *, meta: bool = True) -> nn.Module:
@@ -37,18 +43,27 @@ def load_model(name: str, options: Mapping[str, Any], *, meta: bool = True) -> n
     return maker.make(options)
 
 
-def parse_shape(text: str) -> tuple[int, ...]:
-    """Read ``"1x3x20480x20480"``.
+def parse_input(text: str) -> Shaped:
+    """Read ``"1x3x20480x20480"``, or ``"4x512:int64"`` for what holds no numbers of the model's type: token ids, labels, masks.
 
-    >>> parse_shape("1x3x512x640")
+    >>> parse_input("1x3x512x640")
     (1, 3, 512, 640)
+    >>> parse_input("4x512:int64")
+    tensor(..., device='meta', size=(4, 512), dtype=torch.int64)
 
     Raises:
-        InputError: the text is no shape.
+        InputError: the text is no shape, or its type is none of whole numbers.
     """
-    if re.fullmatch(r"[1-9][0-9]*([x,][1-9][0-9]*)+", text) is None:
-        raise InputError(f"--input {text!r}: write batch, channels and sizes, such as 1x3x20480x20480")
-    return tuple(map(int, re.split("[x,]", text)))
+    sizes, has_type, kind = text.partition(":")
+    least = "*" if has_type else "+"
+    if re.fullmatch(rf"[1-9][0-9]*([x,][1-9][0-9]*){least}", sizes) is None:
+        raise InputError(f"--input {text!r}: write batch, channels and sizes, such as 1x3x20480x20480, or 4x512:int64 for whole numbers")
+    shape = tuple(map(int, re.split("[x,]", sizes)))
+    if not has_type:
+        return shape
+    if kind not in _WHOLE:
+        raise InputError(f"--input {text!r}: the type after the colon is one of {', '.join(_WHOLE)}; without one it is the model's")
+    return torch.empty(shape, dtype=getattr(torch, kind), device="meta")
 
 
 def parse_tile(text: str) -> tuple[int, int | None]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from sft.analysis.interval import Interval
 from sft.asking import Asking
+from sft.cli.models import Shaped
 from sft.compile import check, plan
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.files import replacing
@@ -35,7 +36,7 @@ class Question:
 
     Attributes:
         model: the model, in the mode (training or not) that is planned for.
-        shapes: of its inputs.
+        inputs: what it is called with.
         budget: what the device may hold.
         options: wishes about the plan.
         out: a file for the plan as JSON.
@@ -49,7 +50,7 @@ class Question:
     """
 
     model: nn.Module
-    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[Shaped, ...]
     budget: int | str
     options: Options
     out: Path | None = None
@@ -108,7 +109,7 @@ def show_pareto(question: Question, console: Console, *, as_json: bool, strategi
     """Draw time against memory; print a line for each plan."""
     rows = pareto(
         question.model,
-        list(question.shapes),
+        list(question.inputs),
         budgets=question.budgets or None,
         strategies=strategies,
         options=question.options,
@@ -136,7 +137,7 @@ def _seconds(estimated: float, measured: float | None) -> str:
 
 def compare_strategies(question: Question, console: Console, *, as_json: bool) -> int:
     """One line a strategy: whether it fits, what it needs (of one that does not, the least that would do), what it computes."""
-    asking = Asking(question.model, list(question.shapes))
+    asking = Asking(question.model, list(question.inputs))
     budget_bytes = parse_bytes(question.budget)
     rows = [_row(asking, budget_bytes, replace(question.options, strategy=strategy)) for strategy in STRATEGIES]
     if as_json:
@@ -200,20 +201,25 @@ def _row(asking: Asking, budget_bytes: int, options: Options) -> dict[str, Any]:
     }
 
 
-def show_check(model: nn.Module, shapes: Sequence[tuple[int, ...]], console: Console, *, as_json: bool) -> int:
+def show_check(model: nn.Module, inputs: Sequence[Shaped], console: Console, *, as_json: bool) -> int:
     """Print what runs in strips, what cannot, and what to do; 1 where the model cannot be compiled."""
-    report = check(model, list(shapes))
+    report = check(model, list(inputs))
     text = json.dumps(asdict(report), indent=2) if as_json else str(report)
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     return int(not report.ok)
 
 
 def _plan(question: Question) -> Plan:
-    inputs: list[Any] = list(question.shapes)
+    inputs: list[Any] = list(question.inputs)
     if question.reads:
         first = next((p.dtype for p in question.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-        wrong = [shape for shape in question.shapes if len(shape) != 4]
-        if wrong:
-            raise InputError(f"--read: an input of shape {wrong[0]} is no image; give NxCxHxW, or leave --read out")
-        inputs = [_Blank((shape[0], shape[1], shape[2], shape[3]), first) for shape in question.shapes]
+        inputs = [_blank(given, first) for given in question.inputs]
     return plan(question.model, inputs, budget=question.budget, options=question.options, mesh=question.mesh)
+
+
+def _blank(given: Shaped, dtype: torch.dtype) -> _Blank:
+    """A source in the place of an input."""
+    shape = tuple(given.shape) if isinstance(given, torch.Tensor) else given
+    if len(shape) != 4:
+        raise InputError(f"--read: an input of shape {shape} is no image; give NxCxHxW, or leave --read out")
+    return _Blank((shape[0], shape[1], shape[2], shape[3]), given.dtype if isinstance(given, torch.Tensor) else dtype)

@@ -19,6 +19,7 @@ from sft.backends.laboratory import CudaLaboratory, Laboratory
 from sft.backends.select import allows_tf32, computes_operands
 from sft.backends.trials import Collector, Trial
 from sft.backends.tuning import Findings, tune
+from sft.cli.models import Shaped
 from sft.cli.standard_networks import STANDARD_NETWORKS
 from sft.engine import Engine
 from sft.errors import InputError
@@ -38,7 +39,7 @@ class TuneRequest:
     """What is asked.
 
     Attributes:
-        models: with the shapes of their inputs, on the meta device or any other.
+        models: with their inputs, on the meta device or any other.
         dtypes: element types to measure.
         options: wishes about the plans whose programs are looked at.
         budget: for these plans.
@@ -46,7 +47,7 @@ class TuneRequest:
         again: whether to measure what is known, too.
     """
 
-    models: Sequence[tuple[nn.Module, tuple[tuple[int, ...], ...]]]
+    models: Sequence[tuple[nn.Module, tuple[Shaped, ...]]]
     dtypes: Sequence[str]
     options: Options
     budget: int | str
@@ -68,7 +69,9 @@ def collect_trials(request: TuneRequest, device: torch.device) -> list[Trial]:
         UnsupportedError, BudgetError, InputError: as :func:`sft.plan`.
     """
     collector = Collector(allows_tf32=allows_tf32(device), computes_operands=computes_operands(device))
-    for model, shapes in request.models:
+    for model, inputs in request.models:
+        shapes = [tuple(given.shape) if isinstance(given, torch.Tensor) else given for given in inputs]
+        whole = [given.dtype if isinstance(given, torch.Tensor) else None for given in inputs]
         for name in request.dtypes:
             if name not in DTYPES:
                 raise InputError(f"--dtype {name}: choose among {', '.join(DTYPES)}")
@@ -80,7 +83,7 @@ def collect_trials(request: TuneRequest, device: torch.device) -> list[Trial]:
                 plan=None,
                 backend=collector,
             )
-            engine.plan_for_shapes(shapes)
+            engine.plan_for_shapes(shapes, whole)
     return list(collector.trials.values())
 
 

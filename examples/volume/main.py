@@ -56,9 +56,10 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("out/volume"), help="folder for the results")
-    parser.add_argument("--steps", type=int, default=70, help="optimizer steps, each on the whole volume")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps, each on the whole volume")
     parser.add_argument("--width", type=int, default=4, help="channels of the network at full resolution")
     parser.add_argument("--share", type=float, default=0.7, help="of the bytes that plain PyTorch needs: the budget")
+    parser.add_argument("--start", type=Path, help="begin with these weights, such as weights.pt of a coarser run")
     parser.add_argument("--every", type=int, default=1, help="keep each so many voxels along each axis")
     parser.add_argument("--noise", type=float, default=0.2, help="standard deviation of the noise, in those of the brain")
     parser.add_argument("--lr", type=float, default=1.5e-2, help="learning rate of AdamW, after a half cosine")
@@ -76,6 +77,8 @@ def run(arguments: argparse.Namespace) -> None:
     torch.manual_seed(arguments.seed)
     brain = load_brain(arguments.every)
     model = SegResNet(len(TISSUES), width=arguments.width, num_groups=min(4, arguments.width))
+    if arguments.start is not None:
+        model.load_state_dict(torch.load(arguments.start, weights_only=True))
     training = sft.nn.WithLoss(model, Loss(class_weights(brain.left)))
     inputs = [brain.volume, brain.left]
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr)
@@ -152,7 +155,7 @@ def _noisy(brain: Brain, deviation: float) -> Tensor:
 
 
 def _options(arguments: argparse.Namespace) -> str:
-    return " ".join(f"--{name} {value}" for name, value in vars(arguments).items() if name != "out")
+    return " ".join(f"--{name} {value}" for name, value in vars(arguments).items() if name != "out" and value is not None)
 
 
 if __name__ == "__main__":

@@ -134,9 +134,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def class_weights(labels: Tensor) -> Tensor:
-    """Weights that let rare classes count: one over the root of a class's share; one for a class that is nowhere."""
+    """Weights that let rare classes count: one over a class's share and the number of classes; one for a class that is nowhere."""
     counts = torch.stack([(labels == number).sum() for number in range(len(TISSUES))])
-    return torch.where(counts > 0, counts.sum() / (len(TISSUES) * counts.clamp(min=1)), 1.0).sqrt()
+    return torch.where(counts > 0, counts.sum() / (len(TISSUES) * counts.clamp(min=1)), 1.0)
 
 
 def dice(predicted: Tensor, labels: Tensor) -> list[float]:

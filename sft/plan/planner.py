@@ -32,8 +32,9 @@ from sft.plan.problem import Problem
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
 from sft.plan.strategy_chain import OFFLOADING, RECOMPUTING, solve
-from sft.plan.strategy_sft import grids, partition_choices
+from sft.plan.strategy_sft import grids, least_bytes, partition_choices
 from sft.plan.survey import Candidate, Survey
+from sft.plan.tiles import cheaper_tiles
 from sft.plan.tiling import panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
@@ -86,6 +87,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
                 fitting.append(found)
                 if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                     break
+    if fitting and options.strategy == "auto" and options.tile is None and options.halo == "auto":
+        fitting += cheaper_tiles(problem, surveys[0], room_bytes, Rates(device_type), _least_cost(fitting))
     if fitting:
         return _fastest(problem, fitting, Rates(device_type))
     planned = [carry_out(problem, choices) for choices in _smallest_choices(surveys)]
@@ -162,7 +165,7 @@ def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Plann
     smallest: Planned | None = None
     for partitioned in partition_choices(problem, options):
         for grid in grids(options):
-            if smallest is not None and _least_bytes(problem, partitioned(grid)) > max(room_bytes, smallest.projection.peak_bytes):
+            if smallest is not None and least_bytes(problem, partitioned(grid)) > max(room_bytes, smallest.projection.peak_bytes):
                 break
             planned = carry_out(problem, partitioned(grid))
             if best is not None and planned.projection.flops >= best.projection.flops:
@@ -225,13 +228,6 @@ def check_device(problem: Problem, planned: Planned, budget_bytes: int) -> None:
             "one made for this budget.",
             needed_bytes=needed,
         )
-
-
-def _least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
-    """Bytes that any plan with these segments needs: the values between them, which the backward pass reads again."""
-    handed_on = {name for choice in choices if choice.mode == "tiled" for name in problem.graph.handed_on(choice.nodes)}
-    handed_on -= problem.host_outputs
-    return sum(problem.value_bytes(name) for name in handed_on) if problem.training else 0
 
 
 def surveys_of(problem: Problem, options: Options, device_type: str) -> Iterator[Survey]:

@@ -13,7 +13,7 @@ Complexity: O(log(limit) * log(tiles)) projections, each linear in operators and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from sft.analysis.partition import partition
@@ -21,7 +21,7 @@ from sft.options import Options
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
 
-__all__ = ["grids", "partition_choices"]
+__all__ = ["grids", "least_bytes", "partition_choices"]
 
 #: Tiles along each side of the finest grid.
 _MOST_TILES = 32
@@ -103,3 +103,10 @@ def _choices(problem: Problem, parts: Parts, options: Options, grid: Grid) -> tu
     if waiting:
         choices.append(SegmentChoice(nodes=waiting, mode="whole"))
     return tuple(choices)
+
+
+def least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
+    """Bytes that any plan with these segments needs: the values between them, which the backward pass reads again."""
+    handed_on = {name for choice in choices if choice.mode == "tiled" for name in problem.graph.handed_on(choice.nodes)}
+    handed_on -= problem.host_outputs
+    return sum(problem.value_bytes(name) for name in handed_on) if problem.training else 0

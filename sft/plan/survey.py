@@ -72,6 +72,8 @@ class Survey:
     Attributes:
         positions: (phase, index into that phase's cuts) of each position; the first tiles nothing.
         peak_bytes: estimated peak, [position, height, policy].
+        flops: of each operator on whole values, forward and backward.
+        forward_flops: the same, forward alone.
         least_cost: of running all that can be in strips, each state kept.
         cost: estimated cost in FLOPs, likewise.
         heads: the operators before each position, those on whole tensors between tiled runs included.
@@ -156,7 +158,7 @@ class Survey:
         starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._phases)])
         cut_at = [int(starts[i]) + self._cuts[i][c] for i, c in self.positions]
         whole = self._whole(order, cut_at)
-        self.plain_flops, self._flops = sum(whole.flops.values()), whole.flops
+        self.plain_flops, self.flops, self.forward_flops = sum(whole.flops.values()), whole.flops, whole.forward_flops
         grad_bytes = self._param_grad_bytes(order)
         shape = (len(self.positions), len(self.strip_rows), len(self.policies))
         self.peak_bytes, self.cost = np.zeros(shape), np.zeros(shape)
@@ -205,7 +207,7 @@ class Survey:
         for phase in self._phases:
             cols = tiling.cols_of(phase.streamed) if phase.streamed else 0
             shares = halo_shares(self.problem, phase.streamed, cols, 1) if tiling.num_panels > 1 else {}
-            total += sum(self._flops[name] * shares.get(name, 1.0) for name in phase.streamed)
+            total += sum(self.flops[name] * shares.get(name, 1.0) for name in phase.streamed)
         return total
 
     def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:

@@ -1,0 +1,107 @@
+"""The independent tiles of strategy ``sft`` beside strips: those that may cost less than what was found already.
+
+Tiles keep no states and restore none, which is worth the halos that they compute twice where states have no room. What a grid of tiles
+computes is counted before anything is lowered: in closed form for one axis, and a tile's pixels are a product. So a grid is projected only
+where it may win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from sft.analysis.interval import Interval
+from sft.analysis.tile import tile_at
+from sft.plan.carried import Planned, carry_out
+from sft.plan.clock import timeline_of
+from sft.plan.problem import Problem
+from sft.plan.rates import Rates
+from sft.plan.strategy_sft import grids, least_bytes, partition_choices
+from sft.plan.survey import Survey
+from sft.plan.types import SegmentChoice
+
+__all__ = ["cheaper_tiles", "flops_in_tiles"]
+
+#: A tile should need at least this share of what its part of the whole needs.
+_LEAST_SHARE = 0.5
+
+
+def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rates, known: float) -> Iterator[tuple[float, Planned]]:
+    """Plans in tiles that fit and cost less than what is known, with what they cost: for each partition the coarsest grid that fits.
+
+    Args:
+        problem: the model at one size.
+        survey: of candidates with and without strips.
+        room_bytes: what a step may hold.
+        rates: what an instruction costs besides its FLOPs.
+        known: the cost of the cheapest plan that fits.
+    """
+    whole_bytes = float(survey.peak_bytes[0].min())
+    for partitioned in partition_choices(problem, survey.options):
+        for grid in grids(survey.options):
+            choices = partitioned(grid)
+            if flops_in_tiles(problem, choices, survey.forward_flops, survey.flops) >= known or least_bytes(problem, choices) > room_bytes:
+                break  # finer grids compute more, and hold as much between segments
+            if _LEAST_SHARE * whole_bytes > room_bytes * _num_tiles(problem, choices):
+                continue
+            planned = carry_out(problem, choices)
+            if planned.projection.peak_bytes <= room_bytes:
+                cost = timeline_of(problem, choices, planned.projection, rates).estimated_seconds * rates.flops_per_second
+                if cost < known:
+                    known = cost
+                    yield cost, planned
+                break
+
+
+def flops_in_tiles(problem: Problem, choices: Sequence[SegmentChoice], forward: Mapping[str, int], both: Mapping[str, int]) -> float:
+    """What a step computes in tiles: every tile its halo, forward, and once more before its backward pass.
+
+    Args:
+        problem: the model at one size.
+        choices: a plan of strategy ``sft``.
+        forward: FLOPs of each operator's forward pass on whole values.
+        both: the same and those of its backward pass.
+    """
+    total = float(sum(both.values()))
+    for choice in choices:
+        if choice.mode != "tiled":
+            continue
+        shares = [_shares(problem, choice.nodes, choice.strip_rows, 0), _shares(problem, choice.nodes, choice.panel_cols or 0, 1)]
+        runs_again = problem.training and any(name in problem.requires_grad for name in choice.nodes)
+        for name in choice.nodes:
+            share = shares[0].get(name, 1.0) * shares[1].get(name, 1.0)
+            total += (both[name] + runs_again * forward[name]) * share - both[name]
+    return total
+
+
+def _shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
+    """How often each operator's rows (columns) are computed, on average; tiles between the first and the last are equal."""
+
+    def found() -> dict[str, float]:
+        phases, extents = problem.phases, problem.extents(axis)
+        extent = max((extents[name] for name in problem.graph.sources(names, phases.streamed) if name in extents), default=0)
+        if not tile_px or tile_px >= extent:
+            return {}
+        num_tiles = -(-extent // tile_px)
+        counts = {0: 1, num_tiles - 1: 1}
+        if num_tiles > 2:
+            counts[num_tiles // 2] = num_tiles - 2
+        rows = dict.fromkeys(names, 0)
+        for index, count in counts.items():
+            span = Interval(index * tile_px, min((index + 1) * tile_px, extent))
+            for node in tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis).nodes:
+                if node.name in rows:
+                    rows[node.name] += count * len(node.new)
+        return {name: rows[name] / extents[name] for name in names if name in extents}
+
+    return problem.remembered(("shares of tiles", names, tile_px, axis), found)
+
+
+def _num_tiles(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
+    """Of the segment that has most."""
+    counts = [1]
+    for choice in choices:
+        if choice.mode == "tiled":
+            rows, cols = problem.run_height(choice.nodes), problem.run_width(choice.nodes)
+            tiles = -(-rows // choice.strip_rows) * -(-cols // (choice.panel_cols or cols))
+            counts.append(tiles * -(-problem.num_batch // choice.batch_tile))
+    return max(counts)

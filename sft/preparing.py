@@ -7,7 +7,7 @@ model's forward may look at (``sft.fingerprint``). A capture serves all sizes th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,32 +27,24 @@ from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
-from sft.deep.parameters import streamable
-from sft.errors import BudgetError, InputError, UnsupportedError
+from sft.errors import InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
 from sft.execute.graphs import CudaRecorder, GraphStore, GraphTurn, repeated_programs
 from sft.execute.room import HostRoom
 from sft.execute.slab import Slabs
-from sft.execute.stopwatch import time_step
 from sft.fingerprint import Fingerprint
 from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination
 from sft.pausing import cycles_kept
-from sft.placing import check_step, refuse_streaming, weights_to_stream
-from sft.plan.carried import Planned, carry_out
 from sft.plan.describe import describe
-from sft.plan.planner import check_device, check_host, plan_segments
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
-from sft.plan.repetitions import with_free_budgets, with_smaller_repeats
-from sft.plan.rivals import rivals
 from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
-from sft.resident import resident_bytes
+from sft.searching import Search
 from sft.sharded import Sharding
-from sft.walk.order import parse_order
 from sft.walk.region import Region
 
 __all__ = ["CallKind", "Captured", "Preparation", "Ready", "Shape", "Traced", "held"]
@@ -212,18 +204,19 @@ class Preparation:
         inputs = captured.phases.graph.inputs
         phases = at_size(captured.phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
         graph = phases.graph
+        search = self._search(kind)
         problem = Problem(
             phases=phases,
             requires_grad=self._requires_grad(kind, phases),
             channels_last=self._channels_last(kind, graph) - self._in_files(graph),
-            resident_bytes=self._resident_bytes(kind),
+            resident_bytes=search.resident_bytes(),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
             outputs_on_host=self.destination.on_host,
             splits_batch=kind.splits_batch,
             on_host=kind.traced.device.type in ("cpu", "meta"),
             host_budget_bytes=self._host_budget_bytes(kind.traced.device),
             link=Rates(kind.traced.device.type).link(self.options.link_bytes_per_second),
-            skips_repeats=self._skips_repeats,
+            skips_repeats=search.skips_repeats,
             backend=self.backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
         )
         self._check_sources(problem)
@@ -231,10 +224,10 @@ class Preparation:
         rates = Rates(kind.traced.device.type)
         if self.mesh is not None:
             return self._plan_on_mesh(problem, captured, rates)
-        problem, planned = self._placed(problem, kind)
+        problem, planned = search.run(problem)
         seconds: Sequence[float] | None = None
         if self.options.profile == "measure" and kind.traced.device.type != "meta":
-            planned, seconds = self._fastest(problem, planned, kind.traced.device)
+            planned, seconds = search.fastest(problem, planned)
         plan = describe(problem, planned, budget_bytes=self.budget_bytes, rates=rates)
         if seconds is not None:
             timeline = plan.timeline.measured(seconds)
@@ -246,47 +239,20 @@ class Preparation:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
         return Ready(plan, planned.region, captured, slabs, graphs)
 
-    def _resident_bytes(self, kind: CallKind, streamed: Collection[str] = ()) -> int:
-        return resident_bytes(self.model, self.optimizer, self.sharding, holds_gradients=kind.holds_gradients, streamed=streamed)
-
-    def _placed(self, problem: Problem, kind: CallKind) -> tuple[Problem, Planned]:
-        """A plan that fits, and the problem that it is for: with weights where they were asked for."""
-        must_stream = kind.weights_revision is not None or self.options.streams_weights
-        given = self.given_plan is not None and self.given_plan.streamed_weights > 0
-        if must_stream or given:
-            streamed = self._streaming(problem, kind)
-            return self._given(streamed, kind) or self._found(streamed, kind)
-        try:
-            return self._given(problem, kind) or self._found(problem, kind)
-        except BudgetError as error:
-            if self.options.weights != "auto":
-                raise
-            refused = error
-        try:
-            return self._found(self._streaming(problem, kind), kind)
-        except UnsupportedError:
-            raise refused from None
-        except BudgetError as error:
-            raise min(refused, error, key=lambda each: each.needed_bytes) from None
-
-    def _streaming(self, problem: Problem, kind: CallKind) -> Problem:
-        """The same problem with streamed weights.
-
-        Raises:
-            BudgetError: the step of an optimizer does not fit.
-            UnsupportedError: they cannot be streamed.
-        """
-        refuse_streaming(self.mesh, self.sharding)
-        weights = weights_to_stream(self.model, problem.graph, kind.traced.device, self.options)
-        own = self._resident_bytes(kind, streamable(self.model))
-        check_step(self.model, own, self.budget_bytes)
-        return replace(problem, weights=weights, resident_bytes=own, memo={})
-
-    @property
-    def _skips_repeats(self) -> bool:
-        """Whether strips may be left out: the options, or a plan that was made so, say it."""
-        is_asked = self.options.skip_repeats or (self.given_plan is not None and self.given_plan.skips_repeats)
-        return self.mesh is None and is_asked
+    def _search(self, kind: CallKind) -> Search:
+        return Search(
+            model=self.model,
+            optimizer=self.optimizer,
+            sharding=self.sharding,
+            mesh=self.mesh,
+            budget_bytes=self.budget_bytes,
+            options=self.options,
+            given=self.given_plan,
+            device=kind.traced.device,
+            uses_autocast=kind.traced.autocast is not None,
+            holds_gradients=kind.holds_gradients,
+            are_weights_taken=kind.weights_revision is not None,
+        )
 
     def _plan_on_mesh(self, problem: Problem, captured: Captured, rates: Rates) -> Ready:
         """The plan for a mesh, and this rank's region (without processes that of the band that needs most)."""
@@ -344,53 +310,6 @@ class Preparation:
         """Outputs that go to files, which are in C order."""
         paths = self.destination.paths
         return frozenset(n for n, path in zip(graph.outputs, paths, strict=False) if path is not None and graph[n].kind == "operator")
-
-    def _found(self, problem: Problem, kind: CallKind) -> tuple[Problem, Planned]:
-        """A plan that fits, and the problem that it is for: where none does at first, one with less for repeated blocks."""
-        try:
-            return problem, plan_segments(problem, self.budget_bytes, self.options, kind.traced.device.type)
-        except BudgetError as error:
-            refused = error
-        for smaller in with_smaller_repeats(problem):
-            try:
-                return smaller, plan_segments(smaller, self.budget_bytes, self.options, kind.traced.device.type)
-            except BudgetError as error:
-                refused = min(refused, error, key=lambda each: each.needed_bytes)
-        raise refused
-
-    def _fastest(self, problem: Problem, planned: Planned, device: torch.device) -> tuple[Planned, Sequence[float]]:
-        """Of a plan and, where the choice is the planner's, its rivals the one that takes least time here; and the seconds of its moves."""
-        others = () if self.given_plan is not None else rivals(problem, planned, self.budget_bytes, self.options, device.type)
-        with autocast_off(device):
-            seconds = time_step(problem, planned.region, device, progress=self.options.progress)
-            for other in others:
-                taken = time_step(problem, other.region, device, most_seconds=sum(seconds), progress=self.options.progress)
-                if taken is not None:
-                    planned, seconds = other, taken
-        return planned, seconds
-
-    def _given(self, problem: Problem, kind: CallKind) -> tuple[Problem, Planned] | None:
-        """The plan that the user handed in, where it is for this input, and the problem that it is for."""
-        plan = self.given_plan
-        shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
-        if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
-            return None
-        if plan.input_placements != problem.input_placements or plan.output_placements != problem.output_placements:
-            return None
-        if (plan.streamed_weights > 0) != (problem.weights is not None):
-            return None
-        known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
-        if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):
-            if kind.traced.autocast is not None:
-                return None  # made for calls without autocast, which have other operators
-            raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
-        if plan.repeat_budgets:
-            problem = with_free_budgets(problem, plan.repeat_budgets)
-        order = parse_order(plan.order, len(plan.segments)) if plan.order and problem.training else None
-        planned = carry_out(problem, tuple(segment.choice for segment in plan.segments), order)
-        check_host(planned, self.options.host_budget_bytes)
-        check_device(problem, planned, self.budget_bytes)
-        return problem, planned
 
     def _capture(self, kind: CallKind) -> tuple[Captured, dict[Any, int]]:
         traced = kind.traced

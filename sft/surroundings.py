@@ -13,7 +13,7 @@ from torch import nn
 
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["not_compiled", "positional_inputs", "refuse_batched", "refuse_tracing", "refuse_wrapping"]
+__all__ = ["not_compiled", "positional_inputs", "refuse_batched", "refuse_failed", "refuse_tracing", "refuse_wrapping"]
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -52,6 +52,21 @@ def refuse_batched(tensors: Sequence[torch.Tensor | None]) -> None:
     if any(t is not None and (functorch.is_batchedtensor(t) or functorch.is_legacy_batchedtensor(t)) for t in tensors):
         raise UnsupportedError(
             ["(the compiled model): batched gradients (is_grads_batched, vectorize) have no strips; call backward once for each of them"]
+        )
+
+
+def refuse_failed(kept: Any) -> None:
+    """Refuse a backward pass after one that failed; after one that succeeded autograd has freed its own and says so itself.
+
+    Args:
+        kept: what the backward pass needs of the forward pass, which the failed one took with it; ``None`` then.
+
+    Raises:
+        RuntimeError: it is gone.
+    """
+    if kept is None:
+        raise RuntimeError(
+            "the backward pass of this call has failed before and took with it what was kept of the forward pass; call the model again"
         )
 
 

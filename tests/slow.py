@@ -111,5 +111,5 @@ SAMPLED = {
     "test_profile.py::test_profile_equals_the_phantom_walk": 4,
     "test_recomputing.py::test_published_schedules_are_exact": 2,
     "test_repeat.py::test_the_same_bits_as_eager_within_the_budget": 2,
-    "test_streamed_model.py::test_the_same_bits_as_torch": 3,
+    "test_streamed_steps.py::test_the_same_bits_as_torch": 3,
 }

@@ -82,7 +82,7 @@ def _choices(plan: sft.Plan) -> list[Any]:
 def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     """What the planner is asked, in order."""
     found: list[Problem] = []
-    engine = import_module("sft.preparing")
+    engine = import_module("sft.searching")
     plan_segments = engine.plan_segments
 
     def noting(problem: Problem, *arguments: Any) -> Any:

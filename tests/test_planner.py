@@ -118,7 +118,7 @@ def test_inference_needs_far_less_than_training(pooled_vgg16: nn.Module) -> None
 def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the planner would look for its plans in the wrong place."""
     seen: list[Problem] = []
-    engine = import_module("sft.preparing")
+    engine = import_module("sft.searching")
 
     def spy(problem: Problem, *rest: Any) -> Planned:
         seen.append(problem)

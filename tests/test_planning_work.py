@@ -26,14 +26,14 @@ _SHAPE = (1, 3, 64, 48)
 
 
 def test_planning_does_not_look_for_cycles_and_leaves_the_collector_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    preparing = import_module("sft.preparing")
-    plan_segments, seen = preparing.plan_segments, []
+    searching = import_module("sft.searching")
+    plan_segments, seen = searching.plan_segments, []
 
     def watched(*arguments: Any) -> Any:
         seen.append(gc.isenabled())
         return plan_segments(*arguments)
 
-    monkeypatch.setattr(preparing, "plan_segments", watched)
+    monkeypatch.setattr(searching, "plan_segments", watched)
     model = seeded(Residual)
     assert gc.isenabled()
     sft.plan(model, _SHAPE, budget="1GiB")

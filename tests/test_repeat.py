@@ -343,6 +343,9 @@ def test_a_failing_forward_changes_nothing_and_a_failing_backward_leaves_gradien
         out.sum().backward()
     assert_unchanged()
     net.trace = None
+    with pytest.raises(RuntimeError, match=r"has failed before.*call the model again"):
+        out.sum().backward()
+    assert_unchanged()
     net(x).sum().backward()  # it works again
 
 

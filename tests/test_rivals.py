@@ -56,20 +56,20 @@ def test_the_fastest_of_the_plans_that_fit_is_taken(monkeypatch: pytest.MonkeyPa
     budget = _budget(model)
     usual = sft.plan(model, _SHAPE, budget=budget)
     asked = _Judge()
-    monkeypatch.setattr("sft.preparing.time_step", asked)
+    monkeypatch.setattr("sft.searching.time_step", asked)
     assert sft.plan(model, _SHAPE, budget=budget, options=sft.Options(profile="measure")).segments == usual.segments
     num_rivals = len(asked.regions) - 1
     assert num_rivals >= 3
     chosen = []
     for best in range(1, num_rivals + 1):
-        monkeypatch.setattr("sft.preparing.time_step", _Judge(best))
+        monkeypatch.setattr("sft.searching.time_step", _Judge(best))
         plan = sft.plan(model, _SHAPE, budget=budget, options=sft.Options(profile="measure"))
         assert plan.total_bytes <= budget and plan.projected_seconds == pytest.approx(0.5)
         assert (plan.segments, plan.order) != (usual.segments, usual.order)
         chosen.append((plan.segments, plan.order))
     assert len(set(chosen)) == num_rivals
     assert any(segment.halo == "recompute" for segments, _ in chosen for segment in segments)  # the tiles of strategy sft are among them
-    monkeypatch.setattr("sft.preparing.time_step", _Judge(1))
+    monkeypatch.setattr("sft.searching.time_step", _Judge(1))
     report = assert_exact(model, torch.randn(_SHAPE), budget=budget, options=sft.Options(profile="measure"), to_the_byte=True)
     assert report.plan.projected_seconds is not None
 
@@ -77,7 +77,7 @@ def test_the_fastest_of_the_plans_that_fit_is_taken(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("options", [{"strategy": "none"}, {"tile": (16, None)}, {"strategy": "sqrt"}])
 def test_what_was_asked_for_by_name_has_no_rivals(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _Judge()
-    monkeypatch.setattr("sft.preparing.time_step", asked)
+    monkeypatch.setattr("sft.searching.time_step", asked)
     sft.plan(_model(), _SHAPE, options=sft.Options(profile="measure", **options))
     assert len(asked.regions) == 1
 
@@ -90,7 +90,7 @@ def test_a_slower_step_is_not_timed_to_its_end(monkeypatch: pytest.MonkeyPatch) 
         seen.append((problem, region))
         return asked(problem, region, device, **options)
 
-    monkeypatch.setattr("sft.preparing.time_step", note)
+    monkeypatch.setattr("sft.searching.time_step", note)
     sft.plan(_model(), _SHAPE, options=sft.Options(profile="measure", tile=(8, None)))
     problem, region = seen[0]
     ran: list[Program] = []

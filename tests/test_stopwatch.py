@@ -35,7 +35,7 @@ def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Problem, 
         seen.append((problem, region))
         return (1.0,) * len(region.moves)
 
-    monkeypatch.setattr("sft.preparing.time_step", note)
+    monkeypatch.setattr("sft.searching.time_step", note)
     plan = sft.plan(_model(), _SHAPE, budget="64MiB", options=sft.Options(profile="measure", **options))
     assert plan.projected_seconds == len(seen[-1][1].moves) == len(plan.timeline.entries)
     assert plan.timeline.is_measured and all(entry.measured_seconds == 1 for entry in plan.timeline.entries)

@@ -21,7 +21,7 @@ from sft.errors import UnsupportedError
 from sft.execute.function import autocast_off
 from sft.execute.machine import TorchMachine
 from sft.plan.chain.schedule import Operation, activation, grad
-from sft.surroundings import refuse_batched
+from sft.surroundings import refuse_batched, refuse_failed
 
 __all__ = ["Call", "ForwardAccess", "GradientAccess", "infer", "run_chain"]
 
@@ -139,6 +139,7 @@ class _ChainFunction(torch.autograd.Function):
             nothing: tuple[Tensor | None, ...] = (None,) * (3 + ctx.num_tensors)
             return nothing
         n = call.plan.num_blocks
+        refuse_failed(ctx.table)
         table: Table = ctx.table
         if call.programs.reads_output and table.values[activation(n)]._version != ctx.version:
             raise RuntimeError(

@@ -33,7 +33,7 @@ from sft.execute.slab import Slabs
 from sft.execute.weights import BoundWeights, WeightPass
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
-from sft.surroundings import refuse_batched
+from sft.surroundings import refuse_batched, refuse_failed
 from sft.walk.region import Region
 
 __all__ = ["Leaves", "autocast_off", "run_region"]
@@ -196,6 +196,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     leaves: Leaves = ctx.leaves
     consume = not _keeps_graph()
     tape = ctx.tape
+    refuse_failed(tape)
     for name, version in ctx.versions.items():
         if tape.values.by_name[name]._version != version:
             raise RuntimeError(
@@ -207,7 +208,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     copies = ctx.copies
     if consume:
         ctx.tape = ctx.copies = None
-    elif tape is not None:
+    else:
         tape = type(tape)(type(tape.values)(dict(tape.values.by_name)), dict(tape.kept), tape.copies, tape.weights)
     given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False) if tensor is not None}
     tape.values.by_name.update(given)

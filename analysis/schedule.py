@@ -385,9 +385,10 @@ def _advance(
             if row.role == "reduce":
                 continue
             front[name] = (access.divisor * least - access.last - 1) // access.scale + 1
-        done = np.all([front[name] >= computed[name].stop for name in (*sources, *names) if name in streamed], axis=0)
-        if done[-1]:
-            end = int(done.argmax()) + 1 if walked else 1
+        # Frontiers never fall back: each value has a first step behind which it is complete.
+        last = max((int(np.searchsorted(front[name], computed[name].stop)) for name in (*sources, *names) if name in streamed), default=0)
+        if last <= num_steps:
+            end = last + 1 if walked else 1
             return {name: values[:end] for name, values in front.items()}
         num_steps += max(1, num_steps // 8)
 

@@ -324,10 +324,19 @@ class Emitter:
 
     def prune(self, turn: int | None = None) -> int | None:
         """Drop instructions that matter to nobody; returns how many of the first ``turn`` are left."""
-        wanted = {slot.root for slot in (*self.ports.values(), *self.results.values())}
-        keep = live_instructions(self.instructions, [slots_of(instruction) for instruction in self.instructions], wanted)
-        self.instructions[:] = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
+        keep = self._prune()[0]
         return None if turn is None else sum(keep[:turn])
+
+    def pruned_slots(self) -> list[list[Slot]]:
+        """Drop instructions that matter to nobody; returns what each of the others reads or writes in place."""
+        return self._prune()[1]
+
+    def _prune(self) -> tuple[list[bool], list[list[Slot]]]:
+        wanted = {slot.root for slot in (*self.ports.values(), *self.results.values())}
+        slots = [slots_of(instruction) for instruction in self.instructions]
+        keep = live_instructions(self.instructions, slots, wanted)
+        self.instructions[:] = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
+        return keep, [used for used, kept in zip(slots, keep, strict=True) if kept]
 
     def finish(self) -> Program:
         """The program: dead instructions dropped, frees placed."""

@@ -21,6 +21,7 @@ from sft.lower.rules.windowed import Convolution, column_padding
 __all__ = [
     "StepLowering",
     "StripKind",
+    "emit_strip",
     "hand_to_backend",
     "lower_finish",
     "lower_strip",
@@ -42,12 +43,17 @@ def lower_strip(scope: Scope, step: Step, kind: StripKind) -> Program:
     ``forward`` computes outputs and the rows for the next state, ``restore`` only the latter, ``joint`` recomputes the strip and
     differentiates it.
     """
+    return emit_strip(scope, step, kind).finish()
+
+
+def emit_strip(scope: Scope, step: Step, kind: StripKind) -> Emitter:
+    """The same before dead instructions are dropped and frees placed."""
     lowering = StepLowering.of(scope, step, whole=False)
     lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
     if kind == "joint":
         lowering.backward()
     hand_to_backend(scope, lowering.emitter)
-    return lowering.emitter.finish()
+    return lowering.emitter
 
 
 def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, Program | None]:

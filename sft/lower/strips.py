@@ -54,6 +54,7 @@ class _Step:
         borders: rows of zeros above and below values.
         read: the rows that are read of each source.
         keys: what the work of each operator depends on, in any direction, besides slots; those that are idle have none.
+        nodes: what has been asked for of the schedule.
     """
 
     index: int
@@ -61,6 +62,7 @@ class _Step:
     borders: Mapping[str, tuple[int, int]]
     read: Mapping[str, Interval]
     keys: Mapping[str, int]
+    nodes: dict[str, NodeRows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,11 +241,13 @@ class StripPrograms:
 
     def _new_step(self, index: int) -> _Step:
         rows: dict[str, _Rows] = {}
+        nodes: dict[str, NodeRows] = {}
         borders: dict[str, tuple[int, int]] = {}
         for name, signature in zip(self.schedule.names, self.schedule.signatures(index), strict=True):
             found = self._rows[name].get(signature)
             if found is None:
-                found = self._rows[name][signature] = self._new_rows(name, index)
+                nodes[name] = self.schedule.node_rows(name, index)
+                found = self._rows[name][signature] = self._new_rows(nodes[name])
             rows[name] = found
             if found.paddings:
                 StepLowering.widen_borders(borders, found.paddings)
@@ -255,10 +259,10 @@ class StripPrograms:
                 if borders:
                     work += tuple([borders.get(name) for name in (operator.name, *operator.reads)])
                 keys[operator.name] = self._works.of(work)
-        return _Step(index=index, rows=rows, borders=borders, read=self._read(index), keys=keys)
+        return _Step(index=index, rows=rows, borders=borders, read=self._read(index), keys=keys, nodes=nodes)
 
-    def _new_rows(self, name: str, index: int) -> _Rows:
-        rows, place = self.schedule.node_rows(name, index), self._place[name]
+    def _new_rows(self, rows: NodeRows) -> _Rows:
+        name, place = rows.name, self._place[rows.name]
         self._num_rows += 1
         if place >= len(self._operators):
             return _Rows(self._num_rows, False, False, ())
@@ -369,12 +373,19 @@ class StripPrograms:
         # Of what it reads the lowering looks at the rows where it is one value, which it may write over.
         for name in (operator.name, *operator.reads[: len(operator.reads) == 1]):
             if self.scope.has_columns(name):
-                lowering.rows[name] = self.schedule.node_rows(name, step.index)
+                lowering.rows[name] = self._node(step, name)
         for name in names:
             if name in values:
                 slot, offset = self._values.things[values[name]]
                 lowering.values[name] = (slot, offset + self._first(step, name))
         lowering.wholes.update({name: wholes[name] for name in operator.reduced if name in wholes})
+
+    def _node(self, step: _Step, name: str) -> NodeRows:
+        """What a value does in a step."""
+        rows = step.nodes.get(name)
+        if rows is None:
+            rows = step.nodes[name] = self.schedule.node_rows(name, step.index)
+        return rows
 
     def _first(self, step: _Step, name: str) -> int:
         """The first row that is held of a value."""

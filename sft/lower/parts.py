@@ -53,13 +53,12 @@ class _Live:
 
     Attributes:
         touched: the storages that they read or write.
-        made: the numbers of their results.
         members: for each storage the numbers of the results that lie in it.
         sizes: bytes of the storages that they make.
         flops: counted floating-point operations.
     """
 
-    __slots__ = ("_instructions", "_last", "_placed", "flops", "made", "members", "sizes", "touched")
+    __slots__ = ("_instructions", "_last", "_placed", "flops", "members", "sizes", "touched")
 
     def __init__(self, instructions: Sequence[Instruction], slots: Sequence[Sequence[Slot]]) -> None:
         self._instructions = tuple(instructions)
@@ -78,7 +77,6 @@ class _Live:
                         self.sizes[out.number] = out.num_bytes
         self.touched = frozenset(self._last)
         self.members = tuple((root, tuple(numbers)) for root, numbers in members.items())
-        self.made = frozenset(number for _, numbers in self.members for number in numbers)
         self.flops = sum(instruction.flops for instruction in instructions)
 
     def placed(self, dying: frozenset[int], members: Mapping[int, tuple[int, ...]], sizes: Mapping[int, int]) -> _Placed:
@@ -159,36 +157,33 @@ def joined(parts: Sequence[Part]) -> Program:
             results.update(part.results)
     lasting = {slot.root for slot in ports.values()}
     lasting.update(slot.root for slot in results.values())
-    needed, touched = set(lasting), set(lasting)
+    needed = set(lasting)
+    touched: set[int] = set()
     alive: list[tuple[_Live, frozenset[int]]] = []
     for part in reversed(parts):
         live = part.live(part.written & needed)
         if live is not None:
             needed |= live.touched
-            alive.append((live, live.touched - touched))
+            alive.append((live, live.touched - touched - lasting))
             touched |= live.touched
     alive.reverse()
     members: dict[int, tuple[int, ...]] = {}
     sizes: dict[int, int] = {}
-    made: set[int] = set()
-    used: set[int] = set()
     instructions: list[Instruction] = []
     bytes_now = peak = flops = 0
     for live, dying in alive:
         for root, numbers in live.members:
             members[root] = members[root] + numbers if root in members else numbers
         sizes.update(live.sizes)
-        made |= live.made
-        used |= live.touched
         placed = live.placed(dying, members, sizes)
         instructions += placed.instructions
         peak = max(peak, bytes_now + placed.peak_bytes)
         bytes_now += placed.more_bytes
         flops += live.flops
-    given = {port: slot for port, slot in results.items() if slot.number in made}
+    given = {port: slot for port, slot in results.items() if slot.number in members.get(slot.root, ())}
     return Program(
         instructions=tuple(instructions),
-        ports={port: slot for port, slot in ports.items() if slot.root in used},
+        ports={port: slot for port, slot in ports.items() if slot.root in touched},
         results=given,
         result_bytes={port: sizes[slot.root] for port, slot in given.items()},
         saved=(),

@@ -57,12 +57,16 @@ def norms_by_shape() -> Iterator[None]:
 
 
 def _like(value: Tensor) -> Tensor:
-    """A tensor laid out like another one; of one that is seen to be contiguous nobody has to prove it."""
-    rest: Any = 1
+    """A tensor laid out like another one; of one that is seen to be contiguous nobody has to prove it.
+
+    Strides are products of sizes. What PyTorch itself lays out counts at least one element in each dimension.
+    """
+    rests: set[Any] = {1}
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if _expression(stride) != rest:
+        if _expression(stride) not in rests:
             return torch.empty_like(value)
-        rest = rest * _expression(size)
+        counted = {_expression(size), _expression(torch.sym_max(size, 1))}
+        rests = {rest * count for rest in rests for count in counted}
     return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 

@@ -14,10 +14,11 @@ so that a schedule of thousands of steps costs as many NumPy operations as there
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from itertools import accumulate, pairwise
 from math import lcm
 
 import numpy as np
@@ -157,48 +158,62 @@ class Schedule:
 
     def step(self, index: int) -> Step:
         """Step ``index``."""
-        nodes = []
-        none: tuple[tuple[str, Rows, Rows], ...] = ()
-        for name in self.names:
-            frontier, kept = self.frontier[name], self.kept[name]
-            new = Interval(int(frontier[index]), int(frontier[index + 1]))
-            phase = int(self.phases[name][index]) if name in self.phases else 0
-            spans = [(operand, int(low[index]), int(high[index])) for operand, low, high in self.reads.get(name, none)]
-            reads = tuple(
+        return Step(index=index, nodes=tuple(self.node_rows(name, index) for name in self.names))
+
+    def node_rows(self, name: str, index: int) -> NodeRows:
+        """One value in step ``index``."""
+        frontier, kept, end = self.frontier[name], self.kept[name], index + 1
+        new = Interval(int(frontier[index]), int(frontier[end]))
+        phase = int(self.phases[name][index]) if name in self.phases else 0
+        spans = [(operand, int(low[index]), int(high[index])) for operand, low, high in self.reads.get(name, ())]
+        return NodeRows(
+            name=name,
+            new=new,
+            held=Interval(int(kept[index]), new.stop),
+            kept=Interval(int(kept[end]), new.stop),
+            wanted=(new.intersect(self.own[name]) or _NOTHING) if name in self.own else new,
+            reads=tuple(
                 Read.clipped(operand, Interval(low, high), self.extents[operand], phase) for operand, low, high in spans if high > low
-            )
-            nodes.append(
-                NodeRows(
-                    name=name,
-                    new=new,
-                    held=Interval(int(kept[index]), new.stop),
-                    kept=Interval(int(kept[index + 1]), new.stop),
-                    wanted=(new.intersect(self.own[name]) or _NOTHING) if name in self.own else new,
-                    reads=reads,
-                )
-            )
-        return Step(index=index, nodes=tuple(nodes))
+            ),
+        )
+
+    def first_row(self, name: str, index: int) -> int:
+        """The first row that is held of a value in step ``index``."""
+        return int(self.kept[name][index])
 
     @cached_property
     def _signatures(self) -> Rows:
         """For each step its geometry, counted from each value's own first row: all that its program depends on."""
-        columns: list[Rows] = []
-        for name in self.names:
-            frontier, kept = self.frontier[name], self.kept[name]
-            new = frontier[1:] - frontier[:-1]
-            columns += [new, frontier[:-1] - kept[:-1], frontier[1:] - kept[1:]]
-            if name in self.own:
-                columns += [np.clip(end - frontier[:-1], 0, new) for end in (self.own[name].start, self.own[name].stop)]
-            if name in self.phases:
-                columns.append(np.where(new > 0, self.phases[name], 0))
-            for operand, low, high in self.reads.get(name, ()):
-                extent, base = self.extents[operand], self.kept[operand][:-1]
-                clipped = np.clip(low, 0, extent)
-                columns += [
-                    np.where(high > low, column, 0)
-                    for column in (clipped - base, np.clip(high, 0, extent) - base, high - low, clipped - low)
-                ]
-        return np.stack(columns, axis=1)
+        return np.stack([column for name in self.names for column in self._columns(name)], axis=1)
+
+    def _columns(self, name: str) -> list[Rows]:
+        """Those of one value."""
+        frontier, kept = self.frontier[name], self.kept[name]
+        new = frontier[1:] - frontier[:-1]
+        columns = [new, frontier[:-1] - kept[:-1], frontier[1:] - kept[1:]]
+        if name in self.own:
+            columns += [np.clip(end - frontier[:-1], 0, new) for end in (self.own[name].start, self.own[name].stop)]
+        if name in self.phases:
+            columns.append(np.where(new > 0, self.phases[name], 0))
+        for operand, low, high in self.reads.get(name, ()):
+            extent, base = self.extents[operand], self.kept[operand][:-1]
+            clipped = np.clip(low, 0, extent)
+            columns += [
+                np.where(high > low, column, 0) for column in (clipped - base, np.clip(high, 0, extent) - base, high - low, clipped - low)
+            ]
+        return columns
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, int], ...]:
+        """For each value where its part of a signature begins and ends, in bytes."""
+        counts = (3 + 2 * (name in self.own) + (name in self.phases) + 4 * len(self.reads.get(name, ())) for name in self.names)
+        ends = [0, *accumulate(8 * count for count in counts)]
+        return tuple(pairwise(ends))
+
+    def signatures(self, index: int) -> Sequence[Hashable]:
+        """The signature of a step taken apart: for each value, in order, what the program depends on of its own rows and reads."""
+        whole = self.signature(index)
+        return [whole[start:stop] for start, stop in self._places]
 
     def signature(self, index: int) -> bytes:
         """All of a step that its program depends on."""
@@ -370,9 +385,10 @@ def _advance(
             if row.role == "reduce":
                 continue
             front[name] = (access.divisor * least - access.last - 1) // access.scale + 1
-        done = np.all([front[name] >= computed[name].stop for name in (*sources, *names) if name in streamed], axis=0)
-        if done[-1]:
-            end = int(done.argmax()) + 1 if walked else 1
+        # Frontiers never fall back: each value has a first step behind which it is complete.
+        last = max((int(np.searchsorted(front[name], computed[name].stop)) for name in (*sources, *names) if name in streamed), default=0)
+        if last <= num_steps:
+            end = last + 1 if walked else 1
             return {name: values[:end] for name, values in front.items()}
         num_steps += max(1, num_steps // 8)
 

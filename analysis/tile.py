@@ -12,7 +12,7 @@ part wanted; what comes from outside (its gradient) belongs to the part wanted a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -179,6 +179,18 @@ class TileSchedule:
     def step(self, index: int) -> Step:
         """Tile ``index``."""
         return self.steps[index]
+
+    def node_rows(self, name: str, index: int) -> NodeRows:
+        """One value in tile ``index``."""
+        return self.steps[index][name]
+
+    def first_row(self, name: str, index: int) -> int:
+        """The first row of a value in tile ``index``."""
+        return self.steps[index][name].held.start
+
+    def signatures(self, index: int) -> Sequence[Hashable]:
+        """For each value, in order, what a tile's program depends on of its rows and reads."""
+        return step_signature(self.steps[index])
 
     @cached_property
     def kinds(self) -> tuple[Rows, Rows]:

@@ -79,3 +79,38 @@ def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_norm_of_other_channels_is_refused() -> None:
     with pytest.raises(InputError, match="refuses"):
         _captured(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(5)), "cpu", None)
+
+
+class _Halved(nn.Module):
+    """Norms of what is put together, whose strides PyTorch writes down as products of ``max(1, size)``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 4, 3, stride=2, padding=1), nn.Conv2d(4, 4, 3, stride=2, padding=1)])
+        self.norms = nn.ModuleList([nn.BatchNorm2d(8), nn.BatchNorm2d(8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layers[0](x)
+        y = self.norms[0](torch.cat([y, y.relu()], 1))
+        y = self.layers[1](y[:, :4])
+        out: Tensor = self.norms[1](torch.cat([y, y.relu()], 1))
+        return out
+
+
+def test_what_is_seen_to_be_contiguous_is_not_proved_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.device("meta"):
+        model = _Halved()
+    proved: list[torch.Size] = []
+
+    def like(value: Tensor, **options: object) -> Tensor:
+        proved.append(value.shape)
+        return original(value, **options)  # type: ignore[arg-type]
+
+    original = torch.empty_like
+    module = importlib.import_module("sft.analysis.normshapes")
+    monkeypatch.setattr(module.torch, "empty_like", like)
+    found = _captured(model, "meta", None)
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.import_module("sft.analysis.capture"), "norms_by_shape", contextlib.nullcontext)
+    assert not proved
+    assert numbered(found.graph) == numbered(_captured(model, "meta", None).graph)

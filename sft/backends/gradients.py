@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -208,4 +208,4 @@ def _asked_for(call: Instruction, mask: Sequence[bool]) -> Instruction:
     outputs = tuple(slot if wanted else None for slot, wanted in zip(call.outputs, mask, strict=True))
     arguments = (*call.arguments[:-1], list(mask))
     num_bytes = sum(slot.num_bytes for slot in outputs if slot is not None)
-    return replace(call, arguments=arguments, outputs=outputs, flops=flops_of(call, mask), num_bytes=num_bytes)
+    return call._replace(arguments=arguments, outputs=outputs, flops=flops_of(call, mask), num_bytes=num_bytes)

@@ -7,7 +7,7 @@ operator. A trial has its own random operands. ATen's calls on the same operands
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -108,7 +108,7 @@ def _resolved(value: Any, tensors: Operands, device: torch.device) -> Any:
 def _widened(call: Instruction) -> Instruction:
     """The call in fp64, where it names a type."""
     if call.keywords.get("dtype") in _LOW:
-        return replace(call, keywords={**call.keywords, "dtype": torch.float64})
+        return call._replace(keywords={**call.keywords, "dtype": torch.float64})
     return call
 
 

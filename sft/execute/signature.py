@@ -24,13 +24,16 @@ class _NameError(Exception):
 def signature(program: Program) -> str | None:
     """The digest; ``None`` where there is none."""
     digest = hashlib.sha256()
+    # Slots by the order in which they appear: what numbers they have depends on what else was lowered.
+    numbers: dict[int, int] = {}
     try:
         for port, slot in program.ports.items():
-            digest.update(f"{port.role} {_text(slot)}\n".encode())
+            digest.update(f"{port.role} {_text(slot, numbers)}\n".encode())
         for instruction in program.instructions:
-            keywords = sorted(instruction.keywords.items())
-            parts = (_name(instruction.function), _text(instruction.arguments), _text(tuple(keywords)), _text(instruction.outputs))
-            digest.update((" ".join((*parts, _text(instruction.frees))) + "\n").encode())
+            values = (instruction.arguments, tuple(sorted(instruction.keywords.items())), instruction.outputs)
+            texts = " ".join((_name(instruction.function), *(_text(value, numbers) for value in values)))
+            frees = sorted(numbers.setdefault(number, len(numbers)) for number in instruction.frees)
+            digest.update(f"{texts} {frees}\n".encode())
     except _NameError:
         return None
     return digest.hexdigest()[:32]
@@ -43,15 +46,16 @@ def _name(function: Callable[..., Any]) -> str:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if name is None or "<" in name:  # made inside a function, or a lambda
         raise _NameError
-    bound = "" if owner is None or isinstance(owner, type(torch)) else _text(owner)
+    bound = "" if owner is None or isinstance(owner, type(torch)) else _text(owner, {})
     return f"{module or ''}.{name}{bound}"
 
 
-def _text(value: Any) -> str:
+def _text(value: Any, numbers: dict[int, int]) -> str:
     if isinstance(value, Slot):
-        return f"%{value.number}/{value.root}:{value.shape}:{value.dtype}"
+        number, root = (numbers.setdefault(each, len(numbers)) for each in (value.number, value.root))
+        return f"%{number}/{root}:{value.shape}:{value.dtype}"
     if isinstance(value, (tuple, list)):
-        return f"({','.join(map(_text, value))})"
+        return f"({','.join(_text(item, numbers) for item in value)})"
     if value is DEVICE:
         return "device"
     found = repr(value)

@@ -11,11 +11,11 @@ that leave the program (rows for the row store, carried gradients) are *results*
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch._ops import OpOverload
@@ -26,7 +26,7 @@ from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
 from sft.errors import InternalError
 
-__all__ = ["DEVICE", "Emitter", "Instruction", "Port", "Positional", "Program", "Slot", "load_rows", "slots_of"]
+__all__ = ["DEVICE", "Emitter", "Instruction", "Port", "Positional", "Program", "Slot", "live_instructions", "load_rows", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,8 @@ def load_rows(destination: torch.Tensor, dim: int, pieces: list[tuple[int, Inter
         destination.narrow(dim, offset, len(rows)).copy_(block.narrow(dim, rows.start, len(rows)))
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
-    """One operation.
+class Instruction(NamedTuple):
+    """One operation. A tuple, as planning makes hundreds of thousands, and a frozen dataclass of as many fields takes four times as long.
 
     Attributes:
         function: what is called.
@@ -324,10 +323,19 @@ class Emitter:
 
     def prune(self, turn: int | None = None) -> int | None:
         """Drop instructions that matter to nobody; returns how many of the first ``turn`` are left."""
-        wanted = {slot.root for slot in (*self.ports.values(), *self.results.values())}
-        keep = _live(self.instructions, [slots_of(instruction) for instruction in self.instructions], wanted)
-        self.instructions[:] = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
+        keep = self._prune()[0]
         return None if turn is None else sum(keep[:turn])
+
+    def pruned_slots(self) -> list[list[Slot]]:
+        """Drop instructions that matter to nobody; returns what each of the others reads or writes in place."""
+        return self._prune()[1]
+
+    def _prune(self) -> tuple[list[bool], list[list[Slot]]]:
+        wanted = {slot.root for slot in (*self.ports.values(), *self.results.values())}
+        slots = [slots_of(instruction) for instruction in self.instructions]
+        keep = live_instructions(self.instructions, slots, wanted)
+        self.instructions[:] = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
+        return keep, [used for used, kept in zip(slots, keep, strict=True) if kept]
 
     def finish(self) -> Program:
         """The program: dead instructions dropped, frees placed."""
@@ -338,7 +346,7 @@ class Emitter:
         external = {slot.root for slot in self.ports.values()}
         results = {slot.root for slot in self.results.values()}
         slots = [slots_of(instruction) for instruction in self.instructions]
-        keep = _live(self.instructions, slots, external | results)
+        keep = live_instructions(self.instructions, slots, external | results)
         live = [instruction for instruction, kept in zip(self.instructions, keep, strict=True) if kept]
         slots = [used for used, kept in zip(slots, keep, strict=True) if kept]
         turn = sum(keep[:turn])
@@ -363,7 +371,7 @@ class Emitter:
                 dying.setdefault(position, []).append(root)
         placed = live
         for position, roots in dying.items():
-            frees = tuple(members[roots[0]]) if len(roots) == 1 else tuple(number for root in roots for number in members[root])
+            frees = tuple(sorted(number for root in roots for number in members[root]))
             placed[position] = live[position].freeing(frees, sum(sized.get(root, 0) for root in roots))
         saved: tuple[int, ...] = ()
         if turn < len(placed):
@@ -401,7 +409,7 @@ def _program(
     )
 
 
-def _live(instructions: list[Instruction], slots: list[list[Slot]], wanted: set[int]) -> list[bool]:
+def live_instructions(instructions: Sequence[Instruction], slots: Sequence[Sequence[Slot]], wanted: Collection[int]) -> list[bool]:
     """Which instructions matter to the wanted storages, found from the end."""
     needed = set(wanted)
     keep = [False] * len(instructions)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -18,7 +18,18 @@ from sft.lower.rules import rule_of
 from sft.lower.rules.base import Additive, Reduction, Rule
 from sft.lower.rules.windowed import Convolution, column_padding
 
-__all__ = ["StripKind", "lower_finish", "lower_strip", "lower_whole", "partial_additive", "partial_shape", "partial_start"]
+__all__ = [
+    "StepLowering",
+    "StripKind",
+    "emit_strip",
+    "hand_to_backend",
+    "lower_finish",
+    "lower_strip",
+    "lower_whole",
+    "partial_additive",
+    "partial_shape",
+    "partial_start",
+]
 
 aten = torch.ops.aten
 
@@ -32,24 +43,29 @@ def lower_strip(scope: Scope, step: Step, kind: StripKind) -> Program:
     ``forward`` computes outputs and the rows for the next state, ``restore`` only the latter, ``joint`` recomputes the strip and
     differentiates it.
     """
-    lowering = _StepLowering(scope, step, whole=False)
+    return emit_strip(scope, step, kind).finish()
+
+
+def emit_strip(scope: Scope, step: Step, kind: StripKind) -> Emitter:
+    """The same before dead instructions are dropped and frees placed."""
+    lowering = StepLowering.of(scope, step, whole=False)
     lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
     if kind == "joint":
         lowering.backward()
-    lowering.hand_to_backend()
-    return lowering.emitter.finish()
+    hand_to_backend(scope, lowering.emitter)
+    return lowering.emitter
 
 
 def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, Program | None]:
     """The two programs of a segment that keeps everything: forward and, when training, backward."""
-    lowering = _StepLowering(scope, step, whole=True, keeps=training)
+    lowering = StepLowering.of(scope, step, whole=True, keeps=training)
     lowering.forward(write_outputs=True, write_rows=False)
     if not training:
-        lowering.hand_to_backend()
+        hand_to_backend(scope, lowering.emitter)
         return lowering.emitter.finish(), None
     turn = len(lowering.emitter.instructions)
     lowering.backward()
-    turn = lowering.hand_to_backend(turn) or turn
+    turn = hand_to_backend(scope, lowering.emitter, turn) or turn
     return lowering.emitter.split(turn)
 
 
@@ -83,18 +99,56 @@ def lower_finish(scope: Scope, name: str) -> Program:
     return e.finish()
 
 
-class _StepLowering:
-    def __init__(self, scope: Scope, step: Step, *, whole: bool, keeps: bool = False) -> None:
+def hand_to_backend(scope: Scope, emitter: Emitter, turn: int | None = None) -> int | None:
+    """Let the backend, where there is one, replace what it does in its own way; ``turn`` as :meth:`Backend.rewrite` has it."""
+    if scope.backend is None:
+        return turn
+    turn = emitter.prune(turn)  # readers that will be gone must keep nothing from being replaced
+    # Strips, states and cuts are laid out by us; outputs and their gradients by the caller.
+    cuts = scope.streamed.difference(scope.graph.results)
+    ours = {"source": scope.in_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
+    laid_out = [port for port in emitter.ports if port.name in ours.get(port.role, ())]
+    return scope.backend.rewrite(emitter, laid_out, training=bool(scope.requires_grad), turn=turn)
+
+
+class StepLowering:
+    """Lowers one step, operator by operator.
+
+    Attributes:
+        emitter: takes the instructions.
+        rows: what each operator computes, holds and reads in the step; those without anything to do in the panel have none.
+        read: the rows that the step reads of each operand.
+        borders: zero rows above and below each value that a buffer gets room for, so that no convolution has to pad a copy of it.
+        values: the buffer of each value so far, and its first row.
+        wholes: global values so far.
+        contexts: operators that have been lowered forwards.
+    """
+
+    def __init__(self, scope: Scope, *, whole: bool, keeps: bool = False) -> None:
         self.scope, self.whole, self.keeps = scope, whole, keeps
+        self.write_outputs = self.write_rows = False
         self.emitter = Emitter(dtype=scope.dtype_of(scope.names[0]), makes_gradients=whole)
-        self.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
+        self.rows: dict[str, NodeRows] = {}
+        self.read: Mapping[str, Interval] = {}
+        self.borders: Mapping[str, tuple[int, int]] = {}
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
         self.contexts: dict[str, NodeContext] = {}
         self._rules: dict[str, Rule] = {}
         self._inside = frozenset(scope.names)
-        self.read = scope.rows_read(step)
-        self.borders = {} if whole else self._find_borders()
+
+    @classmethod
+    def of(cls, scope: Scope, step: Step, *, whole: bool, keeps: bool = False) -> StepLowering:
+        """For all operators of a step."""
+        lowering = cls(scope, whole=whole, keeps=keeps)
+        lowering.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
+        lowering.read = scope.rows_read(step)
+        if not whole:
+            borders: dict[str, tuple[int, int]] = {}
+            for name in scope.names:
+                lowering.widen_borders(borders, lowering.paddings(name))
+            lowering.borders = borders
+        return lowering
 
     def _rule(self, node: Node) -> Rule:
         """The rule that lowers a node."""
@@ -103,32 +157,24 @@ class _StepLowering:
             rule = self._rules[node.name] = rule_of(self.scope, node, whole=self.whole)
         return rule
 
-    def _find_borders(self) -> dict[str, tuple[int, int]]:
-        """Zero rows above and below each value that a buffer gets room for, so that no convolution has to pad a copy of it."""
-        scope = self.scope
-        borders: dict[str, tuple[int, int]] = {}
-        for name in scope.names:
-            node = scope.graph[name]
-            if name not in self.rows or not isinstance(self._rule(node), Convolution):
-                continue
-            for read in self.rows[name].reads:
-                low, high = column_padding(scope, node, read.operand)
-                if read.operand in self._inside and read.rows and read.pad_low != read.pad_high and low == high:
-                    low, high = borders.get(read.operand, (0, 0))
-                    borders[read.operand] = (max(low, read.pad_low), max(high, read.pad_high))
-        return borders
+    def paddings(self, name: str) -> tuple[tuple[str, int, int], ...]:
+        """Of the operands of a convolution those that are better padded where they are, with the rows of padding above and below."""
+        scope, node = self.scope, self.scope.graph[name]
+        if name not in self.rows or not isinstance(self._rule(node), Convolution):
+            return ()
+        found = []
+        for read in self.rows[name].reads:
+            low, high = column_padding(scope, node, read.operand)
+            if read.operand in self._inside and read.rows and read.pad_low != read.pad_high and low == high:
+                found.append((read.operand, read.pad_low, read.pad_high))
+        return tuple(found)
 
-    def hand_to_backend(self, turn: int | None = None) -> int | None:
-        """Let the backend, where there is one, replace what it does in its own way; ``turn`` as :meth:`Backend.rewrite` has it."""
-        scope = self.scope
-        if scope.backend is None:
-            return turn
-        turn = self.emitter.prune(turn)  # readers that will be gone must keep nothing from being replaced
-        # Strips, states and cuts are laid out by us; outputs and their gradients by the caller.
-        cuts = scope.streamed.difference(scope.graph.results)
-        ours = {"source": scope.in_layout, "grad_carry": scope.streamed, "out": cuts, "grad_out": cuts}
-        laid_out = [port for port in self.emitter.ports if port.name in ours.get(port.role, ())]
-        return scope.backend.rewrite(self.emitter, laid_out, training=bool(scope.requires_grad), turn=turn)
+    @staticmethod
+    def widen_borders(borders: dict[str, tuple[int, int]], paddings: Iterable[tuple[str, int, int]]) -> None:
+        """Make room for paddings."""
+        for operand, pad_low, pad_high in paddings:
+            low, high = borders.get(operand, (0, 0))
+            borders[operand] = (max(low, pad_low), max(high, pad_high))
 
     def _enter(self, name: str) -> None:
         """What is emitted from now on belongs to this operator."""
@@ -141,16 +187,21 @@ class _StepLowering:
         self.write_outputs, self.write_rows = write_outputs, write_rows
         self.emitter.owner = self.scope.names[0]
         for name in self.scope.sources:
-            self._load_source(name)
+            self.load_source(name)
         for name in self.scope.names:
-            node = self.scope.graph[name]
-            self._enter(name)
-            if name in self.scope.streamed:
-                self._forward_streamed(node)
-            else:
-                self._forward_whole(node)
+            self.forward_of(name)
 
-    def _load_source(self, name: str) -> None:
+    def forward_of(self, name: str) -> None:
+        """Compute one operator's new rows."""
+        node = self.scope.graph[name]
+        self._enter(name)
+        if name in self.scope.streamed:
+            self._forward_streamed(node)
+        else:
+            self._forward_whole(node)
+
+    def load_source(self, name: str) -> None:
+        """Have the rows of a source that the step reads."""
         rows, e = self.read.get(name, Interval(0, 0)), self.emitter
         shape = self.scope.strip_shape(name, len(rows))
         slot = e.port("source", name, shape, self.scope.dtype_of(name))
@@ -273,27 +324,31 @@ class _StepLowering:
         scope = self.scope
         gradients: dict[str, list[Patch]] = {}
         for name in reversed(scope.names):
-            if name not in scope.requires_grad:
-                continue
-            patches = gradients.pop(name, [])
-            self._enter(name)
-            if name in scope.streamed:
-                self._backward_streamed(scope.graph[name], patches)
-            elif name in self.contexts:
-                self._backward_whole(scope.graph[name], patches)
-            ctx = self.contexts.get(name)
-            if ctx is None:
-                continue
-            for operand, patch in ctx.contributions:
-                if operand in self._inside or (operand in scope.streamed and self.whole):
+            if name in scope.requires_grad:
+                for operand, patch in self.backward_of(name, gradients.pop(name, [])):
                     gradients.setdefault(operand, []).append(patch)
-                elif operand in scope.streamed:
-                    self._add_to_source(operand, patch)
-                else:
-                    self.emitter.add_into(ctx.side_gradient(operand), patch.slot)
-
         if self.whole:
             self._give_gradients(gradients)
+
+    def backward_of(self, name: str, patches: list[Patch]) -> list[tuple[str, Patch]]:
+        """Differentiate one operator, given gradients of its value; returns those of the values inside that it reads."""
+        scope = self.scope
+        self._enter(name)
+        if name in scope.streamed:
+            self._backward_streamed(scope.graph[name], patches)
+        elif name in self.contexts:
+            self._backward_whole(scope.graph[name], patches)
+        ctx = self.contexts.get(name)
+        inside: list[tuple[str, Patch]] = []
+        for operand, patch in () if ctx is None else ctx.contributions:
+            if operand in self._inside or (operand in scope.streamed and self.whole):
+                inside.append((operand, patch))
+            elif operand in scope.streamed:
+                self._add_to_source(operand, patch)
+            else:
+                assert ctx is not None
+                self.emitter.add_into(ctx.side_gradient(operand), patch.slot)
+        return inside
 
     def _give_gradients(self, gradients: Mapping[str, list[Patch]]) -> None:
         """Hand the gradients of what is read from outside to the caller; those that nothing was added to are zeros."""

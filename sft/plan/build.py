@@ -162,6 +162,11 @@ def _new_segment(
 
 
 def _schedule(problem: Problem, choice: SegmentChoice) -> Schedule | TileSchedule:
+    """The strips, which are the same for all ways to divide the width and the batch."""
+    return problem.remembered(("schedule", choice.nodes, choice.strip_rows, choice.halo), lambda: _new_schedule(problem, choice))
+
+
+def _new_schedule(problem: Problem, choice: SegmentChoice) -> Schedule | TileSchedule:
     graph, phases = problem.graph, problem.phases
     if choice.halo == "carry":
         return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, problem.extents(ROWS), choice.strip_rows)

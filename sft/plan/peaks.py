@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sft.lower.program import Instruction, Program, slots_of
+from sft.lower.program import Emitter, Instruction
 
 __all__ = ["prefix_peaks", "suffix_peaks"]
 
@@ -47,29 +47,41 @@ def suffix_peaks(instructions: Sequence[Instruction], place: Mapping[str, int], 
     return np.array([_most(everything - events.before(cut), owners >= cut) for cut in cuts])
 
 
-def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]) -> Floats:
+def prefix_peaks(emitter: Emitter, place: Mapping[str, int], cuts: Iterable[int]) -> Floats:
     """The same of the operators before each cut, if they were a program of their own.
 
     The value of the last operator before a cut crosses it: it is nobody's carried row there.
+
+    Args:
+        emitter: holds the program of all operators, which need not be finished; dead instructions are dropped.
+        place: where each operator stands.
+        cuts: places.
     """
-    instructions = program.instructions
+    used = emitter.pruned_slots()
+    instructions = emitter.instructions
     # A result's rows are there from the place behind its reader on, a gradient of a parameter at once.
-    needed = {slot.root: 0 for slot in program.ports.values()}
-    for port, slot in program.results.items():
+    needed = {slot.root: 0 for slot in emitter.ports.values()}
+    for port, slot in emitter.results.items():
         carried = port.role in ("append", "grad_carry")
         needed[slot.root] = min(needed.get(slot.root, len(place) + 2), place[port.name] + 2 if carried and port.name in place else 0)
-    kept = {slot.root for slot in program.results.values()}
-    used = [slots_of(instruction) for instruction in instructions]
+    kept = {slot.root for slot in emitter.results.values()}
     first = [0] * len(instructions)
     never = len(place) + 1
     for time in range(len(instructions) - 1, -1, -1):
         instruction, runs_at = instructions[time], never
         for out in instruction.outputs:
             if out is not None:
-                runs_at = min(runs_at, needed.get(out.root, never))
+                at = needed.get(out.root, never)
+                if at < runs_at:
+                    runs_at = at
         for slot in instruction.writes:
-            runs_at = min(runs_at, needed.get(slot.root, never))
-        first[time] = runs_at = max(place[instruction.owner] + 1, runs_at)
+            at = needed.get(slot.root, never)
+            if at < runs_at:
+                runs_at = at
+        own = place[instruction.owner] + 1
+        if own > runs_at:
+            runs_at = own
+        first[time] = runs_at
         for slot in used[time]:
             if needed.get(slot.root, never) > runs_at:
                 needed[slot.root] = runs_at
@@ -78,14 +90,19 @@ def prefix_peaks(program: Program, place: Mapping[str, int], cuts: Iterable[int]
     cuts = list(cuts)
     events = _Events([cut + 1 for cut in cuts], len(instructions))
     for time, instruction in enumerate(instructions):
+        use = (first[time], time)
         for out in instruction.outputs:
-            if out is not None and out.root == out.number:
-                sized[out.number] = out.num_bytes
-                events.made(first[time], time, out.num_bytes)
             if out is not None:
-                uses.setdefault(out.root, []).append((first[time], time))
+                root = out.root
+                if root == out.number:
+                    sized[root] = out.num_bytes
+                    events.made(first[time], time, out.num_bytes)
+                    uses[root] = [use]
+                elif root in uses:
+                    uses[root].append(use)
         for slot in used[time]:
-            uses.setdefault(slot.root, []).append((first[time], time))
+            if slot.root in uses:
+                uses[slot.root].append(use)
     for root, num_bytes in sized.items():
         last = -1
         if root in kept:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from sft.analysis.interval import Interval
 from sft.analysis.tile import tile_at
-from sft.lower.step import lower_strip
+from sft.lower.step import emit_strip
 from sft.plan.build import build_region
 from sft.plan.peaks import prefix_peaks
 from sft.plan.problem import Problem
@@ -178,16 +178,16 @@ class RunSampler:
         least = -(-problem.run_height(names) // schedule.strip_rows)
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
         # What runs forward holds less than what runs forward and backward: one of the two tells enough.
-        program = lower_strip(segment.scope_of(walk), schedule.step(index), "joint" if differentiated else "forward")
-        peak = prefix_peaks(program, place, cuts)
+        emitter = emit_strip(segment.scope_of(walk), schedule.step(index), "joint" if differentiated else "forward")
+        peak = prefix_peaks(emitter, place, cuts)
         gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
         places = np.array([place[name] for name in own], dtype=np.int64)
         incoming = np.array([gradients[places < cut].sum() for cut in cuts]) + self._read_strips(segment, walk, names, cuts)
-        for port, slot in program.ports.items():
+        for port, slot in emitter.ports.items():
             if port.name in segment.to_host and port.role in ("out", "grad_out"):
                 incoming += np.where(np.array(cuts) > place[port.name], slot.num_bytes, 0)
-        owners = np.array([place[i.owner] for i in program.instructions])
-        overhead = np.array([self.rates.overhead(i) for i in program.instructions])
+        owners = np.array([place[i.owner] for i in emitter.instructions])
+        overhead = np.array([self.rates.overhead(i) for i in emitter.instructions])
         passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both
         return {
             "row_bytes": row_bytes,

@@ -26,7 +26,8 @@ from sft.analysis.schedule import NodeRows, Schedule, Step
 from sft.analysis.tile import TileSchedule, kinds_of
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
-from sft.lower.step import StripKind, lower_finish, lower_strip, partial_shape, partial_start
+from sft.lower.step import StripKind, lower_finish, partial_shape, partial_start
+from sft.lower.strips import StripPrograms
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.machine import Handle, Machine
 from sft.walk.reading import opened, reads_skipped
@@ -88,6 +89,7 @@ class TiledSegment:
     contiguous: frozenset[str] = frozenset()
     skips_repeats: bool = False
     _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
+    _lowerings: dict[tuple[int, int], StripPrograms] = field(default_factory=dict, repr=False)
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
     _rows: dict[tuple[int, int], Mapping[str, Interval]] = field(default_factory=dict, repr=False)
@@ -199,8 +201,15 @@ class TiledSegment:
         """The program of a strip; strips of one signature share it, in panels of one geometry."""
         key = (kind, int(self.schedule.kinds[1][index]), self.panel_kinds[walk.panel], len(walk.chunk))
         if key not in self._programs:
-            self._programs[key] = lower_strip(self.scope_of(walk), self.step(index), kind)
+            self._programs[key] = self._lowering(walk).lower(kind, index)
         return self._programs[key]
+
+    def _lowering(self, walk: Walk) -> StripPrograms:
+        """What lowers the strips of walks of one geometry."""
+        key = (len(walk.chunk), self.panel_kinds[walk.panel])
+        if key not in self._lowerings:
+            self._lowerings[key] = StripPrograms(self.scope_of(walk), self.schedule)
+        return self._lowerings[key]
 
     def host_strip_bytes(self, program: Program) -> int:
         """Bytes on the device of the strips of outputs, or of their gradients, that a program of the segment exchanges with the host."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import sft
-import sft.preparing
+import sft.searching
 from sft.plan.carried import Planned
 from sft.plan.planner import plan_segments
 from sft.plan.problem import Problem
@@ -68,7 +68,7 @@ def problem_of(model: nn.Module, shape: tuple[int, ...], patch: pytest.MonkeyPat
         seen.append(problem)
         return plan_segments(problem, *arguments)
 
-    patch.setattr(sft.preparing, "plan_segments", noting)
+    patch.setattr(sft.searching, "plan_segments", noting)
     plain_plan(model, shape)
     return seen[-1]
 

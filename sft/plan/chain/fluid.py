@@ -244,16 +244,22 @@ def _pruned(state: _Search, node: int, labels: _Labels) -> _Labels:
         labels = labels.take(_promising(state, node, labels, 4 * most))
     order = np.lexsort((labels.up, labels.down, labels.held, labels.seconds))
     labels = labels.take(order)
-    marks = np.stack([labels.held, labels.held - np.maximum(labels.down, 0), labels.down, labels.up, labels.host], axis=1)
+    marks = (labels.held, labels.held - np.maximum(labels.down, 0), labels.down, labels.up, labels.host)
+
+    def bettered(these: npt.NDArray[np.intp], by: npt.NDArray[np.intp]) -> npt.NDArray[np.bool_]:
+        """For each of these labels which of the others are no worse in any mark."""
+        found = np.ones((len(these), len(by)), dtype=bool)
+        for mark in marks:
+            found &= mark[by][None, :] <= mark[these][:, None]
+        return found
+
     kept = np.zeros(0, dtype=np.intp)
     block = 128
     for begin in range(0, len(labels), block):
         here = np.arange(begin, min(begin + block, len(labels)))
         # A label only loses to one that is no slower, and those come before it.
-        lost = np.any(np.all(marks[kept][None, :, :] <= marks[here][:, None, :], axis=2), axis=1)
-        here = here[~lost]
-        among = np.all(marks[here][None, :, :] <= marks[here][:, None, :], axis=2)
-        kept = np.concatenate([kept, here[~np.any(np.tril(among, -1), axis=1)]])
+        here = here[~bettered(here, kept).any(axis=1)]
+        kept = np.concatenate([kept, here[~np.tril(bettered(here, here), -1).any(axis=1)]])
     labels = labels.take(kept)
     return labels.take(_promising(state, node, labels, most)) if len(labels) > most else labels
 

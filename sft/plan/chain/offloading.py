@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from functools import lru_cache
 
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.edges import Edge
 from sft.plan.chain.link import Link
-from sft.plan.chain.place import place_copies
+from sft.plan.chain.place import place_copies, works_of
 from sft.plan.chain.reversal import keep_all, reversal
-from sft.plan.chain.schedule import Schedule, activation, saved
+from sft.plan.chain.schedule import Operation, Schedule, activation, saved
 from sft.plan.chain.simulate import simulate
 from sft.plan.chain.solver import too_small
+from sft.plan.chain.work import Work
 
 __all__ = ["best_offload", "kept_edge", "least_bytes", "loss_edge", "offload_values", "offloaded", "plain_peak_bytes"]
 
@@ -59,9 +61,17 @@ def offload_values(chain: Chain, stages: Iterable[int]) -> set[str]:
     return found
 
 
+@lru_cache(maxsize=4)
+def _kept(chain: Chain) -> tuple[tuple[Operation, ...], tuple[Work | None, ...]]:
+    """The operations that keep everything, which hundreds of offload sets of a chain have in common."""
+    operations = reversal(chain, keep_all)
+    return operations, works_of(chain, operations)
+
+
 def offloaded(chain: Chain, strategy: str, stages: Collection[int], budget_bytes: int) -> tuple[Schedule, int]:
     """The schedule that keeps everything, with what leaves for the host with the ``stages``; and the bytes that it holds at its peak."""
-    placed = place_copies(chain, reversal(chain, keep_all), offload_values(chain, stages), budget_bytes)
+    operations, works = _kept(chain)
+    placed = place_copies(chain, operations, offload_values(chain, stages), budget_bytes, works=works)
     return Schedule(strategy=strategy, operations=placed.operations), placed.peak_bytes
 
 

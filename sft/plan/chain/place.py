@@ -8,14 +8,14 @@ use, from the earliest place at which it fits beside everything until then. A va
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.schedule import Operation, activation, offload, prefetch, release
-from sft.plan.chain.work import work_of
+from sft.plan.chain.work import Work, work_of
 
-__all__ = ["Placed", "place_copies"]
+__all__ = ["Placed", "place_copies", "works_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +47,11 @@ class _Life:
         return next((read for read in self.reads if read >= place), -1)
 
 
+def works_of(chain: Chain, operations: Iterable[Operation], streamed_weights: Collection[int] = ()) -> tuple[Work | None, ...]:
+    """The work of each operation of a list; a free has none."""
+    return tuple(None if operation.kind == "free" else work_of(chain, operation, streamed_weights) for operation in operations)
+
+
 def place_copies(
     chain: Chain,
     operations: tuple[Operation, ...],
@@ -55,6 +60,7 @@ def place_copies(
     *,
     streamed_cuts: Collection[int] = (),
     streamed_weights: Collection[int] = (),
+    works: Sequence[Work | None] | None = None,
 ) -> Placed:
     """Put offloads, releases and prefetches into a list, so that it fits if the values ``away`` suffice for it.
 
@@ -65,10 +71,13 @@ def place_copies(
         budget_bytes: the budget; the result's peak says whether it was met.
         streamed_cuts: the list's streamed cuts.
         streamed_weights: the stages whose weights are streamed.
+        works: :func:`works_of` the list, where it is known.
     """
+    if works is None:
+        works = works_of(chain, operations, streamed_weights)
     hosted = {name for cut in streamed_cuts for name in (f"x{cut}", f"y{cut}")}
-    lives = _lives(chain, operations, set(away) - hosted)
-    during = _release(chain, operations, lives, budget_bytes, hosted, frozenset(streamed_weights))
+    lives = _lives(chain, operations, works, set(away) - hosted)
+    during = _release(chain, operations, works, lives, budget_bytes, hosted, frozenset(streamed_weights))
     left = [(name, life) for name, life in lives.items() if life.released >= 0]
     fetches = _fetch(left, during, budget_bytes)
     before: dict[int, list[Operation]] = {}
@@ -85,16 +94,15 @@ def place_copies(
     return Placed(operations=tuple(placed), peak_bytes=max(during), host_bytes=sum(life.num_bytes for _, life in left))
 
 
-def _lives(chain: Chain, operations: tuple[Operation, ...], away: set[str]) -> dict[str, _Life]:
+def _lives(chain: Chain, operations: Sequence[Operation], works: Sequence[Work | None], away: set[str]) -> dict[str, _Life]:
     lives: dict[str, _Life] = {}
     if activation(0) in away:
         lives[activation(0)] = _Life(num_bytes=chain.input_bytes, made=-1)
     ended: set[str] = set()
-    for place, operation in enumerate(operations):
-        if operation.kind == "free":
+    for place, (operation, work) in enumerate(zip(operations, works, strict=True)):
+        if work is None:
             ended.add(operation.value)
             continue
-        work = work_of(chain, operation)
         for name in work.reads:
             if name in lives and name not in ended:
                 lives[name].reads.append(place)
@@ -106,7 +114,8 @@ def _lives(chain: Chain, operations: tuple[Operation, ...], away: set[str]) -> d
 
 def _release(
     chain: Chain,
-    operations: tuple[Operation, ...],
+    operations: Sequence[Operation],
+    works: Sequence[Work | None],
     lives: dict[str, _Life],
     budget_bytes: int,
     hosted: set[str],
@@ -116,19 +125,19 @@ def _release(
     held = chain.resident_bytes - 2 * sum(chain.stage(i).weight_bytes for i in streamed_weights)
     sizes = {} if activation(0) in hosted else {activation(0): chain.input_bytes}
     held += sum(sizes.values())
-    waiting = [name for name in lives if name == activation(0)]
+    # In the order in which they were made.
+    waiting = dict.fromkeys(name for name in lives if name == activation(0))
     out: set[str] = set()
     during: list[int] = []
-    for place, operation in enumerate(operations):
-        if operation.kind == "free":
+    for place, (operation, work) in enumerate(zip(operations, works, strict=True)):
+        if work is None:
             during.append(held)
             if operation.value in sizes:
                 size = sizes.pop(operation.value)
                 held -= 0 if operation.value in out else size
                 out.discard(operation.value)
-                waiting = [name for name in waiting if name != operation.value]
+                waiting.pop(operation.value, None)
             continue
-        work = work_of(chain, operation, streamed_weights)
         for name in work.reads:
             if name in out:  # from here on it stays
                 out.discard(name)
@@ -136,19 +145,19 @@ def _release(
                 held += sizes[name]
         made = {name: size for name, size in work.makes if name not in hosted}
         extra = sum(made.values()) + work.workspace_bytes
-        for name in [name for name in waiting if name not in work.reads]:
+        for name in [name for name in waiting if name not in work.reads] if held + extra > budget_bytes else ():
             if held + extra <= budget_bytes:
                 break
             if lives[name].next_read(place) < 0:
                 continue
-            waiting.remove(name)
+            del waiting[name]
             out.add(name)
             lives[name].released = place
             held -= sizes[name]
         during.append(held + extra)
         held += sum(made.values())
         sizes.update(made)
-        waiting += [name for name in made if name in lives and lives[name].made == place]
+        waiting.update(dict.fromkeys(name for name in made if name in lives and lives[name].made == place))
     return during
 
 

@@ -1,0 +1,415 @@
+"""Programs of the strips of a segment, made of parts that strips have in common.
+
+A walk has few strips in its middle that differ, and many at its ends: while rows arrive at ever deeper operators, and again when no more
+arrive. There each strip is a program of its own, though most of its operators do in it just what they do in other strips. What an
+operator emits depends on its own rows and reads (``signatures`` of the schedule), on the slots of what it reads and, backwards, on the
+gradients that reached it: that is what a part is remembered by. Slots are numbered by operator and pass, so that operators which do the
+same in two strips name the same slots, whatever happens elsewhere. The rules are asked when a part is new (``sft.lower.step``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sft.analysis.interval import Interval
+from sft.analysis.schedule import NodeRows, Schedule
+from sft.analysis.tile import TileSchedule
+from sft.lower.context import NodeContext, Patch, Scope
+from sft.lower.parts import Part, PartEmitter, joined, listed
+from sft.lower.program import Emitter, Port, Program, Slot
+from sft.lower.step import StepLowering, StripKind, hand_to_backend
+
+__all__ = ["StripPrograms"]
+
+#: A part has fewer slots than this.
+_SLOTS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What one value does in some steps.
+
+    Attributes:
+        number: that no other value, and no other doing of this one, has.
+        is_idle: whether there is nothing to do.
+        appends: whether rows go to the row store.
+        paddings: borders that it wants of its operands' buffers.
+    """
+
+    number: int
+    is_idle: bool
+    appends: bool
+    paddings: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """What all programs of a step have in common.
+
+    Attributes:
+        index: which step.
+        rows: of each value.
+        borders: rows of zeros above and below values.
+        read: the rows that are read of each source.
+        keys: what the work of each operator depends on, in any direction, besides slots; those that are idle have none.
+        nodes: what has been asked for of the schedule.
+    """
+
+    index: int
+    rows: Mapping[str, _Rows]
+    borders: Mapping[str, tuple[int, int]]
+    read: Mapping[str, Interval]
+    keys: Mapping[str, int]
+    nodes: dict[str, NodeRows]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Forward:
+    """An operator's forward part and what it leaves for others.
+
+    Attributes:
+        number: that no other has.
+        part: the instructions, where there are any.
+        value: the number of its value's buffer.
+        whole: a running reduction.
+        context: what its rule has put aside for the backward pass, with the buffers that it wrote into.
+    """
+
+    number: int
+    part: Part | None
+    value: int | None
+    whole: Slot | None
+    context: tuple[dict[str, Any], Slot | None, Slot | None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """An operator's backward part and the gradients of what it reads, as numbers of patches."""
+
+    part: Part | None
+    patches: tuple[tuple[str, int], ...]
+
+
+@dataclass(slots=True)
+class _Operator:
+    """One operator of the segment, with its parts so far.
+
+    Attributes:
+        name: the operator.
+        reads: the streamed values that it reads, each once.
+        reduced: the global values that it reads of operators in the segment.
+        leaves: whether its own output depends on whether outputs are written.
+        needs_grad: whether it is differentiated.
+        does_nothing: whether the panel has nothing for it.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    reduced: tuple[str, ...]
+    leaves: bool
+    needs_grad: bool
+    does_nothing: bool
+    forward: dict[tuple[Any, ...], _Forward] = field(default_factory=dict)
+    backward: dict[tuple[int, ...], _Backward] = field(default_factory=dict)
+
+
+class _Numbers:
+    """Numbers for things, from 0 on, in the order in which they are first asked for; equal things have one."""
+
+    def __init__(self) -> None:
+        self.things: list[Any] = []
+        self._of: dict[Hashable, int] = {}
+
+    def of(self, thing: Hashable) -> int:
+        """The number of a thing."""
+        number = self._of.get(thing)
+        if number is None:
+            number = self._of[thing] = len(self.things)
+            self.things.append(thing)
+        return number
+
+
+class StripPrograms:
+    """Lowers the strips of one walk's geometry.
+
+    Args:
+        scope: what does not change from strip to strip.
+        schedule: the strips.
+    """
+
+    def __init__(self, scope: Scope, schedule: Schedule | TileSchedule) -> None:
+        self.scope, self.schedule = scope, schedule
+        inside = frozenset(scope.names)
+        self._operators = [self._operator(name, inside) for name in scope.names]
+        self._place = {name: place for place, name in enumerate((*scope.names, *scope.sources))}
+        self._readers = {name: [user for user in scope.names if name in scope.graph[user].operands] for name in scope.sources}
+        self._ports: dict[Port, int] = {}
+        self._rows: dict[str, dict[Hashable, _Rows]] = {name: {} for name in schedule.names}
+        #: what is remembered by number: what operators do, buffers with the place of their first row, and gradients
+        self._works, self._values, self._patches = _Numbers(), _Numbers(), _Numbers()
+        self._sources: dict[tuple[str, int, int], tuple[Part, int]] = {}
+        self._num_rows = self._num_forward = 0
+        self._lowering = StepLowering(scope, whole=False)
+        self._steps: dict[int, _Step] = {}
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts the rules have been asked for."""
+        return len(self._sources) + sum(len(operator.forward) + len(operator.backward) for operator in self._operators)
+
+    def lower(self, kind: StripKind, index: int) -> Program:
+        """The program of a strip; see :func:`sft.lower.step.lower_strip`, which makes the same of one alone."""
+        step = self._step(index)
+        outputs, rows = kind == "forward", kind != "joint"
+        parts: list[Part] = []
+        values: dict[str, int] = {}
+        wholes: dict[str, Slot] = {}
+        done: dict[str, _Forward] = {}
+        for name in self.scope.sources:
+            part, values[name] = self._source(step, name)
+            parts.append(part)
+        for operator in self._operators:
+            name = operator.name
+            work = step.keys.get(name)
+            if work is None:
+                continue
+            flags = (outputs and operator.leaves, rows and step.rows[name].appends)
+            key = (work, *flags, *[values.get(operand) for operand in operator.reads])
+            if operator.reduced:
+                key += tuple(operand in wholes for operand in operator.reduced)
+            found = operator.forward.get(key)
+            if found is None:
+                found = operator.forward[key] = self._new_forward(step, operator, flags, values, wholes)
+            done[name] = found
+            if found.part is not None:
+                parts.append(found.part)
+            if found.value is not None:
+                values[name] = found.value
+            if found.whole is not None:
+                wholes[name] = found.whole
+        if kind == "joint":
+            self._differentiate(step, parts, values, wholes, done)
+        if self.scope.backend is None:
+            return joined(parts)
+        emitter = listed(parts, self.scope.dtype_of(self.scope.names[0]))
+        hand_to_backend(self.scope, emitter)
+        return emitter.finish()
+
+    def _differentiate(
+        self, step: _Step, parts: list[Part], values: Mapping[str, int], wholes: Mapping[str, Slot], done: Mapping[str, _Forward]
+    ) -> None:
+        """Add the backward parts."""
+        gradients: dict[str, list[int]] = {}
+        for operator in reversed(self._operators):
+            forward = done.get(operator.name)
+            if forward is None or not operator.needs_grad:
+                continue
+            key = (forward.number, *gradients.pop(operator.name, ()))
+            found = operator.backward.get(key)
+            if found is None:
+                found = operator.backward[key] = self._new_backward(step, operator, key[1:], values, wholes, forward)
+            if found.part is not None:
+                parts.append(found.part)
+            for operand, patch in found.patches:
+                arrived = gradients.get(operand)
+                if arrived is None:
+                    gradients[operand] = [patch]
+                else:
+                    arrived.append(patch)
+
+    # -- what strips have in common -----------------------------------------------------------------------------------
+
+    def _operator(self, name: str, inside: frozenset[str]) -> _Operator:
+        scope = self.scope
+        operands = tuple(dict.fromkeys(scope.graph[name].operands))
+        return _Operator(
+            name=name,
+            reads=tuple(operand for operand in operands if operand in scope.streamed),
+            reduced=tuple(operand for operand in operands if operand in inside and operand not in scope.streamed),
+            leaves=name in scope.outputs or name not in scope.streamed,
+            needs_grad=name in scope.requires_grad,
+            does_nothing=not scope.has_columns(name),
+        )
+
+    def _step(self, index: int) -> _Step:
+        step = self._steps.get(index)
+        if step is None:
+            step = self._steps[index] = self._new_step(index)
+        return step
+
+    def _new_step(self, index: int) -> _Step:
+        rows: dict[str, _Rows] = {}
+        nodes: dict[str, NodeRows] = {}
+        borders: dict[str, tuple[int, int]] = {}
+        for name, signature in zip(self.schedule.names, self.schedule.signatures(index), strict=True):
+            found = self._rows[name].get(signature)
+            if found is None:
+                nodes[name] = self.schedule.node_rows(name, index)
+                found = self._rows[name][signature] = self._new_rows(nodes[name])
+            rows[name] = found
+            if found.paddings:
+                StepLowering.widen_borders(borders, found.paddings)
+        keys: dict[str, int] = {}
+        for operator in self._operators:
+            own = rows[operator.name]
+            if not own.is_idle:
+                work: tuple[Hashable, ...] = (own.number, *[rows[operand].number for operand in operator.reads])
+                if borders:
+                    work += tuple([borders.get(name) for name in (operator.name, *operator.reads)])
+                keys[operator.name] = self._works.of(work)
+        return _Step(index=index, rows=rows, borders=borders, read=self._read(index), keys=keys, nodes=nodes)
+
+    def _new_rows(self, rows: NodeRows) -> _Rows:
+        name, place = rows.name, self._place[rows.name]
+        self._num_rows += 1
+        if place >= len(self._operators):
+            return _Rows(self._num_rows, False, False, ())
+        operator = self._operators[place]
+        is_streamed = name in self.scope.streamed
+        is_idle = operator.does_nothing or not (rows.held if is_streamed else rows.reads)
+        lowering = self._lowering
+        lowering.rows = {} if operator.does_nothing else {name: rows}
+        return _Rows(self._num_rows, is_idle, bool(rows.appended), lowering.paddings(name))
+
+    def _read(self, index: int) -> dict[str, Interval]:
+        """The rows of each source that a step reads."""
+        found: dict[str, Interval] = {}
+        for name, readers in self._readers.items():
+            span = Interval(0, 0)
+            for reader in readers:
+                if self.scope.has_columns(reader):
+                    reads = self.schedule.node_rows(reader, index).reads
+                    for read in reads:
+                        if read.operand == name:
+                            span = span.hull(read.rows)
+            found[name] = span
+        return found
+
+    # -- new parts ----------------------------------------------------------------------------------------------------
+
+    def _source(self, step: _Step, name: str) -> tuple[Part, int]:
+        """The part that brings the rows of a source, and the number of its buffer."""
+        read, first = step.read[name], self._first(step, name)
+        key = (name, read.start - first, read.stop - first)
+        found = self._sources.get(key)
+        if found is None:
+            lowering = self._enter(step, self.scope.names[0], self._place[name], backward=False)
+            lowering.load_source(name)
+            slot, row = lowering.values[name]
+            found = self._sources[key] = (Part(lowering.emitter), self._values.of((slot, row - first)))
+        return found
+
+    def _new_forward(
+        self, step: _Step, operator: _Operator, flags: tuple[bool, bool], values: Mapping[str, int], wholes: Mapping[str, Slot]
+    ) -> _Forward:
+        name = operator.name
+        lowering = self._enter(step, name, self._place[name], backward=False)
+        self._give(lowering, step, operator, operator.reads, values, wholes)
+        lowering.write_outputs, lowering.write_rows = flags
+        lowering.forward_of(name)
+        self._num_forward += 1
+        value, ctx = lowering.values.get(name), lowering.contexts.get(name)
+        return _Forward(
+            number=self._num_forward,
+            part=_part(lowering.emitter),
+            value=None if value is None else self._values.of((value[0], value[1] - self._first(step, name))),
+            whole=lowering.wholes.get(name),
+            context=None if ctx is None else (ctx.saved, ctx.destination, ctx.overwrite),
+        )
+
+    def _new_backward(
+        self,
+        step: _Step,
+        operator: _Operator,
+        patches: Sequence[int],
+        values: Mapping[str, int],
+        wholes: Mapping[str, Slot],
+        forward: _Forward,
+    ) -> _Backward:
+        name = operator.name
+        lowering = self._enter(step, name, self._place[name], backward=True)
+        self._give(lowering, step, operator, (name, *operator.reads), values, wholes)
+        if forward.context is not None:
+            saved, destination, overwrite = forward.context
+            lowering.contexts[name] = NodeContext(
+                scope=self.scope,
+                emitter=lowering.emitter,
+                node=self.scope.graph[name],
+                step=lowering.rows.get(name) or _nothing(name),
+                values=lowering.values,
+                wholes=lowering.wholes,
+                borders=lowering.borders,
+                destination=destination,
+                overwrite=overwrite,
+                # A rule may add to what it finds there.
+                saved={key: dict(value) if isinstance(value, dict) else value for key, value in saved.items()},
+            )
+        found = lowering.backward_of(name, [self._patch(step, name, number) for number in patches])
+        return _Backward(
+            part=_part(lowering.emitter),
+            patches=tuple((operand, self._patch_number(step, operand, patch)) for operand, patch in found),
+        )
+
+    def _enter(self, step: _Step, owner: str, place: int, *, backward: bool) -> StepLowering:
+        """The lowering, ready for one operator."""
+        lowering, dtype = self._lowering, self.scope.dtype_of(owner)
+        lowering.emitter = PartEmitter(dtype=dtype, owner=owner, port_numbers=self._ports, _num_slots=(2 * place + 1 + backward) * _SLOTS)
+        lowering.rows, lowering.values, lowering.wholes, lowering.contexts = {}, {}, {}, {}
+        lowering.read, lowering.borders = step.read, step.borders
+        return lowering
+
+    def _give(
+        self,
+        lowering: StepLowering,
+        step: _Step,
+        operator: _Operator,
+        names: Sequence[str],
+        values: Mapping[str, int],
+        wholes: Mapping[str, Slot],
+    ) -> None:
+        """Give the lowering the rows and buffers of some values in this step."""
+        # Of what it reads the lowering looks at the rows where it is one value, which it may write over.
+        for name in (operator.name, *operator.reads[: len(operator.reads) == 1]):
+            if self.scope.has_columns(name):
+                lowering.rows[name] = self._node(step, name)
+        for name in names:
+            if name in values:
+                slot, offset = self._values.things[values[name]]
+                lowering.values[name] = (slot, offset + self._first(step, name))
+        lowering.wholes.update({name: wholes[name] for name in operator.reduced if name in wholes})
+
+    def _node(self, step: _Step, name: str) -> NodeRows:
+        """What a value does in a step."""
+        rows = step.nodes.get(name)
+        if rows is None:
+            rows = step.nodes[name] = self.schedule.node_rows(name, step.index)
+        return rows
+
+    def _first(self, step: _Step, name: str) -> int:
+        """The first row that is held of a value."""
+        return self.schedule.first_row(name, step.index)
+
+    def _patch_number(self, step: _Step, name: str, patch: Patch) -> int:
+        """The number of a gradient, its rows counted from the first that is held."""
+        if patch.rows is None:
+            return self._patches.of(patch)
+        return self._patches.of(Patch(patch.slot, patch.rows.shift(-self._first(step, name)), patch.columns, patch.owned))
+
+    def _patch(self, step: _Step, name: str, number: int) -> Patch:
+        """The gradient of that number in this step."""
+        patch: Patch = self._patches.things[number]
+        if patch.rows is None:
+            return patch
+        return Patch(patch.slot, patch.rows.shift(self._first(step, name)), patch.columns, patch.owned)
+
+
+def _nothing(name: str) -> NodeRows:
+    none = Interval(0, 0)
+    return NodeRows(name, none, none, none, none, ())
+
+
+def _part(emitter: Emitter) -> Part | None:
+    """What was emitted, if anything was."""
+    return Part(emitter) if emitter.instructions or emitter.results or emitter.ports else None

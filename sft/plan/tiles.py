@@ -37,15 +37,19 @@ def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rate
     """
     whole_bytes = float(survey.peak_bytes[0].min())
     for partitioned in partition_choices(problem, survey.options):
-        for grid in grids(survey.options):
+        for number, grid in enumerate(grids(survey.options)):
             choices = partitioned(grid)
-            if flops_in_tiles(problem, choices, survey.forward_flops, survey.flops) >= known or least_bytes(problem, choices) > room_bytes:
-                break  # finer grids compute more, and hold as much between segments
+            if flops_in_tiles(problem, choices, survey.forward_flops, survey.flops) >= known:
+                if not number:
+                    return  # partitions for smaller limits have more in tiles
+                break  # finer grids compute more
+            if least_bytes(problem, choices) > room_bytes:
+                break  # these are between segments, whatever the grid
             if _LEAST_SHARE * whole_bytes > room_bytes * _num_tiles(problem, choices):
                 continue
             planned = carry_out(problem, choices)
             if planned.projection.peak_bytes <= room_bytes:
-                cost = timeline_of(problem, choices, planned.projection, rates).estimated_seconds * rates.flops_per_second
+                cost = timeline_of(problem, planned.choices, planned.projection, rates).estimated_seconds * rates.flops_per_second
                 if cost < known:
                     known = cost
                     yield cost, planned

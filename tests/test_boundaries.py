@@ -122,7 +122,7 @@ def _streamed_plan(model: nn.Module, shape: tuple[int, ...], options: sft.Option
 
 @pytest.mark.usefixtures("captures")
 def test_any_of_them_may_be_streamed(problems: list[Problem]) -> None:
-    @settings(max_examples=max(8, settings.default.max_examples // 3) if settings.default else 8)
+    @settings(max_examples=max(5, settings.default.max_examples // 3) if settings.default else 5)
     @given(options=tiled_options(_SHAPE[2:]), mask=st.integers(1, 63))
     def check(options: sft.Options, mask: int) -> None:
         model = seeded(Normed)

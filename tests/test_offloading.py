@@ -43,7 +43,7 @@ _SHAPE = (2, 3, 24, 20)
 
 
 #: Each example plans and takes several steps.
-_FEW = settings(max_examples=max(6, (settings.default or settings()).max_examples // 4))
+_FEW = settings(max_examples=max(4, (settings.default or settings()).max_examples // 4))
 
 
 @pytest.mark.parametrize(("name", "strategy"), [*((name, "offload-dp") for name in MODELS), ("normed", "vdnn"), ("unet", "offload-greedy")])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,8 @@ import torch
 
 from sft.analysis.interval import Interval
 from sft.errors import SourceError
-from sft.sources import ArrayImage, Normalized
-from sft.wsi.ahead import THREAD_NAME, SlideAhead, decode_beginning
+from sft.sources import ArrayImage, Cached, Normalized
+from sft.wsi.ahead import THREAD_NAME, SlideAhead, decode_beginning, decode_further
 from sft.wsi.cli import main
 from sft.wsi.feed import SlideFeed
 from tests.helpers.wsi import real_pixels, write_config, write_task
@@ -64,11 +66,40 @@ def test_an_error_belongs_to_the_slide_that_has_it() -> None:
     ahead.drop()
 
 
+def test_more_is_made_ready_until_somebody_takes_it() -> None:
+    ahead, made, some = SlideAhead(), [], threading.Event()
+
+    def further(inputs: tuple[Any, ...]) -> Iterator[None]:
+        for number in itertools.count():
+            made.append((inputs, number))
+            if number == 2:
+                some.set()
+            yield
+
+    ahead.start("a", lambda: ("a",), further)
+    assert some.wait(10)
+    assert ahead.take("a", lambda: ("opened again",)) == ("a",)
+    many = len(made)
+    assert made == [(("a",), number) for number in range(many)]
+    assert not [thread for thread in threading.enumerate() if thread.name == THREAD_NAME], "nothing goes on behind the taker's back"
+
+
+def test_what_cannot_be_read_further_ahead_is_left_to_whoever_reads_it() -> None:
+    ahead = SlideAhead()
+
+    def further(inputs: tuple[Any, ...]) -> Iterator[None]:
+        yield
+        raise SourceError("tile 7 is broken")
+
+    ahead.start("a", lambda: ("a",), further)
+    assert ahead.take("a", lambda: ("opened again",)) == ("a",)
+
+
 class _Counted(ArrayImage):
     tile_height_px = 64
 
-    def __init__(self) -> None:
-        super().__init__(real_pixels()[:200, :96].copy())
+    def __init__(self, num_rows: int = 200) -> None:
+        super().__init__(real_pixels()[:num_rows, :96].copy())
         self.read_rows: list[tuple[int, int]] = []
 
     def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Any:
@@ -83,6 +114,42 @@ def test_the_beginning_is_decoded_once() -> None:
     assert image.read_rows == [(0, 64)]
     source.rows(Interval(0, 40), torch.empty(1, 3, 40, 96))
     assert image.read_rows == [(0, 64)], "the block is there already"
+
+
+_BLOCK_BYTES = 64 * 96 * 3
+
+
+@pytest.mark.parametrize(
+    ("budget_bytes", "current_rows", "ready"),
+    [
+        (8 * _BLOCK_BYTES, 200, 4),  # both slides, of 3.1 blocks each, fit
+        (6 * _BLOCK_BYTES, 200, 2),  # of the second as much as the first one's rows leave
+        (4 * _BLOCK_BYTES, 200, 1),
+        (2 * _BLOCK_BYTES, 200, 1),  # the first may fill the budget: only what the second begins with
+        (4 * _BLOCK_BYTES, 64, 3),  # a small slide leaves more
+    ],
+)
+def test_two_slides_share_the_budget_of_decoded_rows(budget_bytes: int, current_rows: int, ready: int) -> None:
+    images = [_Counted(current_rows), _Counted()]
+    caches = [Cached(image, host_budget_bytes=budget_bytes) for image in images]
+    current, following = (Normalized(cache, mean=(0.5,) * 3, std=(0.5,) * 3) for cache in caches)
+    decode_beginning(following)
+    for _ in decode_further((following, "labels"), (current, "labels")):
+        pass
+    assert images[1].read_rows == [(64 * number, min(64, 200 - 64 * number)) for number in range(ready)]
+    out = torch.empty(1, 3, current_rows, 96)
+    current.rows(Interval(0, current_rows), out)
+    if ready > 1:
+        assert caches[0].kept_bytes + caches[1].kept_bytes <= budget_bytes
+    following.rows(Interval(0, 200), torch.empty(1, 3, 200, 96))
+    assert len(set(images[1].read_rows)) == len(images[1].read_rows) == 4, "no block is decoded twice"
+
+
+def test_a_source_without_a_cache_is_left_alone() -> None:
+    image = _Counted()
+    source = Normalized(image, mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert not list(decode_further((source,), (source,)))
+    assert not image.read_rows
 
 
 def test_validation_and_evaluation_open_every_slide_but_the_first_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,6 +263,13 @@ def plain_bytes(arguments: argparse.Namespace) -> int:
     return sft.plan(model, (1, 3, arguments.size, arguments.size), budget=2**60, options=options).total_bytes
 
 
+def waited_share(steps: Path) -> float:
+    """Of the time of a run's steps, how much it waited for pixels."""
+    with steps.open(encoding="utf-8", newline="") as file:
+        rows = [(float(row["waited_seconds"]), float(row["seconds"])) for row in csv.DictReader(file)]
+    return sum(waited for waited, _ in rows) / sum(seconds for _, seconds in rows)
+
+
 def write_results(arguments: argparse.Namespace, rows: list[Row], hits: list[bool], *, num_test: int) -> None:
     """Print the table, and write it with the command and the machine."""
     share = arguments.needle**2 / arguments.size**2
@@ -279,7 +286,8 @@ def write_results(arguments: argparse.Namespace, rows: list[Row], hits: list[boo
         "rows that say otherwise. Whole slides have one learning rate; the others were trained at each of "
         f"{', '.join(f'{rate:g}' for rate in arguments.baseline_lr)},",
         f"and the one with the best AUC in validation counts. Whole slides were trained within {arguments.budget};",
-        f"plain PyTorch would hold {plain_bytes(arguments) / 2**20:.0f} MiB.",
+        f"plain PyTorch would hold {plain_bytes(arguments) / 2**20:.0f} MiB. "
+        f"Of the steps' time {100 * waited_share(arguments.out / 'run' / 'steps.csv'):.1f} % was waiting for pixels.",
         "",
         "| trained on | AUC [95 %] | learning rate | seconds, with prediction |",
         "| --- | --- | --- | --- |",

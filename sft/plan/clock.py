@@ -11,6 +11,7 @@ from sft.plan.laps import Lap
 from sft.plan.problem import Problem
 from sft.plan.project import Projection
 from sft.plan.rates import Rates
+from sft.plan.reads import passes_over
 from sft.plan.timeline import Timeline, TimelineEntry
 from sft.plan.types import SegmentChoice
 
@@ -20,7 +21,7 @@ __all__ = ["timeline_of"]
 def timeline_of(problem: Problem, choices: Sequence[SegmentChoice], projection: Projection, rates: Rates) -> Timeline:
     """The laps of a projection, with the seconds that they take at these rates; strips of one signature take the same time."""
     known: dict[int, float] = {}
-    passing = traffic(problem, choices)
+    passing, reading = traffic(problem, choices), passes_over(problem, choices)
 
     def seconds(program: Program) -> float:
         if id(program) not in known:
@@ -39,7 +40,10 @@ def timeline_of(problem: Problem, choices: Sequence[SegmentChoice], projection: 
                     problem,
                     lap,
                     max(
-                        sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
+                        rates.with_reading(
+                            sum((count * seconds(program) for program, count in lap.runs), _copy_seconds(problem, lap)),
+                            _read_bytes(reading, lap),
+                        ),
                         _stream_seconds(problem, passing, lap),
                     ),
                 ),
@@ -56,6 +60,13 @@ def _copy_seconds(problem: Problem, lap: Lap) -> float:
     """What a copy takes that a move begins."""
     seconds = problem.link.up_seconds if lap.move.kind == "prefetch" else problem.link.down_seconds
     return seconds(lap.copied_bytes)
+
+
+def _read_bytes(reading: Sequence[tuple[float, float]], lap: Lap) -> float:
+    """What a move reads of inputs that are not resident."""
+    if lap.move.kind not in ("forward", "backward"):
+        return 0.0
+    return reading[lap.move.segment][lap.move.kind == "backward"]
 
 
 def _stream_seconds(problem: Problem, passing: Sequence[Traffic], lap: Lap) -> float:

@@ -139,10 +139,10 @@ class StagedModel:
         saved = forward.end_bytes - results
         roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
         kept = {roots[slot] for slot in forward.saved}
-        loaded = sum(map(problem.value_bytes, segment.from_source))
+        loaded = sum(map(problem.value_bytes, segment.from_source))  # for each pass
         return Stage(
-            forward_seconds=self.rates.seconds(forward),
-            backward_seconds=self.rates.seconds(backward),
+            forward_seconds=self.rates.with_reading(self.rates.seconds(forward), loaded),
+            backward_seconds=self.rates.with_reading(self.rates.seconds(backward), loaded),
             output_bytes=sum(map(problem.value_bytes, values)),
             grad_bytes=sum(problem.grad_bytes(name) for name in values if name in problem.requires_grad),
             saved_bytes=max(int(segment.saves), saved),  # what it saves may be a view, of no bytes, but it must have run

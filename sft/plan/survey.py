@@ -31,6 +31,7 @@ from sft.plan.peaks import suffix_peaks
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
+from sft.plan.reads import source_bytes
 from sft.plan.sampling import Floats, RunSampler, halo_shares
 from sft.plan.tiling import ALL_KEPT, Tiling
 from sft.plan.types import SegmentChoice
@@ -176,6 +177,7 @@ class Survey:
             exchanged = self._exchanged_bytes(self.positions[p]) if parts and self.streams else [0.0] * len(parts)
             states: Any = sum((run.states[c] for run, c in parts), np.zeros(shape[1:]))
             behind = whole.peak[p] + self._held_whole(order[cut_at[p] :])
+            read_bytes: Any = np.zeros(shape[1:])
             held = problem.border_bytes + sum(makes) + states
             peak, head = held + behind, np.broadcast_to(held, shape[1:])
             cost = np.full(shape[1:], self.plain_flops + whole.overhead[p])
@@ -184,18 +186,29 @@ class Survey:
                 grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
                 head = np.maximum(head, alive + grads + (run.peak[c] + exchanged[j])[:, None])
                 cost += (run.flops[c] - sum(whole.flops[name] for name in run.names[: run.cuts[c]]))[:, None]
+                num_walks: Any = 1.0
                 if any(name in problem.requires_grad for name in run.names[: run.cuts[c]]):
                     again = 1 - 1 / self.tiling.num_walks if self.tiling.restart else 0.0
                     cost += run.forward_flops[c][:, None] * (1 + again + run.restored_share)
+                    num_walks = 2 + again + run.restored_share
+                read_bytes = read_bytes + source_bytes(problem, run.names[: run.cuts[c]]) * self.tiling.num_panels * num_walks
                 cost += (run.num_steps * self.tiling.num_walks * run.overhead[c])[:, None]
                 if len(self.policies) > 1:  # else it was asked for
                     head = np.where(run.restored_share <= _MOST_RESTORED, head, np.inf)
             if parts and self.streams:
                 cost += self._link_cost(self.positions[p])
+            cost = self._with_reading(cost, read_bytes + (1 + problem.training) * source_bytes(problem, order[cut_at[p] :]))
             self.peak_bytes[p], self.cost[p] = np.maximum(peak, head), cost
             self.head_peak_bytes[p], self.head_bytes[p] = head, held
             self.head_cost[p] = cost - whole.overhead[p] - sum(whole.flops[name] for name in order[cut_at[p] :])
         self.least_cost = float(self.cost[-1, :, 0].min())
+
+    def _with_reading(self, cost: Floats, read_bytes: Floats) -> Floats:
+        """Costs, with what reading so many bytes of inputs meanwhile adds."""
+        if not self.problem.from_source:
+            return cost
+        reading = self._rates.reading_seconds(self._rates.flops_per_second) * read_bytes
+        return cost + reading if self._rates.reads_on_device else np.maximum(cost, reading)
 
     def least_cost_in(self, num_panels: int) -> float:
         """What ``least_cost`` would be in so many panels, by the FLOPs that these compute twice at their borders."""

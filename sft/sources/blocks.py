@@ -11,7 +11,7 @@ longest ago would find nothing at all in a second pass in the same direction.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -88,8 +88,8 @@ class RowBlocks:
         edges = self._edges = {number: pixels for number, pixels in self._edges.items() if number in span}
         out: Pixels | None = None
         for number in numbers:
-            block = Interval(number * self.block_rows, min((number + 1) * self.block_rows, self.image.height_px))
-            pixels = self._block(number, block, edges)
+            block = self._rows_of(number)
+            pixels = self._block(number, edges, self.host_budget_bytes)
             if out is None:
                 out = np.empty((len(wanted), *pixels.shape[1:]), np.uint8)
             part = block.intersect(wanted)
@@ -102,23 +102,45 @@ class RowBlocks:
         assert out is not None
         return out
 
+    def decode(self, most_bytes: int) -> Iterator[None]:
+        """Keep blocks ahead of their use, from the top, one with each element; what does not fit ``most_bytes`` ends it.
+
+        Raises:
+            SourceError: they cannot be read.
+        """
+        if self.block_rows is None:
+            return
+        for number in self._numbers(Interval(0, self.image.height_px)):
+            if number not in self._kept:
+                like_it = max((pixels.nbytes for pixels in list(self._kept.values())), default=0)
+                if self.kept_bytes + like_it <= most_bytes:
+                    self._block(number, self._edges, min(most_bytes, self.host_budget_bytes))
+                if number not in self._kept:
+                    return
+            yield
+
     def _numbers(self, rows: Interval) -> range:
         """The blocks that rows lie in."""
         assert self.block_rows is not None
         return range(rows.start // self.block_rows, (rows.stop - 1) // self.block_rows + 1)
 
-    def _block(self, number: int, block: Interval, edges: Mapping[int, Pixels]) -> Pixels:
+    def _rows_of(self, number: int) -> Interval:
+        assert self.block_rows is not None
+        return Interval(number * self.block_rows, min((number + 1) * self.block_rows, self.image.height_px))
+
+    def _block(self, number: int, edges: Mapping[int, Pixels], most_bytes: int) -> Pixels:
+        """A block, kept from now on if all that is kept takes no more than ``most_bytes``."""
         known = self._kept.get(number)
         if known is None:
             known = edges.get(number)
         if known is not None:
             self.num_blocks_reused += 1
             return known
-        pixels = self._read(block)
+        pixels = self._read(self._rows_of(number))
         self.num_blocks_read += 1
-        if pixels.nbytes <= self.host_budget_bytes:
+        if pixels.nbytes <= most_bytes:
             self._kept[number] = pixels
-            if self.kept_bytes > self.host_budget_bytes:
+            if self.kept_bytes > most_bytes:
                 self._kept.pop(number, None)
         return pixels
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sft.analysis.interval import Interval
 from sft.sources.blocks import RowBlocks
 from sft.sources.image import Image, Pixels
@@ -61,6 +63,17 @@ class Cached(RasterView):
             f"{self.num_blocks_read} blocks decoded, {self.num_blocks_reused} reused, {format_bytes(self.kept_bytes)} of "
             f"{format_bytes(self.host_budget_bytes)} kept"
         )
+
+    def decode(self, most_bytes: int) -> Iterator[None]:
+        """Decode rows ahead of their use, from the top, a block with each element.
+
+        Args:
+            most_bytes: that all kept rows may take; never more than ``host_budget_bytes``.
+
+        Raises:
+            SourceError: rows cannot be read.
+        """
+        yield from self._blocks.decode(most_bytes)
 
     def forget(self) -> None:
         """Drop what is kept."""

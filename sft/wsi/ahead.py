@@ -1,18 +1,23 @@
 """The next slide is opened while the current one is trained on.
 
 To open a slide means to read its header, to find its tissue and its stains where a run wants them, and to decode the rows that the first
-strip begins with. All of that would otherwise stand between two slides. What is ahead is bounded: one slide, opened, with one block of its
-rows; within a slide, reading runs ahead by itself.
+strip begins with. All of that would otherwise stand between two slides. Within a slide, reading runs ahead by itself, but a small network
+is done with a strip before the next one is decoded. So rows of the next slide are decoded further, as far as those that its cache keeps
+(`data.host_budget`) fit the same budget beside all rows of the slide at hand. What is ahead is bounded: one slide, and of it one block
+of rows or what that budget has left.
 
-One thread at a time works ahead, and whoever takes a slide waits for it first. What opens slides is therefore never called by two threads
-at once, as long as all slides between a :meth:`SlideAhead.start` and the next :meth:`SlideAhead.take` come from here.
+One thread at a time works ahead, and whoever takes a slide waits for it first: until the slide is open and a block that is being decoded
+is done. What opens slides is therefore never called by two threads at once, as long as all slides between a :meth:`SlideAhead.start` and
+the next :meth:`SlideAhead.take` come from here.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +25,9 @@ from typing import Any
 import torch
 
 from sft.analysis.interval import Interval
-from sft.sources import Source
+from sft.sources import Cached, Source
 
-__all__ = ["THREAD_NAME", "Inputs", "SlideAhead", "decode_beginning"]
+__all__ = ["THREAD_NAME", "Inputs", "SlideAhead", "decode_beginning", "decode_further"]
 
 #: What a network is called with.
 Inputs = tuple[Any, ...]
@@ -32,11 +37,17 @@ THREAD_NAME = "sft-next-slide"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Started:
-    """What is being opened: for whom, and where the result will be."""
+    """What is being opened: for whom, where the result will be, and what ends the work on it behind that."""
 
     key: Hashable
     result: Future[Inputs]
+    enough: threading.Event
     thread: threading.Thread
+
+    def end(self) -> None:
+        """Wait until it is opened and nothing works on it any more."""
+        self.enough.set()
+        self.thread.join()
 
 
 class SlideAhead:
@@ -58,17 +69,19 @@ class SlideAhead:
         self.waited_seconds = 0.0
         self._started: _Started | None = None
 
-    def start(self, key: Hashable, opened: Callable[[], Inputs]) -> None:
+    def start(self, key: Hashable, opened: Callable[[], Inputs], further: Callable[[Inputs], Iterable[None]] | None = None) -> None:
         """Begin to open a slide; what was begun before and not taken is dropped.
 
         Args:
             key: says which slide it is.
             opened: opens it; what it raises comes out of :meth:`take`.
+            further: gets it more and more ready, a little with each element, until somebody takes it. Default: `None`
         """
         self.drop()
         result: Future[Inputs] = Future()
-        thread = threading.Thread(target=_open, args=(opened, result), name=THREAD_NAME, daemon=True)
-        self._started = _Started(key=key, result=result, thread=thread)
+        enough = threading.Event()
+        thread = threading.Thread(target=_open, args=(opened, further, result, enough), name=THREAD_NAME, daemon=True)
+        self._started = _Started(key=key, result=result, enough=enough, thread=thread)
         thread.start()
 
     def take(self, key: Hashable, opened: Callable[[], Inputs]) -> Inputs:
@@ -81,7 +94,7 @@ class SlideAhead:
         try:
             started, self._started = self._started, None
             if started is not None:
-                started.thread.join()
+                started.end()
                 if started.key == key:
                     return started.result.result()
             return opened()
@@ -92,14 +105,24 @@ class SlideAhead:
         """Wait for what was begun, and forget it, with what it may have raised."""
         started, self._started = self._started, None
         if started is not None:
-            started.thread.join()
+            started.end()
 
 
-def _open(opened: Callable[[], Inputs], result: Future[Inputs]) -> None:
+def _open(
+    opened: Callable[[], Inputs], further: Callable[[Inputs], Iterable[None]] | None, result: Future[Inputs], enough: threading.Event
+) -> None:
     try:
-        result.set_result(opened())
+        inputs = opened()
     except BaseException as error:  # it belongs to whoever takes the slide
         result.set_exception(error)
+        return
+    result.set_result(inputs)
+    if further is not None:
+        # What cannot be read now raises again where somebody reads it for use.
+        with contextlib.suppress(Exception):
+            for _ in further(inputs):
+                if enough.is_set():
+                    return
 
 
 def decode_beginning(source: Source) -> None:
@@ -110,3 +133,26 @@ def decode_beginning(source: Source) -> None:
     """
     batch, channels, _, *rest = source.shape
     source.rows(Interval(0, 1), torch.empty((batch, channels, 1, *rest), dtype=source.dtype))
+
+
+def decode_further(inputs: Inputs, beside: Inputs) -> Iterator[None]:
+    """Decode rows of a slide that its cache keeps, block by block, from the top.
+
+    Args:
+        inputs: of the slide; those whose image is `sft.sources.Cached` are decoded.
+        beside: those of the slide in use. Its caches may come to hold all of its rows, and the two slides share the budget.
+
+    Raises:
+        SourceError: rows cannot be read.
+    """
+    taken = sum(math.prod(source.shape) for source in beside if _cache(source) is not None)  # a byte for each channel of a pixel
+    for source in inputs:
+        cache = _cache(source)
+        if cache is not None:
+            yield from cache.decode(max(0, cache.host_budget_bytes - taken))
+            taken += cache.kept_bytes
+
+
+def _cache(source: Source) -> Cached | None:
+    image = getattr(source, "image", None)
+    return image if isinstance(image, Cached) else None

@@ -27,7 +27,8 @@ class DataConfig:
         mpp: micrometres per pixel to train at, exactly; default: the slide's largest level.
         tissue: none; crop (to the bounding box of the tissue that is found, or that the column mask says); mask (also paints what is not
             tissue in the slide's background colour).
-        host_budget: host memory in which the decoded rows of a slide are kept for its backward pass; default: none are.
+        host_budget: host memory in which the decoded rows of a slide are kept for its backward pass, and in what it leaves, rows of the
+            next slide; default: none are.
         num_folds: make so many patient-disjoint folds where the table has no splits; one is for testing, the next for validation.
         fold: which of them is for testing, from 0.
         val_fraction: share of the patients for validation where there are neither splits nor folds.

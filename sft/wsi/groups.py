@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sft.errors import BudgetError
-from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning
+from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning, decode_further
 from sft.wsi.augment import Augmentation, draw_augmentation
 from sft.wsi.errors import TrainingError
 from sft.wsi.experiment import Experiment, autocast
@@ -237,7 +238,9 @@ class GroupGradients:
             record, lambda: self._ahead.take((epoch, record.name), lambda: self._begun(record, epoch)), self._ranks, interruption
         )
         if upcoming is not None:
-            self._ahead.start((epoch, upcoming.name), lambda: self._begun(upcoming, epoch))
+            # A band reads its own rows only, whichever these are.
+            further = None if self._ranks.shape.num_bands > 1 else partial(decode_further, beside=inputs)
+            self._ahead.start((epoch, upcoming.name), lambda: self._begun(upcoming, epoch), further)
         try:
             with reading(record, self._ranks), autocast(self._config):
                 output: Tensor = self._net(*inputs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from sft.nn import WithLoss
-from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning
+from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning, decode_further
 from sft.wsi.experiment import Experiment, autocast, compile_model, segmentation_counts, segmentation_loss
 from sft.wsi.interruption import Interruption
 from sft.wsi.metrics import Prediction
@@ -62,7 +62,9 @@ class Predictor:
         set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
         inputs = opened(record, lambda: self._ahead.take(("as it is", record.name), lambda: self._begun(record)), self._ranks, interruption)
         if upcoming is not None:
-            self._ahead.start(("as it is", upcoming.name), lambda: self._begun(upcoming))
+            # A band reads its own rows only, whichever these are.
+            further = None if self._ranks.shape.num_bands > 1 else partial(decode_further, beside=inputs)
+            self._ahead.start(("as it is", upcoming.name), lambda: self._begun(upcoming), further)
         with reading(record, self._ranks):
             return self._predicted(record, inputs)
 

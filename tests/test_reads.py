@@ -16,6 +16,7 @@ from sft.plan.problem import Problem
 from sft.plan.rates import Rates
 from sft.plan.reads import passes_over
 from sft.plan.types import SegmentChoice
+from sft.sources import ArraySource
 
 from .helpers.models import Residual, chain, seeded
 
@@ -45,7 +46,7 @@ def test_the_planner_counts_what_is_read(options: Options, restores: bool, monke
         return passes_over(problem, choices)
 
     monkeypatch.setattr(clock, "passes_over", noting)
-    source = sft.sources.ArraySource(_pixels(48, 40))
+    source = ArraySource(_pixels(48, 40))
     net = sft.compile(seeded(Residual).float().train(), source, options=options)
     net(source).sum().backward()
     counted = passes_over(*noted[-1])
@@ -62,7 +63,7 @@ def test_a_small_network_is_not_walked_in_panels_that_read_everything_again() ->
     """A convolution that shrinks its image: tiles cost fewer calls and hardly more FLOPs, but every column of them reads the image."""
     model = seeded(lambda: chain(nn.Conv2d(3, 32, 4, stride=4, bias=False), nn.ReLU(), nn.Conv2d(32, 64, 3, stride=2, padding=1)))
     model = model.float().train()
-    source = sft.sources.ArraySource(_pixels(1024, 1024))
+    source = ArraySource(_pixels(1024, 1024))
     smallest = sft.plan(model, source, options=Options(tile=(64, None))).total_bytes
     plan = sft.plan(model, source, budget=2 * smallest)
     assert [segment.num_panels for segment in plan.segments if segment.mode == "tiled"] == [1]

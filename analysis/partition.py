@@ -24,7 +24,10 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 from sft.analysis.tile import tile_step
 
-__all__ = ["Partition", "PartitionSegment", "least_tile_bytes", "partition"]
+__all__ = ["KnownTiles", "Partition", "PartitionSegment", "least_tile_bytes", "partition"]
+
+#: Of the operators of a tiled segment its fused-tileable dimensions, and the bytes of its smallest tile.
+KnownTiles = dict[tuple[str, ...], tuple[tuple[str, ...], int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +68,7 @@ def partition(
     streamed: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     limit_bytes: int,
+    known: KnownTiles | None = None,
 ) -> Partition:
     """Cut the operators ``names`` so that no value of ``limit_bytes`` or more is ever whole (Listing 3).
 
@@ -77,7 +81,9 @@ def partition(
         streamed: the images among the values.
         shapes: shape of every value.
         limit_bytes: the memory; a value that fills it does not fit.
+        known: keeps what tiled segments are, for other limits at the same shapes. Default: `None`
     """
+    known = {} if known is None else known
     must_tile = [_value_bytes(graph, shapes, name) >= limit_bytes for name in names]
     after = _post_dominators(graph, names)
     segments: list[PartitionSegment] = []
@@ -92,7 +98,7 @@ def partition(
         if kept:
             segments.append(PartitionSegment(names=tuple(kept), tiled=False))
             kept = []
-        segments.append(_tiled(graph, tuple(names[position : end + 1]), rows, streamed, shapes, limit_bytes))
+        segments.append(_tiled(graph, tuple(names[position : end + 1]), rows, streamed, shapes, limit_bytes, known))
         position = end + 1
     if kept:
         segments.append(PartitionSegment(names=tuple(kept), tiled=False))
@@ -171,9 +177,12 @@ def _tiled(
     streamed: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     limit_bytes: int,
+    known: KnownTiles,
 ) -> PartitionSegment:
-    dimensions = fused_dimensions(graph, names, rows, streamed)
-    tile_bytes = least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
+    if names not in known:
+        dimensions = fused_dimensions(graph, names, rows, streamed)
+        known[names] = dimensions, least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
+    dimensions, tile_bytes = known[names]
     whole_bytes = {name: _value_bytes(graph, shapes, name) for name in graph.handed_on(names)}
     span = f"{graph[names[0]].label} .. {graph[names[-1]].label}"
     problem = ""

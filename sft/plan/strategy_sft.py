@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from sft.analysis.partition import partition
+from sft.analysis.partition import KnownTiles, partition
 from sft.options import Options
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
@@ -68,9 +68,10 @@ def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[
 def _partition(problem: Problem, limit_bytes: int) -> Parts | None:
     """Operators in order and whether they are tiled; ``None`` where the paper reports out of memory."""
     phases = problem.phases
+    known: KnownTiles = problem.remembered("tiled segments of partitions", dict)
     parts: list[tuple[tuple[str, ...], bool]] = []
     for phase in phases.phases:
-        found = partition(problem.graph, phase.streamed, phases.rows, phases.streamed, problem.shapes, limit_bytes)
+        found = partition(problem.graph, phase.streamed, phases.rows, phases.streamed, problem.shapes, limit_bytes, known)
         if found.problems or any(segment.tiled and "height" not in segment.dimensions for segment in found.segments):
             return None
         parts += [(segment.names, segment.tiled) for segment in found.segments]

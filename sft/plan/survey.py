@@ -159,6 +159,7 @@ class Survey:
         starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._phases)])
         cut_at = [int(starts[i]) + self._cuts[i][c] for i, c in self.positions]
         whole = self._whole(order, cut_at)
+        self._whole_from, self._whole_peaks = [len(order) - cut for cut in cut_at], whole.peak
         self.plain_flops, self.flops, self.forward_flops = sum(whole.flops.values()), whole.flops, whole.forward_flops
         grad_bytes = self._param_grad_bytes(order)
         shape = (len(self.positions), len(self.strip_rows), len(self.policies))
@@ -202,6 +203,11 @@ class Survey:
             self.head_peak_bytes[p], self.head_bytes[p] = head, held
             self.head_cost[p] = cost - whole.overhead[p] - sum(whole.flops[name] for name in order[cut_at[p] :])
         self.least_cost = float(self.cost[-1, :, 0].min())
+
+    def bytes_of_last(self, num_operators: int) -> float:
+        """What a step needs at least that keeps so many of the last operators whole."""
+        peaks = [peak for count, peak in zip(self._whole_from, self._whole_peaks, strict=True) if count <= num_operators]
+        return self.problem.border_bytes + float(max(peaks, default=0.0))
 
     def _with_reading(self, cost: Floats, read_bytes: Floats) -> Floats:
         """Costs, with what reading so many bytes of inputs meanwhile adds."""

@@ -23,6 +23,8 @@ __all__ = ["cheaper_tiles", "flops_in_tiles"]
 
 #: A tile should need at least this share of what its part of the whole needs.
 _LEAST_SHARE = 0.5
+#: Of what operators that are kept whole should need, this they surely do.
+_CERTAIN_SHARE = 0.95
 
 
 def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rates, known: float) -> Iterator[tuple[float, Planned]]:
@@ -45,6 +47,8 @@ def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rate
                 break  # finer grids compute more
             if least_bytes(problem, choices) > room_bytes:
                 break  # these are between segments, whatever the grid
+            if choices[-1].mode == "whole" and _CERTAIN_SHARE * survey.bytes_of_last(len(choices[-1].nodes)) > room_bytes:
+                break
             if _LEAST_SHARE * whole_bytes > room_bytes * _num_tiles(problem, choices):
                 continue
             planned = carry_out(problem, choices)

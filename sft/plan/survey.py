@@ -119,7 +119,8 @@ class Survey:
             self.strip_rows = [rows for rows in low if rows < tallest and rows < high[0]] + high
             first = len(self.strip_rows) - len(high)
             inner = {first, first + (len(high) - 1) // 3, first + 2 * (len(high) - 1) // 3, len(self.strip_rows) - 1}
-            self._sampled = sorted({*range(first), *inner})
+            # Below the stride deep values gain a row at a time; what is alive grows with the rows of the others alone.
+            self._sampled = sorted({0, *inner})
         most = -(-tallest // self.strip_rows[0]) + 1
         self.policies = _policies(options, most) if problem.training and self.tiling.halo == "carry" else [Checkpoints()]
 

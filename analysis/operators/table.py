@@ -215,10 +215,11 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     NEXT: NextValue(),
 }
 
-#: Draws masks of its own where it is given a probability.
-_DRAWS_IF_ASKED = frozenset({"aten.scaled_dot_product_attention.default"})
+#: Recurrent layers drop values between layers.
+_RECURRENT = frozenset({"aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
 _NO_ORDER = "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), other numbers outside the compiled model"
 _RANDOM = {
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "its masks are its own; set its dropout to 0, with nn.Dropout between layers"),
     "native_dropout": "use the dropped values, not the mask that it returns",
     "bernoulli": "its probabilities vary; draw with one probability, torch.empty_like(x).bernoulli_(p)",
 }
@@ -282,12 +283,21 @@ def refusal(node: Node, graph: Graph) -> str | None:
         kernel = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(kernel)):
             return f"{node.label}: dropout on the kernel itself has no positions in the image; drop its input or its output"
-    if node.effect == "draws" and not (node.target in _DRAWS_IF_ASKED and not node.argument("dropout_p", 0.0)):
+    if node.effect == "draws" and _draws(node):
         name = node.target.removeprefix("aten.").split(".")[0]
         return f"{node.label} has no exact rule; {_RANDOM.get(name, _NO_ORDER)}"
     if node.effect == "writes":
         return f"{node.label} writes into its operands; use the form that returns a new tensor"
     return None
+
+
+def _draws(node: Node) -> bool:
+    """Whether an operator that may draw random numbers does; some only do if they are given a probability."""
+    if node.target == "aten.scaled_dot_product_attention.default":
+        return bool(node.argument("dropout_p", 0.0))
+    if node.target in _RECURRENT:
+        return bool(node.argument("train") and node.argument("dropout") and node.argument("num_layers") > 1)
+    return True
 
 
 #: What comes out of these depends on no value that they read, or is not to.

@@ -182,6 +182,8 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
                 results.append(_Result(number, tuple(tensor.shape), tensor.dtype, shared))
             arguments = tuple(convert(arg) for arg in node.args)
             keywords = tuple((key, convert(item)) for key, item in node.kwargs.items())
+            if len(results) == 1:  # a list of one tensor, as of `unbind`
+                target, has_many = _only(target) if has_many else target, False
             call = _Call(target, arguments, keywords, tuple(results), has_many)
             reads = {v.index for v in _values((*arguments, *(item for _, item in keywords)))}
             if reads & from_grad:
@@ -192,6 +194,17 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
         else:
             raise InternalError(f"the trace of an operator holds a {node.op} node: {node}")
     return _Trace(tuple(forward), tuple(backward), num_inputs, result[0], tuple(result[1:]))
+
+
+@lru_cache(maxsize=32)
+def _only(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., torch.Tensor]:
+    """A function that makes a list of one tensor, as one that makes the tensor."""
+
+    def made(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        (found,) = function(*arguments, **keywords)
+        return found
+
+    return made
 
 
 def _only_splits(old: Sequence[int], new: Sequence[int]) -> bool:

@@ -134,7 +134,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "darknet19",
         "resnet50",
     ),
-    "test_normshapes.py::test_the_graph_is_that_of_the_formula": ("meta-None-True",),
+    "test_normshapes.py::test_the_graph_is_that_of_the_formula": ("cpu-autocast2-True", "meta-None-True"),
     "test_planner.py::test_more_budget_never_costs_more": ("unet-shape1",),
     "test_recurrent.py::test_a_recurrent_layer_is_exact": ("lstm both ways",),
     "test_repeats.py::test_panels_of_one_geometry_are_looked_at_one_by_one": ("6",),
@@ -172,6 +172,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 #: Tests without parameters.
 _TESTS = (
     "test_any_rank.py::test_ids_alone_masks_and_other_sizes",
+    "test_bands.py::test_resnet18_with_norms_in_training",
     "test_bands.py::test_sums_of_gradients_in_many_windows",
     "test_bands_failure.py::test_a_rank_that_raises_between_strips",
     "test_bands_failure.py::test_ranks_that_are_asked_different_things",
@@ -179,6 +180,7 @@ _TESTS = (
     "test_planner.py::test_a_gigapixel_image_fits_or_the_error_says_what_would",
     "test_planner.py::test_inference_needs_far_less_than_training",
     "test_tails.py::test_a_small_host_is_kept_to",
+    "test_wsi_ranks.py::test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits",
     "test_wsi_ranks.py::test_evaluation_is_shared_and_the_same",
     "test_wsi_ranks.py::test_label_maps_are_dealt_out_and_shared",
     "test_wsi_ranks.py::test_replicas_take_the_steps_of_one_process",

@@ -29,7 +29,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
     "unet": TinyUNet,
 }
 #: Each example plans and takes several steps.
-_FEW = settings(max_examples=max(3, (settings.default or settings()).max_examples // 10), deadline=None)
+_FEW = settings(max_examples=max(2, (settings.default or settings()).max_examples // 10), deadline=None)
 
 
 @cache

@@ -68,7 +68,8 @@ def find_phases(graph: Graph) -> Phases:
     for node in graph.operators:
         refused = refusal(node, graph)
         if refused is not None:
-            problems += [refused] if refused not in problems else []  # an operator with several results is as many nodes
+            if refused not in problems:  # an operator with several results is as many nodes
+                problems.append(refused)
             continue
         row, why = operator_of(node, graph, streamed)
         if why:

@@ -50,7 +50,7 @@ def _drop(kind: str, p: float) -> nn.Module:
 _KINDS = ["element", "inplace", "channel", "row", "batch", "floored", "alpha", "feature_alpha"]
 
 
-@settings(max_examples=4)
+@settings(max_examples=max(4, settings().max_examples // 25))
 @given(
     kinds=st.lists(st.sampled_from(_KINDS), min_size=1, max_size=3),
     p=st.sampled_from([0.1, 0.5, 0.83]),

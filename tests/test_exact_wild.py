@@ -14,7 +14,7 @@ from .helpers.models import image, seeded
 from .helpers.wild import Wild, WildNet, Wish, assert_wild_exact, wild_tilings, wilds
 
 
-@settings(max_examples=6, suppress_health_check=list(HealthCheck))
+@settings(max_examples=max(6, settings().max_examples // 15), suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_random_network_is_exact(data: st.DataObject) -> None:
     wild = data.draw(wilds(), label="network")

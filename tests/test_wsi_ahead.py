@@ -145,10 +145,12 @@ def test_two_slides_share_the_budget_of_decoded_rows(budget_bytes: int, current_
     assert len(set(images[1].read_rows)) == len(images[1].read_rows) == 4, "no block is decoded twice"
 
 
-def test_a_source_without_a_cache_is_left_alone() -> None:
+def test_a_source_without_a_cache_and_one_of_bands_are_left_alone() -> None:
     image = _Counted()
     source = Normalized(image, mean=(0.5,) * 3, std=(0.5,) * 3)
     assert not list(decode_further((source,), (source,)))
+    cached = Normalized(Cached(image, host_budget_bytes="1MiB"), mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert not list(decode_further((cached,), (source,), num_bands=2)), "a band reads its own rows only"
     assert not image.read_rows
 
 

@@ -219,7 +219,9 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
 _RECURRENT = frozenset({"aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
 _NO_ORDER = "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), other numbers outside the compiled model"
 _RANDOM = {
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), "its masks are its own; set its dropout to 0, with nn.Dropout between layers"),
+    **dict.fromkeys(
+        (target.split(".")[1] for target in _RECURRENT), "its masks are its own; set its dropout to 0, with nn.Dropout between layers"
+    ),
     "native_dropout": "use the dropped values, not the mask that it returns",
     "bernoulli": "its probabilities vary; draw with one probability, torch.empty_like(x).bernoulli_(p)",
 }

@@ -72,7 +72,7 @@ def traffic(problem: Problem, choices: Sequence[SegmentChoice]) -> tuple[Traffic
     found = []
     for choice, (reads, makes) in zip(choices, borders(problem.graph, choices), strict=True):
         read, made = (streamed.intersection(names) for names in (reads, makes))
-        num_panels = -(-problem.run_width(choice.nodes) // choice.panel_cols) if choice.panel_cols else 1
+        num_panels = problem.num_panels(choice.nodes, choice.panel_cols)
         up = num_panels * sum(map(problem.value_bytes, read))
         wanted = problem.requires_grad
         found.append(

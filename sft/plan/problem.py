@@ -199,6 +199,10 @@ class Problem:
         """Columns of the widest source of a run."""
         return max((self.extent(name, COLUMNS) for name in self.run_sources(names)), default=1)
 
+    def num_panels(self, names: Sequence[str], panel_cols: int) -> int:
+        """Panels of a run; 0 columns to a panel are all of them."""
+        return -(-self.run_width(names) // panel_cols) if panel_cols else 1
+
     def stride(self, names: Sequence[str]) -> int:
         """Rows of the run's tallest source after which the pattern of every value repeats, or nearly does.
 

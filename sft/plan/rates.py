@@ -25,8 +25,7 @@ _FLOPS_PER_SECOND = {"cpu": 1e11}
 _FLOPS_PER_SECOND_DEFAULT = 1e13
 #: Bytes a second to the host and from it, to the nearest power of ten, of whatever kind the device is.
 _LINK_BYTES_PER_SECOND = 1e10
-#: Bytes a second of an input that is decoded and normalised, as the network gets it, to the nearest power of ten: 1.3e9 of float32 were
-#: measured on one core of those that computed.
+#: Bytes a second of an input that is decoded and normalised, as the network gets it, by one core, to the nearest power of ten.
 _READ_BYTES_PER_SECOND = 1e9
 
 

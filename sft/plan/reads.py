@@ -32,9 +32,10 @@ def _passes(problem: Problem, choice: SegmentChoice) -> tuple[float, float]:
     num_bytes = source_bytes(problem, choice.nodes)
     if not num_bytes or choice.mode != "tiled":
         return float(num_bytes), float(num_bytes)
-    num_panels = -(-problem.run_width(choice.nodes) // choice.panel_cols) if choice.panel_cols else 1
+    num_panels = problem.num_panels(choice.nodes, choice.panel_cols)
+    num_walks = num_panels * -(-problem.num_batch // choice.batch_tile)
     num_strips = -(-problem.run_height(choice.nodes) // choice.strip_rows)
-    again = 1 - 1 / num_panels if choice.restart else 0.0  # the last panel's states are there
+    again = 1 - 1 / num_walks if choice.restart else 0.0  # the last walk's states are there
     restored = 0.0
     if choice.halo == "carry":
         restored = Checkpoints(choice.state_every, choice.state_slots).num_restored(num_strips) / num_strips

@@ -266,10 +266,10 @@ class Survey:
         """
         problem = self.problem
         operands = {operand for name in names for operand in problem.graph[name].operands}
-        read, made = problem.from_source & operands, problem.host_outputs.intersection(names)
+        made = problem.host_outputs.intersection(names)
         loaded = (problem.host_outputs & operands & problem.requires_grad) - made
         held = [max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made]
-        return sum(map(problem.value_bytes, read)) + sum(held) + sum(map(problem.grad_bytes, loaded))
+        return source_bytes(problem, names) + sum(held) + sum(map(problem.grad_bytes, loaded))
 
     def _param_grad_bytes(self, order: Sequence[str]) -> int:
         """Bytes of the new parameter gradients."""

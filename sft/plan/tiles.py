@@ -109,7 +109,6 @@ def _num_tiles(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
     counts = [1]
     for choice in choices:
         if choice.mode == "tiled":
-            rows, cols = problem.run_height(choice.nodes), problem.run_width(choice.nodes)
-            tiles = -(-rows // choice.strip_rows) * -(-cols // (choice.panel_cols or cols))
+            tiles = -(-problem.run_height(choice.nodes) // choice.strip_rows) * problem.num_panels(choice.nodes, choice.panel_cols)
             counts.append(tiles * -(-problem.num_batch // choice.batch_tile))
     return max(counts)

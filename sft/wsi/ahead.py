@@ -135,16 +135,19 @@ def decode_beginning(source: Source) -> None:
     source.rows(Interval(0, 1), torch.empty((batch, channels, 1, *rest), dtype=source.dtype))
 
 
-def decode_further(inputs: Inputs, beside: Inputs) -> Iterator[None]:
+def decode_further(inputs: Inputs, beside: Inputs, num_bands: int = 1) -> Iterator[None]:
     """Decode rows of a slide that its cache keeps, block by block, from the top.
 
     Args:
         inputs: of the slide; those whose image is `sft.sources.Cached` are decoded.
         beside: those of the slide in use. Its caches may come to hold all of its rows, and the two slides share the budget.
+        num_bands: ranks that share a slide. Each reads its own rows only, whichever these are, so with several nothing is decoded.
 
     Raises:
         SourceError: rows cannot be read.
     """
+    if num_bands > 1:
+        return
     taken = sum(math.prod(source.shape) for source in beside if _cache(source) is not None)  # a byte for each channel of a pixel
     for source in inputs:
         cache = _cache(source)

@@ -238,8 +238,7 @@ class GroupGradients:
             record, lambda: self._ahead.take((epoch, record.name), lambda: self._begun(record, epoch)), self._ranks, interruption
         )
         if upcoming is not None:
-            # A band reads its own rows only, whichever these are.
-            further = None if self._ranks.shape.num_bands > 1 else partial(decode_further, beside=inputs)
+            further = partial(decode_further, beside=inputs, num_bands=self._ranks.shape.num_bands)
             self._ahead.start((epoch, upcoming.name), lambda: self._begun(upcoming, epoch), further)
         try:
             with reading(record, self._ranks), autocast(self._config):

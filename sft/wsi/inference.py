@@ -62,8 +62,7 @@ class Predictor:
         set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
         inputs = opened(record, lambda: self._ahead.take(("as it is", record.name), lambda: self._begun(record)), self._ranks, interruption)
         if upcoming is not None:
-            # A band reads its own rows only, whichever these are.
-            further = None if self._ranks.shape.num_bands > 1 else partial(decode_further, beside=inputs)
+            further = partial(decode_further, beside=inputs, num_bands=self._ranks.shape.num_bands)
             self._ahead.start(("as it is", upcoming.name), lambda: self._begun(upcoming), further)
         with reading(record, self._ranks):
             return self._predicted(record, inputs)

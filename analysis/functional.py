@@ -167,7 +167,8 @@ class _Rewriting:
         elif name == "aten.feature_dropout.default":
             self._feature_dropout(node)
         elif name == "aten.instance_norm.default":
-            self._instance_norm(node)
+            # It writes its running statistics, its schema does not say so, and the long way does not either.
+            self._make(node, node.target, node.args, node.kwargs, shares=False)
         elif name == "aten.bernoulli_.float":
             self._write(node, aten.bernoulli.p, (node.args[0], node.args[1] if len(node.args) > 1 else 0.5))
         elif name in _CASTS:
@@ -175,6 +176,11 @@ class _Rewriting:
         elif name in _RESHAPES:
             sizes = node.args[1] if name == "aten.reshape.default" else list(value.shape)
             self._make(node, aten.view.default, (node.args[0], sizes), shares=True)
+        elif name == "aten.expand_as.default":
+            self._make(node, aten.expand.default, (node.args[0], list(value.shape)), shares=True)
+        elif name == "aten.movedim.int":
+            _, source, destination = _all_arguments(node)
+            self._make(node, aten.permute.default, (node.args[0], _moved(value.dim(), source, destination)), shares=True)
         elif schema.is_mutable:
             self._write_simply(node)
         elif not isinstance(value, (torch.SymInt, int)) and _is_composite(node.target) and name not in _COMPOSITES | _COMPOSITE_VIEWS:
@@ -233,11 +239,6 @@ class _Rewriting:
             mask.meta = {**node.meta, "val": value.new_empty(sizes)}
         self._now[mask] = mask
         self._make(node, aten.mul.Tensor, (operand, mask), shares=False)
-
-    def _instance_norm(self, node: fx.Node) -> None:
-        if any(isinstance(held, fx.Node) for held in node.args[3:5]):
-            raise _NotSimple  # it writes its running statistics, and its schema does not say so
-        self._make(node, node.target, node.args, node.kwargs, shares=False)
 
     def _cast(self, node: fx.Node) -> None:
         operand, made = node.args[0], node.meta["val"]
@@ -330,6 +331,13 @@ def _of_one_dtype(node: fx.Node) -> bool:
     """Whether writing in place and making a new value give the same type."""
     dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes if isinstance(operand.meta["val"], torch.Tensor)}
     return len(dtypes) == 1
+
+
+def _moved(rank: int, source: int, destination: int) -> list[int]:
+    """The order of dimensions in which one has moved."""
+    order = [dim for dim in range(rank) if dim != source % rank]
+    order.insert(destination % rank, source % rank)
+    return order
 
 
 def _all_arguments(node: fx.Node) -> tuple[Any, ...]:

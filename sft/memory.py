@@ -146,12 +146,16 @@ class _DispatchMeter(TorchDispatchMode):
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(cls) for cls in types):
             return NotImplemented  # the wrapper unpacks itself; its inner operators come back here
+        return self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator, and count what it makes."""
         resizes = self._may_resize.get(func)
         if resizes is None:
             resizes = self._may_resize[func] = _may_resize(func)
         before = [(s, s.nbytes()) for s in _storages((args, kwargs))] if resizes else []
 
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
 
         input_keys: set[int] | None = None
         for storage in _storages(result):

@@ -92,11 +92,18 @@ def _spread(x: Tensor) -> tuple[Tensor, ...]:
     return x.var((2, 3)), *torch.var_mean(x, (2, 3), unbiased=False, keepdim=True), x.std((2, 3), keepdim=True)
 
 
+def _like_another(x: Tensor) -> tuple[Tensor, ...]:
+    last = x.movedim(1, -1).relu()
+    return last.movedim(-1, 0), x.mean((2, 3), keepdim=True).expand_as(x) * x, x.flatten(2).view_as(x) * 2
+
+
 _SIMPLE |= {
     "resized": (_Calls(_resized), (1, 4, 6, 7)),
     "padded": (_Calls(_padded), (1, 4, 6, 7)),
     "spread": (_Calls(_spread), (2, 4, 6, 7)),
     "channel dropout": (nn.Sequential(nn.Dropout2d(0.3), nn.ReLU(inplace=True), nn.InstanceNorm2d(4, affine=True)), (2, 4, 6, 7)),
+    "tracking": (nn.Sequential(nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.ReLU(inplace=True)), (2, 4, 6, 7)),
+    "like another": (_Calls(_like_another), (2, 4, 6, 7)),
     "volume dropout": (nn.Sequential(nn.Dropout3d(0.3), nn.Dropout3d(0.0)), (2, 4, 3, 6, 7)),
 }
 
@@ -178,11 +185,6 @@ def test_sizes_may_be_symbols() -> None:
     found = graph_of(direct)
     assert any(not isinstance(size, int) for node in found.nodes for size in node.shape)
     assert _renamed(found) == _renamed(graph_of(_decomposed(exported)))
-
-
-def test_running_statistics_of_an_instance_norm_go_the_long_way() -> None:
-    model = nn.InstanceNorm2d(3, affine=True, track_running_stats=True)
-    assert rewritten(_exported(model, (2, 3, 6, 7))) is None
 
 
 @pytest.mark.parametrize("function", _OVERLAPPING)

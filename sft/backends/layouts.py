@@ -14,6 +14,7 @@ import torch
 
 from sft.backends.calls import call_of
 from sft.backends.listing import Listing, slots_in
+from sft.lower.pieces import cat_parts
 from sft.lower.program import Instruction, Port, Slot
 
 __all__ = ["channels_last_slots"]
@@ -35,6 +36,7 @@ _FOLLOWING: dict[Any, int | None] = {
     aten.mul.Tensor: 0,
     aten.addcmul.default: 1,
     aten.cat.default: None,
+    cat_parts: None,
     aten._native_batch_norm_legit_no_training.default: 0,
     aten.native_batch_norm_backward.default: 1,
     aten.max_pool2d_with_indices.default: 0,

@@ -21,6 +21,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator, Window, window_of
 from sft.analysis.schedule import NodeRows, Read, Step
 from sft.lower.backend import Backend
+from sft.lower.pieces import Span, spans_of
 from sft.lower.program import Emitter, Slot
 
 __all__ = ["NodeContext", "Patch", "Scope", "grad_dtype_of", "sum_dtype"]
@@ -35,12 +36,14 @@ class Patch:
         rows: its rows, for a streamed value.
         columns: its columns, for a streamed value.
         owned: whether the slot's storage is nobody else's, so that it may be written to.
+        channels: which channels of the slot it is; ``None`` for all.
     """
 
     slot: Slot
     rows: Interval | None
     columns: Interval | None
     owned: bool
+    channels: Interval | None = None
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -235,15 +238,20 @@ class NodeContext:
 
     def strip(self, operand: str) -> Slot:
         """The rows and columns read of a streamed operand: a view of its buffer."""
+        slot, spans = self.part(operand)
+        for span in spans:
+            slot = self.emitter.narrow(slot, *span)
+        return slot
+
+    def part(self, operand: str) -> tuple[Slot, tuple[Span, ...]]:
+        """The buffer of a streamed operand, and where in it the rows and columns lie that are read."""
         scope = self.scope
         rows, columns = self._rows_read[operand].rows, scope.columns_read(self.node.name)[operand].rows
         num_rows, num_columns = rows.stop - rows.start, columns.stop - columns.start
         if num_rows <= 0 or num_columns <= 0:
-            return self.emitter.empty(scope.part_shape(operand, len(rows), len(columns)), scope.dtype_of(operand))
+            return self.emitter.empty(scope.part_shape(operand, len(rows), len(columns)), scope.dtype_of(operand)), ()
         slot, first_row = self.values[operand]
-        axes, narrow = scope.graph.axes, self.emitter.narrow_axis
-        first_column = scope.columns[operand].new.start
-        return narrow(narrow(slot, axes, ROWS, rows.start - first_row, num_rows), axes, COLUMNS, columns.start - first_column, num_columns)
+        return slot, spans_of(scope.graph.axes, slot, rows.shift(-first_row), columns.shift(-scope.columns[operand].new.start))
 
     def narrow(self, slot: Slot, axis: int, start: int, length: int) -> Slot:
         """A view of part of a streamed value along an axis."""
@@ -298,19 +306,20 @@ class NodeContext:
         """Whether the tensor that an argument refers to needs a gradient."""
         return any(name in self.scope.requires_grad for name in refs_in(value))
 
-    def add_grad(self, value: Any, slot: Slot, *, owned: bool) -> None:
+    def add_grad(self, value: Any, slot: Slot, *, owned: bool, channels: Interval | None = None) -> None:
         """Report a gradient of the operand that an argument refers to; it may be in a wider type than the operand.
 
         Args:
             value: the argument.
             slot: the gradient, of the rows and columns read (streamed) or of the whole tensor.
             owned: whether the slot's storage is nobody else's, so that it may be written to.
+            channels: which of the slot's it is; ``None`` for all.
         """
         (name,) = refs_in(value)
         rows = columns = None
         if name in self.scope.streamed:
             rows, columns = self.read_of(name).rows, self.columns_of(name).rows
-        self.contributions.append((name, Patch(slot, rows, columns, owned)))
+        self.contributions.append((name, Patch(slot, rows, columns, owned, channels)))
 
 
 def _by_operand(reads: Sequence[Read]) -> dict[str, Read]:

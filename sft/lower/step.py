@@ -13,6 +13,7 @@ from sft.analysis.graph import Node
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Step
 from sft.lower.context import NodeContext, Patch, Scope
+from sft.lower.patches import add_patches, patch_slot, sum_of_patches
 from sft.lower.program import Emitter, Program, Slot, load_rows
 from sft.lower.rules import rule_of
 from sft.lower.rules.base import Additive, Reduction, Rule
@@ -347,7 +348,7 @@ class StepLowering:
                 self._add_to_source(operand, patch)
             else:
                 assert ctx is not None
-                self.emitter.add_into(ctx.side_gradient(operand), patch.slot)
+                self.emitter.add_into(ctx.side_gradient(operand), patch_slot(self.emitter, patch))
         return inside
 
     def _give_gradients(self, gradients: Mapping[str, list[Patch]]) -> None:
@@ -365,7 +366,8 @@ class StepLowering:
     def _give_source_gradient(self, name: str, patches: list[Patch]) -> None:
         """Hand the gradient of a whole source to the caller."""
         rows = Interval(0, self.scope.extent(name, ROWS))
-        total, owned = self._sum(name, rows, [patch for patch in patches if patch.rows and patch.columns], self.scope.grad_dtype(name))
+        inside = [patch for patch in patches if patch.rows and patch.columns]
+        total, owned = sum_of_patches(self.scope, self.emitter, name, rows, inside, self.scope.grad_dtype(name))
         if not (owned and self.emitter.owns(total)):
             total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
         self.emitter.result("grad_source", name, total)
@@ -373,14 +375,7 @@ class StepLowering:
     def _add_to_source(self, name: str, patch: Patch) -> None:
         read = self.read[name]
         target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)), self.scope.grad_dtype(name))
-        self._add_patch(name, target, read, patch)
-
-    def _add_patch(self, name: str, target: Slot, rows: Interval, patch: Patch) -> None:
-        """Add a patch to a gradient of the panel's columns and ``rows``."""
-        assert patch.rows is not None and patch.columns is not None
-        target = self._rows_of(target, patch.rows.start - rows.start, len(patch.rows))
-        first = self.scope.columns[name].new.start
-        self.emitter.add_into(self._columns_of(target, patch.columns.start - first, len(patch.columns)), patch.slot)
+        add_patches(self.scope, self.emitter, name, target, read, [patch])
 
     def _backward_streamed(self, node: Node, patches: list[Patch]) -> None:
         scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
@@ -399,7 +394,7 @@ class StepLowering:
             if rows.carried:
                 e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
             return
-        total, owned = self._sum(node.name, rows.held, patches, scope.dtype_of(node.name))
+        total, owned = sum_of_patches(scope, e, node.name, rows.held, patches, scope.dtype_of(node.name))
         if rows.carried:
             block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
             e.copy(block, self._rows_of(total, 0, len(rows.carried)))
@@ -409,29 +404,9 @@ class StepLowering:
             new = self._rows_of(total, len(rows.carried), len(rows.new))
             self._rule(node).backward(ctx, new, owned)
 
-    def _sum(self, name: str, held: Interval, patches: list[Patch], dtype: torch.dtype) -> tuple[Slot, bool]:
-        """The sum of gradient patches over the rows held, and whether its storage may be written to.
-
-        A patch in a wider type than the result makes the sum wide, so that it is rounded once.
-        """
-        wide = max((dtype, *(patch.slot.dtype for patch in patches)), key=lambda kind: kind.itemsize)
-        columns = self.scope.columns[name].new
-        full = [patch.rows == held and patch.columns == columns for patch in patches]
-        if len(patches) == 1 and full[0]:
-            slot = patches[0].slot
-            return self.emitter.cast(slot, dtype), patches[0].owned or slot.dtype != dtype
-        base = next((i for i, patch in enumerate(patches) if patch.owned and full[i] and patch.slot.dtype == wide), None)
-        if base is None:
-            total = self.emitter.zeros(self.scope.strip_shape(name, len(held)), wide)
-        else:
-            total = patches.pop(base).slot
-        for patch in patches:
-            self._add_patch(name, total, held, patch)
-        return self.emitter.cast(total, dtype), True
-
     def _backward_whole(self, node: Node, patches: list[Patch]) -> None:
         e, scope = self.emitter, self.scope
-        parts = [(patch.slot, patch.owned) for patch in patches]
+        parts = [(patch_slot(self.emitter, patch), patch.owned) for patch in patches]
         if node.name in scope.outputs:
             shape = scope.shapes[node.name] if self.whole else scope.side_shape(node.name)
             parts.append((e.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))

@@ -395,14 +395,14 @@ class StripPrograms:
         """The number of a gradient, its rows counted from the first that is held."""
         if patch.rows is None:
             return self._patches.of(patch)
-        return self._patches.of(Patch(patch.slot, patch.rows.shift(-self._first(step, name)), patch.columns, patch.owned))
+        return self._patches.of(Patch(patch.slot, patch.rows.shift(-self._first(step, name)), patch.columns, patch.owned, patch.channels))
 
     def _patch(self, step: _Step, name: str, number: int) -> Patch:
         """The gradient of that number in this step."""
         patch: Patch = self._patches.things[number]
         if patch.rows is None:
             return patch
-        return Patch(patch.slot, patch.rows.shift(self._first(step, name)), patch.columns, patch.owned)
+        return Patch(patch.slot, patch.rows.shift(self._first(step, name)), patch.columns, patch.owned, patch.channels)
 
 
 def _nothing(name: str) -> NodeRows:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sft.lower.pieces import add_parts
 from sft.lower.program import Instruction, Program
 from sft.plan.chain.link import Link
 
@@ -41,7 +42,8 @@ class Rates:
 
     def overhead(self, instruction: Instruction) -> float:
         """What an instruction costs besides its FLOPs, in FLOPs."""
-        cost = _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
+        num_calls = len(instruction.arguments[1]) if instruction.function is add_parts else 1
+        cost = num_calls * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu" and instruction.num_bytes > _LARGE_BUFFER_BYTES:
             cost += _FRESH_BYTE_FLOPS * instruction.num_bytes
         return cost

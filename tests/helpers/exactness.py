@@ -37,7 +37,7 @@ from sft.execute.machine import TorchMachine
 from sft.units import format_bytes, parse_bytes
 from sft.walk.order import Move
 
-from .flops import FlopMeter
+from .flops import StepMeter
 from .masks import reseed, seed_of, with_positional_dropout
 from .poison import poisoned
 
@@ -199,11 +199,11 @@ def assert_within_budget(
     """
     plan = plan_of(net, x.detach().clone().requires_grad_(input_grad), *others)
     net.zero_grad(set_to_none=True)
-    with FlopMeter() as counter, sft.measure_peak("cpu") as peak, _noting_moves(peak) as begun:
+    with StepMeter() as counter, _noting_moves(counter.peak) as begun:
         _measured_step(net, x, others, input_grad=input_grad)
     net.zero_grad(set_to_none=True)
 
-    measured, projected = peak.num_bytes, plan.projected_peak_bytes
+    measured, projected = counter.peak.num_bytes, plan.projected_peak_bytes
     assert measured > 0, "the meter saw nothing"
     assert measured <= projected, f"measured {format_bytes(measured)}, projected only {format_bytes(projected)}"
     if to_the_byte:
@@ -269,7 +269,8 @@ def assert_exact(
     eager = with_positional_dropout(copy.deepcopy(model).double())
     x = x.detach().double()
     others = tuple(other.double() if other.is_floating_point() else other for other in others)
-    net = sft.compile(copy.deepcopy(model).double(), [x, *others], budget=budget, options=options)
+    example = x.clone().requires_grad_(input_grad)
+    net = sft.compile(copy.deepcopy(model).double(), [example, *others], budget=budget, options=options)
     worst, x = _compare(net, eager, x, others, tolerance=tolerance, steps=steps, input_grad=input_grad, seed=seed)
     measured, flops, plan = assert_within_budget(net, x, *others, budget=budget, input_grad=input_grad, to_the_byte=to_the_byte)
     return ExactReport(

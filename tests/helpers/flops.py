@@ -1,18 +1,21 @@
-"""Counting FLOPs as ``torch.utils.flop_counter`` does, by its formulas, without its sums by module.
+"""Counting FLOPs as ``torch.utils.flop_counter`` does, by its formulas, without its sums by module; bytes, too, where they are wanted.
 
 Most operators have no formula; what to do with one is decided once, not at every call. Our strips call hundreds of thousands.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-__all__ = ["FlopMeter"]
+import sft
+from sft.memory import _DispatchMeter
+
+__all__ = ["FlopMeter", "StepMeter"]
 
 
 class FlopMeter(TorchDispatchMode):
@@ -27,9 +30,11 @@ class FlopMeter(TorchDispatchMode):
         self.flops = 0
         self._rules: dict[Any, tuple[Callable[..., int] | None, bool]] = {}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping dynamo out would take as long as counting
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         rule = self._rules.get(func)
         if rule is None:
@@ -38,16 +43,36 @@ class FlopMeter(TorchDispatchMode):
         if is_composite:  # its parts have formulas
             with self:
                 return func.decompose(*args, **kwargs)
-        out = func(*args, **kwargs)
+        out = self._call(func, args, kwargs)
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         return out
 
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
+class StepMeter(FlopMeter):
+    """Counts FLOPs, and bytes on the CPU as ``sft.measure_peak`` does: with its meter, called from here instead of by a second mode.
+
+    Attributes:
+        peak: the bytes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes = _DispatchMeter("cpu")
+        self.peak = sft.Peak(device=torch.device("cpu"), _meter=self._bytes)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._bytes.call(func, args, kwargs)
+
 
 def _rule_of(func: Any) -> tuple[Callable[..., int] | None, bool]:
-    """An operator's formula, and whether it is taken apart instead."""
+    """An operator's formula, and whether it is taken apart instead, as torch does where it has no kernel of its own."""
     formula = flop_registry.get(getattr(func, "overloadpacket", None))
     if formula is not None or not isinstance(func, torch._ops.OpOverload):
         return formula, False
-    key = torch._C.DispatchKey.CompositeImplicitAutograd
-    return None, bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+    keys = torch._C.DispatchKey
+    has_kernel = func.has_kernel_for_dispatch_key
+    return None, has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import sft
 
 from .exactness import gradient_errors, plan_of, relative_error
-from .flops import FlopMeter
+from .flops import StepMeter
 
 __all__ = ["Skipped", "assert_exact_skipping", "banded_image"]
 
@@ -96,7 +96,7 @@ def _measured(net: Any, x: Tensor, source: Any, input_grad: bool) -> Skipped:
     """A step on its own: its peak is within the projection, and what was not computed was left out."""
     leaf = x.clone().requires_grad_(input_grad)
     plan = plan_of(net, leaf) if source is None else net.plan_for(source)
-    with FlopMeter() as counter, sft.measure_peak("cpu") as peak:
+    with StepMeter() as counter:
         outputs = _leaves(net(x.clone().requires_grad_(input_grad) if source is None else source))
         torch.autograd.backward(outputs, [_gradient(y, x, seed=0) for y in outputs])
         del outputs
@@ -104,7 +104,7 @@ def _measured(net: Any, x: Tensor, source: Any, input_grad: bool) -> Skipped:
     found = net.last_skipping
     assert found is not None
     assert counter.flops + found.skipped_flops == plan.flops, f"{counter.flops} counted, {found.skipped_flops} left out of {plan.flops}"
-    assert peak.num_bytes <= plan.projected_peak_bytes
+    assert counter.peak.num_bytes <= plan.projected_peak_bytes
     return Skipped(
         forward=found.forward.num_skipped,
         backward=found.backward.num_skipped,

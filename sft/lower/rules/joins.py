@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from sft.analysis.graph import refs_in
+from sft.analysis.interval import Interval
 from sft.lower.context import NodeContext, sum_dtype
+from sft.lower.pieces import cat_parts, cat_parts_into
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
@@ -91,10 +93,16 @@ class Cat(Rule):
     in_place = True
 
     def forward(self, ctx: NodeContext) -> Slot:
-        strips = tuple(ctx.strip(name) for name in refs_in(ctx.node.argument("tensors")))
+        e = ctx.emitter
+        parts = [ctx.part(name) for name in refs_in(ctx.node.argument("tensors"))]
+        slots, spans = tuple(slot for slot, _ in parts), tuple(part for _, part in parts)
+        if any(spans):
+            if ctx.destination is not None:
+                return e.call(cat_parts_into, ctx.destination, slots, spans, 1, writes=ctx.destination)
+            return e.call(cat_parts, slots, spans, 1, shape=ctx.out_shape)
         if ctx.destination is not None:
-            return ctx.emitter.call(aten.cat.out, strips, 1, writes=ctx.destination, keywords={"out": ctx.destination})
-        return ctx.emitter.call(aten.cat.default, strips, 1, shape=ctx.out_shape)
+            return e.call(aten.cat.out, slots, 1, writes=ctx.destination, keywords={"out": ctx.destination})
+        return e.call(aten.cat.default, slots, 1, shape=ctx.out_shape)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         first = 0
@@ -102,5 +110,5 @@ class Cat(Rule):
             (name,) = refs_in(ref)
             channels = ctx.scope.shapes[name][1]
             if ctx.needs_grad(ref):
-                ctx.add_grad(ref, ctx.emitter.narrow(grad, 1, first, channels), owned=False)
+                ctx.add_grad(ref, grad, owned=False, channels=Interval(first, first + channels))
             first += channels

@@ -1,0 +1,77 @@
+"""Joining parts of many values, and adding parts of many gradients, in one instruction each.
+
+A dense block concatenates what all its layers have made, in front of every layer (Huang et al. 2017). A view and an addition for each part
+would be instructions in the square of its depth: nine of ten of a strip of DenseNet-201.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from sft.analysis.axes import COLUMNS, ROWS, Axes
+from sft.analysis.interval import Interval
+from sft.lower.program import Slot
+
+__all__ = ["Span", "add_parts", "cat_parts", "cat_parts_into", "spans_of"]
+
+
+class Span(NamedTuple):
+    """Some indices of a tensor along a dimension."""
+
+    dim: int
+    start: int
+    length: int
+
+
+def spans_of(axes: Axes, slot: Slot, rows: Interval, columns: Interval) -> tuple[Span, ...]:
+    """Where rows and columns lie in a slot, counted from its first ones; of an axis that is meant as a whole there is no span."""
+    found = []
+    for axis, part in ((ROWS, rows), (COLUMNS, columns)):
+        dim = axes.dim(len(slot.shape), axis)
+        if dim is not None and (part.start or len(part) != slot.shape[dim]):
+            found.append(Span(dim, part.start, len(part)))
+    return tuple(found)
+
+
+def cat_parts(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]], dim: int) -> torch.Tensor:
+    """Concatenate a part of each tensor.
+
+    Args:
+        tensors: what they are parts of.
+        spans: where each lies in its tensor; of dimensions that are not named all.
+        dim: along which they are concatenated.
+    """
+    return torch.cat(_parts(tensors, spans), dim)
+
+
+def cat_parts_into(out: torch.Tensor, tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]], dim: int) -> None:
+    """The same into a tensor."""
+    torch.cat(_parts(tensors, spans), dim, out=out)
+
+
+def add_parts(
+    total: torch.Tensor, places: Sequence[Sequence[Span]], tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]]
+) -> None:
+    """Add a part of each tensor to a part of ``total``, in order.
+
+    Args:
+        total: is added to.
+        places: where in it each is added.
+        tensors: what the addends are parts of.
+        spans: where each lies in its tensor.
+    """
+    for place, tensor, part in zip(places, tensors, spans, strict=True):
+        _part(total, place).add_(_part(tensor, part))
+
+
+def _parts(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]]) -> list[torch.Tensor]:
+    return [_part(tensor, part) for tensor, part in zip(tensors, spans, strict=True)]
+
+
+def _part(tensor: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+    for dim, start, length in spans:
+        tensor = tensor.narrow(dim, start, length)
+    return tensor

@@ -105,7 +105,7 @@ _COMPOSITE_VIEWS = frozenset(
 )
 
 #: What of them is a change of shape; a graph knows no memory, so that no copy is needed.
-_RESHAPES = frozenset({"aten.flatten.using_ints", "aten.reshape.default", "aten.unflatten.int"})
+_RESHAPES = frozenset({"aten.flatten.using_ints", "aten.reshape.default", "aten.unflatten.int", "aten.view_as.default"})
 
 _CASTS = frozenset({"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default"})
 

@@ -13,7 +13,7 @@ operator out); and its loop (line 5) stands still at a may-tile operator.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 import networkx as nx
@@ -26,8 +26,18 @@ from sft.analysis.tile import tile_step
 
 __all__ = ["KnownTiles", "Partition", "PartitionSegment", "least_tile_bytes", "partition"]
 
-#: Of the operators of a tiled segment its fused-tileable dimensions, and the bytes of its smallest tile.
-KnownTiles = dict[tuple[str, ...], tuple[tuple[str, ...], int]]
+
+@dataclass(frozen=True, slots=True)
+class KnownTiles:
+    """What partitions of one graph at one size have in common, whatever their limit.
+
+    Attributes:
+        tiles: of the operators of a tiled segment its fused-tileable dimensions, and the bytes of its smallest tile.
+        post_dominators: of runs.
+    """
+
+    tiles: dict[tuple[str, ...], tuple[tuple[str, ...], int]] = field(default_factory=dict)
+    post_dominators: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +91,14 @@ def partition(
         streamed: the images among the values.
         shapes: shape of every value.
         limit_bytes: the memory; a value that fills it does not fit.
-        known: keeps what tiled segments are, for other limits at the same shapes. Default: `None`
+        known: keeps what does not depend on the limit, for others at the same shapes. Default: `None`
     """
-    known = {} if known is None else known
+    known = known or KnownTiles()
     must_tile = [_value_bytes(graph, shapes, name) >= limit_bytes for name in names]
-    after = _post_dominators(graph, names)
+    run = tuple(names)
+    if run not in known.post_dominators:
+        known.post_dominators[run] = _post_dominators(graph, run)
+    after = known.post_dominators[run]
     segments: list[PartitionSegment] = []
     kept: list[str] = []
     position = 0
@@ -179,10 +192,10 @@ def _tiled(
     limit_bytes: int,
     known: KnownTiles,
 ) -> PartitionSegment:
-    if names not in known:
+    if names not in known.tiles:
         dimensions = fused_dimensions(graph, names, rows, streamed)
-        known[names] = dimensions, least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
-    dimensions, tile_bytes = known[names]
+        known.tiles[names] = dimensions, least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
+    dimensions, tile_bytes = known.tiles[names]
     whole_bytes = {name: _value_bytes(graph, shapes, name) for name in graph.handed_on(names)}
     span = f"{graph[names[0]].label} .. {graph[names[-1]].label}"
     problem = ""

@@ -54,6 +54,8 @@ Shape = tuple[int, ...]
 
 #: Captures and plans that are kept; an attribute that changes at every call must not fill the memory.
 _MAX_CAPTURES, _MAX_PLANS = 16, 128
+#: Plans without programs, which images of ever new sizes have looked for in the next epoch, too.
+_MAX_MADE = 1024
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Preparation:
     Attributes:
         captured: the captures, the last one last.
         ready: what is planned, by kind of call, the last one last.
+        made: plans by kind of call, also of those that are not ready any more.
         turn: whose recorded programs are alive.
     """
 
@@ -143,6 +146,7 @@ class Preparation:
         self.backend, self._together = backend, together
         self.captured: list[Captured] = []
         self.ready: dict[CallKind, Ready] = {}
+        self.made: dict[CallKind, Plan] = {}
         self.turn = GraphTurn()
 
     def with_question(self, budget_bytes: int, options: Options) -> Preparation:
@@ -173,9 +177,8 @@ class Preparation:
         if ready is None:
             with autocast_off(kind.traced.device), cycles_kept():
                 ready = self._plan(kind)
-            while len(self.ready) >= _MAX_PLANS:
-                del self.ready[next(iter(self.ready))]
-            self.ready[kind] = ready
+            _put(self.ready, kind, ready, _MAX_PLANS)
+            _put(self.made, kind, ready.plan, _MAX_MADE)
         return ready
 
     def _refuse_hooks(self) -> None:
@@ -248,6 +251,7 @@ class Preparation:
             budget_bytes=self.budget_bytes,
             options=self.options,
             given=self.given_plan,
+            made=self.made.get(kind),
             device=kind.traced.device,
             uses_autocast=kind.traced.autocast is not None,
             holds_gradients=kind.holds_gradients,
@@ -377,6 +381,14 @@ class Preparation:
         if options.host_budget is None and device.type == "cpu" and options.host_folder is None and options.strategy not in OFFLOADING:
             return 0
         return options.host_budget_bytes
+
+
+def _put(known: dict[CallKind, Any], kind: CallKind, value: Any, most: int) -> None:
+    """Remember something of a kind of call, and forget what was remembered first where it becomes too much."""
+    known.pop(kind, None)
+    while len(known) >= most:
+        del known[next(iter(known))]
+    known[kind] = value
 
 
 def held(model: nn.Module, path: str) -> torch.Tensor:

@@ -43,6 +43,7 @@ class Search:
         budget_bytes: what the device may hold.
         options: wishes about plans.
         given: a plan that the user handed in.
+        made: the plan that was made for this kind of call before, where its programs have been dropped since.
         device: where the model is.
         uses_autocast: whether the problem was captured under autocast.
         holds_gradients: whether whole gradients of sharded weights wait for more.
@@ -56,6 +57,7 @@ class Search:
     budget_bytes: int
     options: Options
     given: Plan | None
+    made: Plan | None
     device: torch.device
     uses_autocast: bool
     holds_gradients: bool
@@ -81,9 +83,9 @@ class Search:
         """
         if self.are_weights_taken or self.options.streams_weights or (self.given is not None and self.given.streamed_weights > 0):
             streamed = self._streaming(problem)
-            return self._handed_in(streamed) or self._found(streamed)
+            return self._known(streamed) or self._found(streamed)
         try:
-            return self._handed_in(problem) or self._found(problem)
+            return self._known(problem) or self._found(problem)
         except BudgetError as error:
             if self.options.weights != "auto":
                 raise
@@ -127,9 +129,18 @@ class Search:
                 refused = min(refused, error, key=lambda each: each.needed_bytes)
         raise refused
 
-    def _handed_in(self, problem: Problem) -> tuple[Problem, Planned] | None:
-        """The plan that the user handed in, where it is for this input."""
-        plan = self.given
+    def _known(self, problem: Problem) -> tuple[Problem, Planned] | None:
+        """The plan that the user handed in, where it is for this input, or the one that was made before."""
+        handed_in = self._carried_out(problem, self.given)
+        if handed_in is not None:
+            return handed_in
+        try:
+            return self._carried_out(problem, self.made)
+        except (BudgetError, InputError):  # another capture, whose operators have other names
+            return None
+
+    def _carried_out(self, problem: Problem, plan: Plan | None) -> tuple[Problem, Planned] | None:
+        """A plan on this problem, where it is for this input."""
         shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
         if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
             return None

@@ -67,6 +67,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "1-False",
     ),
     "test_bands.py::test_two_bands_equal_eager": (
+        "dense",
         "vgg-norm",
         "vgg",
         "unet-bands",
@@ -165,6 +166,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     ),
     "test_wsi_resume.py::test_a_run_killed_at_every_bad_moment_ends_in_the_same_bits": (
         "while computing",
+        "while saving",
         "between checkpoints",
     ),
 }
@@ -181,6 +183,7 @@ _TESTS = (
     "test_planner.py::test_inference_needs_far_less_than_training",
     "test_tails.py::test_a_small_host_is_kept_to",
     "test_wsi_ranks.py::test_a_killed_rank_is_named_and_the_run_goes_on_to_the_same_bits",
+    "test_wsi_ranks.py::test_bands_take_the_steps_of_one_process",
     "test_wsi_ranks.py::test_evaluation_is_shared_and_the_same",
     "test_wsi_ranks.py::test_label_maps_are_dealt_out_and_shared",
     "test_wsi_ranks.py::test_replicas_take_the_steps_of_one_process",

@@ -10,7 +10,7 @@ import pytest
 
 from sft.errors import BudgetError
 from sft.plan.chain import offload_dp, offload_greedy, vdnn
-from sft.plan.chain.bound import offload_bound_seconds
+from sft.plan.chain.bound import offload_bound_seconds, stage_bound_bytes, turn_bound_seconds
 from sft.plan.chain.chain import Chain, Stage
 from sft.plan.chain.link import Link
 from sft.plan.chain.offloading import kept_edge, least_bytes, loss_edge, offloaded, plain_peak_bytes
@@ -72,6 +72,8 @@ def test_schedules_stay_inside_and_never_beat_the_bounds(solver: Solver, full_du
         assert found.peak_bytes <= budget
         assert found.compute_seconds == chain.compute_seconds
         assert found.seconds >= offload_bound_seconds(chain, budget_bytes=budget, link=link) - 1e-9
+        assert found.seconds >= turn_bound_seconds(chain, budget_bytes=budget, link=link) - 1e-9
+        assert found.peak_bytes >= stage_bound_bytes(chain)
         assert found.host_peak_bytes >= plain_peak_bytes(chain) - budget
         if not full_duplex and not any(stage.saved_bytes for stage in chain.stages):  # else a schedule may move half of what a stage keeps
             fluid = offload_dp.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=1)

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import sft
+from sft.plan.planner import plan_segments
 
 from .helpers.exactness import relative_error
 from .helpers.models import ConvNet, chain, image, seeded
@@ -133,9 +135,26 @@ def test_a_model_that_changes_after_its_first_step(what: str) -> None:
 def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.preparing._MAX_CAPTURES", 2)
     monkeypatch.setattr("sft.preparing._MAX_PLANS", 3)
+    monkeypatch.setattr("sft.preparing._MAX_MADE", 4)
     model, net = pair(lambda: nn.Conv2d(3, 2, 3))
     for step in range(4):
         cast(Any, net).epoch = step
         assert relative_error(net(image(*SHAPE)), model(image(*SHAPE))) <= 1e-12
-    engine = cast(Any, net)._sft_engine
-    assert (len(engine.preparation.captured), len(engine.preparation.ready)) == (2, 3)
+    preparation = cast(Any, net)._sft_engine.preparation
+    assert [len(known) for known in (preparation.captured, preparation.ready, preparation.made)] == [2, 3, 4]
+
+
+def test_a_size_whose_programs_were_dropped_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.preparing._MAX_PLANS", 1)
+    planned = MagicMock(wraps=plan_segments)
+    monkeypatch.setattr("sft.searching.plan_segments", planned)
+    model, net = pair(lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1)))
+    sizes = ((1, 3, 64, 48), (1, 3, 96, 48), (1, 3, 80, 64))
+    net = cast(Any, sft.compile(model, sizes[0], budget="400KiB"))
+    first = [net.plan_for(size) for size in sizes]
+    num_planned = planned.call_count
+    assert any(plan.segments[0].mode == "tiled" for plan in first)
+    assert [net.plan_for(size) for size in sizes] == first
+    assert planned.call_count == num_planned
+    x = image(*sizes[0])
+    assert relative_error(net(x), model(x)) <= 1e-12

@@ -251,7 +251,8 @@ class NodeContext:
         if num_rows <= 0 or num_columns <= 0:
             return self.emitter.empty(scope.part_shape(operand, len(rows), len(columns)), scope.dtype_of(operand)), ()
         slot, first_row = self.values[operand]
-        return slot, spans_of(scope.graph.axes, slot, rows.shift(-first_row), columns.shift(-scope.columns[operand].new.start))
+        first_column = columns.start - scope.columns[operand].new.start
+        return slot, spans_of(scope.graph.axes, slot, rows.start - first_row, num_rows, first_column, num_columns)
 
     def narrow(self, slot: Slot, axis: int, start: int, length: int) -> Slot:
         """A view of part of a streamed value along an axis."""

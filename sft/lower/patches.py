@@ -53,4 +53,5 @@ def add_patches(scope: Scope, e: Emitter, name: str, target: Slot, rows: Interva
 def _place_of(scope: Scope, name: str, target: Slot, rows: Interval, patch: Patch) -> tuple[Span, ...]:
     """Where a patch lies in a gradient of the panel's columns and ``rows``."""
     assert patch.rows is not None and patch.columns is not None
-    return spans_of(scope.axes, target, patch.rows.shift(-rows.start), patch.columns.shift(-scope.columns[name].new.start))
+    first_row, first_column = patch.rows.start - rows.start, patch.columns.start - scope.columns[name].new.start
+    return spans_of(scope.axes, target, first_row, len(patch.rows), first_column, len(patch.columns))

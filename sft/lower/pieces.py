@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from sft.analysis.axes import COLUMNS, ROWS, Axes
-from sft.analysis.interval import Interval
 from sft.lower.program import Slot
 
 __all__ = ["Span", "add_parts", "cat_parts", "cat_parts_into", "spans_of"]
@@ -26,14 +25,16 @@ class Span(NamedTuple):
     length: int
 
 
-def spans_of(axes: Axes, slot: Slot, rows: Interval, columns: Interval) -> tuple[Span, ...]:
+def spans_of(axes: Axes, slot: Slot, first_row: int, num_rows: int, first_column: int, num_columns: int) -> tuple[Span, ...]:
     """Where rows and columns lie in a slot, counted from its first ones; of an axis that is meant as a whole there is no span."""
-    found = []
-    for axis, part in ((ROWS, rows), (COLUMNS, columns)):
-        dim = axes.dim(len(slot.shape), axis)
-        if dim is not None and (part.start or len(part) != slot.shape[dim]):
-            found.append(Span(dim, part.start, len(part)))
-    return tuple(found)
+    shape = slot.shape
+    rows, columns = axes.dim(len(shape), ROWS), axes.dim(len(shape), COLUMNS)
+    found: tuple[Span, ...] = ()
+    if rows is not None and (first_row or num_rows != shape[rows]):
+        found = (Span(rows, first_row, num_rows),)
+    if columns is not None and (first_column or num_columns != shape[columns]):
+        found += (Span(columns, first_column, num_columns),)
+    return found
 
 
 def cat_parts(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]], dim: int) -> torch.Tensor:

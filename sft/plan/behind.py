@@ -11,6 +11,8 @@ from dataclasses import replace
 from sft.errors import BudgetError
 from sft.plan.build import build_region
 from sft.plan.carried import MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, Planned, carry_out
+from sft.plan.chain.bound import stage_bound_bytes, turn_bound_seconds
+from sft.plan.chain.chain import Chain
 from sft.plan.chain.schedule import Schedule
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
@@ -37,6 +39,8 @@ _MOST_JOINT_STAGES = 32
 _MAX_TAILS, _MOST_JOINT_TAILS = 4, 1
 #: The chain's schedule of least memory is not quite the model's: another may need less than this share of it, but not by much.
 _LEAST_OF_OPTIMAL = 1.2
+#: Of what a chain's stage should need, the model's surely does.
+_CERTAIN_SHARE = 0.95
 
 
 def cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than: float) -> tuple[float, Planned] | None:
@@ -55,6 +59,8 @@ def cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than: 
 
 def published(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Planned]]:
     """What the published schedules make of the stages, where they fit, so that no plan is worse than theirs."""
+    if _is_too_large(staged, room_bytes):
+        return
     optimal = least(staged, "optimal").projection.peak_bytes
     if optimal > _LEAST_OF_OPTIMAL * room_bytes:
         return  # no other needs so much less
@@ -64,11 +70,12 @@ def published(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Pla
             yield found.seconds * staged.rates.flops_per_second, scheduled_plan(staged, found)
 
 
-def offloaded(staged: StagedModel, room_bytes: int) -> Iterator[tuple[float, Planned]]:
-    """The same of what the schedules make that copy to the host, alone and together with recomputation."""
-    if staged.problem.host_budget_bytes == 0:
+def offloaded(staged: StagedModel, room_bytes: int, worse_than: float) -> Iterator[tuple[float, Planned]]:
+    """The same of what the schedules make that copy to the host, alone and together with recomputation, and may cost less."""
+    if staged.problem.host_budget_bytes == 0 or _is_too_large(staged, room_bytes):
         return
-    for name in (*OFFLOADING, *([JOINT] if len(staged.stages) <= _MOST_JOINT_STAGES else [])):
+    may_copy = _cost_of_copies(staged, staged.chain, room_bytes - staged.base_bytes) < worse_than
+    for name in (*(OFFLOADING if may_copy else ()), *([JOINT] if len(staged.stages) <= _MOST_JOINT_STAGES else [])):
         found, fits = solve(staged, name, room_bytes)
         if fits:
             yield found.seconds * staged.rates.flops_per_second, scheduled_plan(staged, found)
@@ -83,19 +90,32 @@ def with_tails(mixed: Mixed, room_bytes: int, worse_than: float) -> Iterator[tup
     for tail in tails(staged, mixed.surveys, room_bytes):
         if tail.least_cost >= worse_than:
             return
-        found = _cheapest_tail(tail, "offload-dp", room_bytes)
-        if found is None:
-            continue
-        yield found
-        worse_than = min(worse_than, found[0])
+        copies = _cost_of_copies(staged, tail.chain, room_bytes - tail.base_bytes)
+        if copies < worse_than:
+            found = _cheapest_tail(tail, "offload-dp", room_bytes)
+            if found is None:
+                continue
+            yield found
+            copies = found[0]
+            worse_than = min(worse_than, copies)
         # The solver of both takes seconds, and has nothing to gain where copies are hidden.
-        is_slow = found[0] > WORTH_RECOMPUTING * tail.least_cost
+        is_slow = copies > WORTH_RECOMPUTING * tail.least_cost
         if is_slow and num_joint < _MOST_JOINT_TAILS and tail.chain.num_stages <= _MOST_JOINT_STAGES:
             num_joint += 1
             both = _cheapest_tail(tail, JOINT, room_bytes)
             if both is not None:
                 yield both
                 worse_than = min(worse_than, both[0])
+
+
+def _is_too_large(staged: StagedModel, room_bytes: int) -> bool:
+    """Whether a stage alone surely needs more."""
+    return _CERTAIN_SHARE * stage_bound_bytes(staged.chain) > room_bytes
+
+
+def _cost_of_copies(staged: StagedModel, chain: Chain, room_bytes: int) -> float:
+    """What copying to the host costs at least where nothing runs again, in FLOPs."""
+    return turn_bound_seconds(chain, budget_bytes=room_bytes, link=staged.problem.link) * staged.rates.flops_per_second
 
 
 def _cheapest_tail(tail: Tail, name: str, room_bytes: int) -> tuple[float, Planned] | None:

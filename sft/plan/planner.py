@@ -76,7 +76,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     mixed = _mixed(problem, surveys, room_bytes, options, Rates(device_type))
     if mixed is not None and not (_least_cost(fitting) <= WORTH_RECOMPUTING * surveys[0].plain_flops):
         found = cheapest_mixed(problem, mixed, room_bytes, _least_cost(fitting))
-        fitting += [*([found] if found is not None else []), *published(mixed.staged, room_bytes), *offloaded(mixed.staged, room_bytes)]
+        fitting += [*([found] if found is not None else []), *published(mixed.staged, room_bytes)]
+        fitting += offloaded(mixed.staged, room_bytes, _least_cost(fitting))
         fitting += with_tails(mixed, room_bytes, _least_cost(fitting))
     over_host: list[Survey] = []
     if not (_least_cost(fitting) <= _WORTH_STREAMING * surveys[0].least_cost):

@@ -68,7 +68,7 @@ def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[
 def _partition(problem: Problem, limit_bytes: int) -> Parts | None:
     """Operators in order and whether they are tiled; ``None`` where the paper reports out of memory."""
     phases = problem.phases
-    known: KnownTiles = problem.remembered("tiled segments of partitions", dict)
+    known: KnownTiles = problem.remembered("tiled segments of partitions", KnownTiles)
     parts: list[tuple[tuple[str, ...], bool]] = []
     for phase in phases.phases:
         found = partition(problem.graph, phase.streamed, phases.rows, phases.streamed, problem.shapes, limit_bytes, known)

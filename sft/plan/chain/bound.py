@@ -34,8 +34,8 @@ def turn_bound_seconds(chain: Chain, *, budget_bytes: int, link: Link) -> float:
 
 
 def stage_bound_bytes(chain: Chain) -> int:
-    """What the stage that needs most holds, with its own output or gradients: schedules without alternatives hold no less."""
-    return max(
-        stage.saved_bytes + max(stage.output_bytes + stage.forward_workspace_bytes, stage.backward_workspace_bytes)
-        for stage in chain.stages
-    )
+    """What the stage that needs most holds when it has run, or while it runs back: schedules without alternatives hold no less.
+
+    Workspaces of the forward pass are left out: a stage may need its own only where it saves nothing.
+    """
+    return max(stage.saved_bytes + max(stage.output_bytes, stage.backward_workspace_bytes) for stage in chain.stages)

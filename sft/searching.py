@@ -136,7 +136,7 @@ class Search:
             return handed_in
         try:
             return self._carried_out(problem, self.made)
-        except (BudgetError, InputError):  # another capture, whose operators have other names
+        except (BudgetError, InputError):  # more is resident now, or the operators of another capture have other names
             return None
 
     def _carried_out(self, problem: Problem, plan: Plan | None) -> tuple[Problem, Planned] | None:

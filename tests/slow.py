@@ -166,7 +166,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     ),
     "test_wsi_resume.py::test_a_run_killed_at_every_bad_moment_ends_in_the_same_bits": (
         "while computing",
-        "while saving",
+        "while saving, and asked to end",
         "between checkpoints",
     ),
 }

@@ -106,7 +106,9 @@ def _kill_from_outside(command: list[str], run: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [(6,), (1,), (0, 2, 4), (3, 5, 7)], ids=["asked to end", "while saving", "while computing", "between checkpoints"]
+    "numbers",
+    [(6,), (1, 6), (0, 2, 4), (3, 5, 7)],
+    ids=["asked to end", "while saving, and asked to end", "while computing", "between checkpoints"],
 )
 def test_a_run_killed_at_every_bad_moment_ends_in_the_same_bits(
     undisturbed: tuple[Path, Path], tmp_path: Path, numbers: tuple[int, ...]

@@ -1,7 +1,7 @@
 """Joining parts of many values, and adding parts of many gradients, in one instruction each.
 
 A dense block concatenates what all its layers have made, in front of every layer (Huang et al. 2017). A view and an addition for each part
-would be instructions in the square of its depth: nine of ten of a strip of DenseNet-201.
+would be instructions in the square of its depth.
 """
 
 from __future__ import annotations

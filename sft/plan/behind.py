@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from sft.errors import BudgetError
 from sft.plan.build import build_region
-from sft.plan.carried import MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, Planned, carry_out
+from sft.plan.carried import CERTAIN_SHARE, MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, Planned, carry_out
 from sft.plan.chain.bound import stage_bound_bytes, turn_bound_seconds
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.schedule import Schedule
@@ -39,8 +39,6 @@ _MOST_JOINT_STAGES = 32
 _MAX_TAILS, _MOST_JOINT_TAILS = 4, 1
 #: The chain's schedule of least memory is not quite the model's: another may need less than this share of it, but not by much.
 _LEAST_OF_OPTIMAL = 1.2
-#: Of what a chain's stage should need, the model's surely does.
-_CERTAIN_SHARE = 0.95
 
 
 def cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than: float) -> tuple[float, Planned] | None:
@@ -110,7 +108,7 @@ def with_tails(mixed: Mixed, room_bytes: int, worse_than: float) -> Iterator[tup
 
 def _is_too_large(staged: StagedModel, room_bytes: int) -> bool:
     """Whether a stage alone surely needs more."""
-    return _CERTAIN_SHARE * stage_bound_bytes(staged.chain) > room_bytes
+    return CERTAIN_SHARE * stage_bound_bytes(staged.chain) > room_bytes
 
 
 def _cost_of_copies(staged: StagedModel, chain: Chain, room_bytes: int) -> float:

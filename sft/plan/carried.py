@@ -14,11 +14,13 @@ from sft.plan.types import SegmentChoice
 from sft.walk.order import Order
 from sft.walk.region import Region
 
-__all__ = ["MAX_PROJECTIONS", "WORTH_ANOTHER_LOOK", "Planned", "carry_out"]
+__all__ = ["CERTAIN_SHARE", "MAX_PROJECTIONS", "WORTH_ANOTHER_LOOK", "Planned", "carry_out"]
 
 #: Exact projections of one search at most; and the share of the best one's cost that another proposal must not exceed to be looked at.
 MAX_PROJECTIONS = 8
 WORTH_ANOTHER_LOOK = 0.98
+#: Of what operators that are kept whole should need, this they surely do.
+CERTAIN_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)

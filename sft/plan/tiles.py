@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from sft.analysis.interval import Interval
 from sft.analysis.tile import tile_at
-from sft.plan.carried import Planned, carry_out
+from sft.plan.carried import CERTAIN_SHARE, Planned, carry_out
 from sft.plan.clock import timeline_of
 from sft.plan.problem import Problem
 from sft.plan.rates import Rates
@@ -23,8 +23,6 @@ __all__ = ["cheaper_tiles", "flops_in_tiles"]
 
 #: A tile should need at least this share of what its part of the whole needs.
 _LEAST_SHARE = 0.5
-#: Of what operators that are kept whole should need, this they surely do.
-_CERTAIN_SHARE = 0.95
 
 
 def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rates, known: float) -> Iterator[tuple[float, Planned]]:
@@ -47,7 +45,7 @@ def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rate
                 break  # finer grids compute more
             if least_bytes(problem, choices) > room_bytes:
                 break  # these are between segments, whatever the grid
-            if choices[-1].mode == "whole" and _CERTAIN_SHARE * survey.bytes_of_last(len(choices[-1].nodes)) > room_bytes:
+            if choices[-1].mode == "whole" and CERTAIN_SHARE * survey.bytes_of_last(len(choices[-1].nodes)) > room_bytes:
                 break
             if _LEAST_SHARE * whole_bytes > room_bytes * _num_tiles(problem, choices):
                 continue

@@ -25,7 +25,7 @@ def offload_bound_seconds(chain: Chain, *, budget_bytes: int, link: Link) -> flo
 
 
 def turn_bound_seconds(chain: Chain, *, budget_bytes: int, link: Link) -> float:
-    """The same, found in the chain's length; above the other where copies take longer than computing, both ways."""
+    """The same from what is read behind the turn and has no room there: it has left by then, and comes back afterwards."""
     read = chain.resident_bytes + sum(chain.activation_bytes(i - 1) + chain.stage(i).saved_bytes for i in range(1, chain.num_stages + 1))
     excess = max(0, read - budget_bytes)
     forward = math.fsum(stage.forward_seconds for stage in chain.stages)

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
@@ -138,7 +138,7 @@ class _DispatchMeter(TorchDispatchMode):
         self.peak_bytes = 0
         self._device_type = device_type
         self._counted: dict[int, _CountedStorage] = {}
-        self._may_resize: dict[object, bool] = {}
+        self._effects: dict[object, _Effect] = {}
         self._on_death: Callable[[_CountedStorage], None] = self._release
 
     def __torch_dispatch__(
@@ -150,10 +150,12 @@ class _DispatchMeter(TorchDispatchMode):
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call an operator, and count what it makes."""
-        resizes = self._may_resize.get(func)
-        if resizes is None:
-            resizes = self._may_resize[func] = _may_resize(func)
-        before = [(s, s.nbytes()) for s in _storages((args, kwargs))] if resizes else []
+        effect = self._effects.get(func)
+        if effect is None:
+            effect = self._effects[func] = _effect_of(func)
+        if effect == "aliases":
+            return func(*args, **kwargs)
+        before = [(s, s.nbytes()) for s in _storages((args, kwargs))] if effect == "resizes" else []
 
         result = func(*args, **kwargs)
 
@@ -188,13 +190,23 @@ class _DispatchMeter(TorchDispatchMode):
         self.current_bytes -= counted.num_bytes
 
 
-def _may_resize(func: Any) -> bool:
-    """Whether an operator may change the size of a storage that it is given: ``out=`` forms and the resize family."""
+#: what an operator does to storages: it returns those that it was given, may change their size, or may make others
+_Effect = Literal["aliases", "resizes", "makes"]
+
+
+def _effect_of(func: Any) -> _Effect:
+    """What an operator may do, by its schema; most of a model's are views and writes in place, which make nothing."""
     schema = getattr(func, "_schema", None)
     if schema is None:  # a higher-order operator
-        return False
+        return "makes"
     written = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
-    return any(argument.kwarg_only for argument in written) or (bool(written) and "resize" in schema.name)
+    # The ``out=`` forms and the resize family.
+    if any(argument.kwarg_only for argument in written) or (bool(written) and "resize" in schema.name):
+        return "resizes"
+    if not schema.returns or not all(returned.alias_info for returned in schema.returns) or schema.name == "aten::set_":
+        return "makes"
+    # What a composite like ``contiguous`` returns may also be a copy.
+    return "makes" if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd) else "aliases"
 
 
 def _storages(value: Any) -> list[torch.UntypedStorage]:

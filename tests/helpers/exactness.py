@@ -23,8 +23,8 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import pytest
@@ -163,19 +163,51 @@ def _worst(errors: Mapping[str, float], tolerance: float, what: str) -> float:
     return max(errors.values(), default=0.0)
 
 
-def _measured_step(net: nn.Module, x: Tensor, others: Sequence[Tensor], *, input_grad: bool) -> None:
-    """One training step whose inputs, outputs and output gradients are its own: what a plan's peak speaks of."""
-    x, others = x.clone().requires_grad_(input_grad), [other.clone() for other in others]
-    # A tensor that the model returns twice gets one gradient: a plan counts values, not how often the caller sums.
-    outputs = {id(y): y for y in _leaves(net(x, *others))}
-    wanted = [y for y in outputs.values() if y.requires_grad]
-    _backward(wanted, [torch.ones_like(y) for y in wanted])
-
-
 def plan_of(net: nn.Module, *inputs: Tensor) -> sft.Plan:
     """The plan by which the compiled model ``net`` would run these inputs."""
     plan: sft.Plan = cast(Any, net).plan_for(*inputs)
     return plan
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What is read off a training step.
+
+    Attributes:
+        counter: its bytes and FLOPs.
+        begun: the moves that machines of tensors began, and the bytes held then.
+    """
+
+    counter: StepMeter = field(default_factory=StepMeter)
+    begun: list[tuple[str, int]] = field(default_factory=list)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Read what happens inside; a step may be read in parts."""
+
+        def begin(machine: TorchMachine, move: Move) -> None:
+            self.begun.append((str(move), self.counter.peak.current_bytes))
+
+        with pytest.MonkeyPatch.context() as patches, self.counter:
+            patches.setattr(TorchMachine, "begin", begin)
+            yield
+
+    def check(self, plan: sft.Plan, budget: int | str, *, to_the_byte: bool) -> tuple[int, int, sft.Plan]:
+        """Assert what :func:`assert_within_budget` says, and return what it does."""
+        measured, projected = self.counter.peak.num_bytes, plan.projected_peak_bytes
+        assert measured > 0, "the meter saw nothing"
+        assert measured <= projected, f"measured {format_bytes(measured)}, projected only {format_bytes(projected)}"
+        if to_the_byte:
+            expected = [(entry.move, entry.begin_bytes) for entry in plan.timeline.entries]
+            assert self.begun == expected, "moves, or what is held when they begin"
+            assert not plan.order or plan.order == tuple(move for move, _ in self.begun)
+            assert measured == projected, f"measured {measured} bytes, projected {projected}"
+        slack = max(measured // 100, 64 * 1024)
+        assert projected <= measured + slack, f"projected {format_bytes(projected)}, measured only {format_bytes(measured)}"
+        assert plan.total_bytes <= parse_bytes(budget), f"plan needs {format_bytes(plan.total_bytes)}, budget is {budget}"
+        flops = self.counter.flops
+        assert flops == plan.flops, f"counted {flops} FLOPs, planned {plan.flops}"
+        return measured, flops, plan
 
 
 def assert_within_budget(
@@ -183,7 +215,8 @@ def assert_within_budget(
 ) -> tuple[int, int, sft.Plan]:
     """Assert measured peak <= projected peak, projected tight, total <= budget, FLOPs as planned.
 
-    The parameters' ``.grad`` are None before the run, so that accumulators and ``.grad`` are measured too.
+    The step's inputs, outputs and output gradients are its own, as a plan's peak speaks of them. The parameters' ``.grad`` are None before
+    it, so that accumulators and ``.grad`` are measured too.
 
     Args:
         net: the compiled model.
@@ -199,36 +232,19 @@ def assert_within_budget(
     """
     plan = plan_of(net, x.detach().clone().requires_grad_(input_grad), *others)
     net.zero_grad(set_to_none=True)
-    with StepMeter() as counter, _noting_moves(counter.peak) as begun:
-        _measured_step(net, x, others, input_grad=input_grad)
+    reading = _Reading()
+    with reading.on():
+        inputs = _own(x, others, input_grad=input_grad)
+        # A tensor that the model returns twice gets one gradient: a plan counts values, not how often the caller sums.
+        wanted = [y for y in {id(y): y for y in _leaves(net(*inputs))}.values() if y.requires_grad]
+        _backward(wanted, [torch.ones_like(y) for y in wanted])
     net.zero_grad(set_to_none=True)
-
-    measured, projected = counter.peak.num_bytes, plan.projected_peak_bytes
-    assert measured > 0, "the meter saw nothing"
-    assert measured <= projected, f"measured {format_bytes(measured)}, projected only {format_bytes(projected)}"
-    if to_the_byte:
-        assert begun == [(entry.move, entry.begin_bytes) for entry in plan.timeline.entries], "moves, or what is held when they begin"
-        assert not plan.order or plan.order == tuple(move for move, _ in begun)
-        assert measured == projected, f"measured {measured} bytes, projected {projected}"
-    slack = max(measured // 100, 64 * 1024)
-    assert projected <= measured + slack, f"projected {format_bytes(projected)}, measured only {format_bytes(measured)}"
-    assert plan.total_bytes <= parse_bytes(budget), f"plan needs {format_bytes(plan.total_bytes)}, budget is {budget}"
-    flops = counter.flops
-    assert flops == plan.flops, f"counted {flops} FLOPs, planned {plan.flops}"
-    return measured, flops, plan
+    return reading.check(plan, budget, to_the_byte=to_the_byte)
 
 
-@contextmanager
-def _noting_moves(peak: sft.Peak) -> Iterator[list[tuple[str, int]]]:
-    """The moves that machines of tensors begin, and the bytes held then."""
-    begun: list[tuple[str, int]] = []
-
-    def begin(machine: TorchMachine, move: Move) -> None:
-        begun.append((str(move), peak.current_bytes))
-
-    with pytest.MonkeyPatch.context() as patches:
-        patches.setattr(TorchMachine, "begin", begin)
-        yield begun
+def _own(x: Tensor, others: Sequence[Tensor], *, input_grad: bool) -> list[Tensor]:
+    """Inputs of a step that nobody else has."""
+    return [x.clone().requires_grad_(input_grad), *(other.clone() for other in others)]
 
 
 def assert_exact(
@@ -247,7 +263,8 @@ def assert_exact(
 
     The model is copied, never changed. Both copies take ``steps`` training steps on the same data with the same random
     output gradients and the same plain SGD update between (a stale buffer shows in the second step only). Our first
-    step happens in poisoned memory, and so with PyTorch's deterministic operators; the others as users run them.
+    step happens in poisoned memory, and so with PyTorch's deterministic operators; the others as users run them. The last
+    is also the one whose bytes and FLOPs are counted.
     Dropout in the reference is positional, with the seed that the compiled model draws.
 
     Args:
@@ -271,8 +288,9 @@ def assert_exact(
     others = tuple(other.double() if other.is_floating_point() else other for other in others)
     example = x.clone().requires_grad_(input_grad)
     net = sft.compile(copy.deepcopy(model).double(), [example, *others], budget=budget, options=options)
-    worst, x = _compare(net, eager, x, others, tolerance=tolerance, steps=steps, input_grad=input_grad, seed=seed)
-    measured, flops, plan = assert_within_budget(net, x, *others, budget=budget, input_grad=input_grad, to_the_byte=to_the_byte)
+    plan, reading = plan_of(net, x.clone().requires_grad_(input_grad), *others), _Reading()
+    worst = _compare(net, eager, x, others, tolerance=tolerance, steps=steps, input_grad=input_grad, seed=seed, last=reading)
+    measured, flops, plan = reading.check(plan, budget, to_the_byte=to_the_byte)
     return ExactReport(
         output_error=worst["output"],
         input_grad_error=worst["input_grad"],
@@ -303,7 +321,7 @@ def rounding_of_eager(
         eager, other = (with_positional_dropout(copy.deepcopy(model).double()) for _ in range(2))
         for parameter in other.parameters():
             parameter.data = of_weights(parameter.data)
-        worst, _ = _compare(
+        worst = _compare(
             _Witness(other, of_input), eager, x.detach().double(), others, tolerance=math.inf, steps=steps, input_grad=input_grad, seed=seed
         )
         found = max(found, *worst.values())
@@ -340,9 +358,18 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def _compare(
-    net: Any, eager: nn.Module, x: Tensor, others: Sequence[Tensor], *, tolerance: float, steps: int, input_grad: bool, seed: int
-) -> tuple[dict[str, float], Tensor]:
-    """Train ``net`` and ``eager`` side by side; the worst errors, and the last step's input.
+    net: Any,
+    eager: nn.Module,
+    x: Tensor,
+    others: Sequence[Tensor],
+    *,
+    tolerance: float,
+    steps: int,
+    input_grad: bool,
+    seed: int,
+    last: _Reading | None = None,
+) -> dict[str, float]:
+    """Train ``net`` and ``eager`` side by side, and read the last of ``net``'s steps; the worst errors.
 
     Raises:
         InexactError: naming what differs, by how much.
@@ -354,7 +381,7 @@ def _compare(
     for step in range(steps):
         if step:
             x = torch.randn(x.shape, dtype=x.dtype, generator=generator)
-        x_eager, x_ours = (x.clone().requires_grad_(input_grad) for _ in range(2))
+        x_eager = x.clone().requires_grad_(input_grad)
 
         if isinstance(net, _Witness):
             reseed(net.model, seed_of(seed + step))
@@ -363,17 +390,21 @@ def _compare(
         tree_eager = eager(x_eager, *others)
         y_eager = _leaves(tree_eager)
         gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in y_eager]
-        with nullcontext() if step else poisoned():
-            tree_ours = net(x_ours, *others)
+        _backward(y_eager, gradients)
+
+        surroundings = _surroundings(is_first=step == 0, reading=last if step == steps - 1 else None)
+        with surroundings():
+            inputs = _own(x, others, input_grad=input_grad)
+            tree_ours = net(*inputs)
         y_ours = _leaves(tree_ours)
         assert pytree.tree_structure(tree_ours) == pytree.tree_structure(tree_eager), "the outputs' structure differs"
         assert [y.requires_grad for y in y_ours] == [y.requires_grad for y in y_eager], "which outputs require grad differs"
         before = [y.detach().clone() for y in y_ours]
-        _backward(y_eager, gradients)
-        with nullcontext() if step else poisoned():
-            _backward(y_ours, gradients)
+        values, directions = _once(y_ours, gradients)
+        with surroundings():
+            _backward(values, [direction.clone() for direction in directions])
 
-        at = f"step {step}, "
+        at, x_ours = f"step {step}, ", inputs[0]
         found: dict[str, dict[str, float]] = {
             "output": {f"output {i}": relative_error(a, b) for i, (a, b) in enumerate(zip(y_ours, y_eager, strict=True))},
             "input_grad": {},
@@ -387,6 +418,7 @@ def _compare(
             scale = max(floor, float(x_eager.grad.abs().max()))
             found["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad, scale=scale)
         assert torch.equal(x_ours, x), f"{at}the input was changed"
+        assert all(map(torch.equal, inputs[1:], others)), f"{at}an input was changed"
         buffers = dict(net.named_buffers())
         assert buffers.keys() == dict(eager.named_buffers()).keys(), f"{at}the buffers' names differ"
         found["buffer"] = {name: relative_error(buffers[name], b) for name, b in eager.named_buffers()}
@@ -399,4 +431,24 @@ def _compare(
             module.zero_grad(set_to_none=True)
         moved = gradient_errors(dict(net.named_parameters()), dict(eager.named_parameters()))
         worst["param"] = max(worst["param"], _worst(moved, tolerance, at + "parameter after the update"))
-    return worst, x
+    return worst
+
+
+def _surroundings(*, is_first: bool, reading: _Reading | None) -> Callable[[], AbstractContextManager[None]]:
+    """What a step of ours happens in, in parts: the first in poisoned memory, the last while it is read."""
+
+    @contextmanager
+    def entered() -> Iterator[None]:
+        with poisoned() if is_first else nullcontext(), reading.on() if reading is not None else nullcontext():
+            yield
+
+    return entered
+
+
+def _once(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs and the gradients of all the places that they are at: a plan counts values, not how often the caller sums."""
+    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    for y, gradient in zip(outputs, gradients, strict=True):
+        if y.requires_grad:
+            sums[id(y)] = (y, sums[id(y)][1] + gradient if id(y) in sums else gradient)
+    return [y for y, _ in sums.values()], [gradient for _, gradient in sums.values()]

@@ -60,9 +60,9 @@ def compile(
         input_shape: shape of the input, ``(N, C, H, W)``, or a sequence of shapes for several inputs. Inputs of three to five dimensions
             are images; a model without any (vectors ``(N, F)``, token ids ``(N, L)``) runs in stages on whole tensors. ``None`` stands
             for an extent that varies; then planning waits for the first call. A new size re-plans on its first use. A tensor (on any
-            device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) stands for its shape and, where it holds whole
-            numbers, for their type. Or the input itself where it will be read in strips (an array, a slide, a source): the plan then is
-            one for inputs that are never resident.
+            device, such as ``torch.empty(1, H, W, dtype=torch.long, device="meta")``) stands for its shape, for the type of its numbers
+            where these are whole, and for inputs that want a gradient where it requires one. Or the input itself where it will be read in
+            strips (an array, a slide, a source): the plan then is one for inputs that are never resident.
         budget: what the card may hold, in bytes or as ``"11GiB"``: parameters, their gradients, buffers, the optimizer's state
             when ``optimizer`` is given, inputs, outputs, and all that the step makes. Default: `None` (11 GiB, or the budget that a given
             ``plan`` was made for).
@@ -123,7 +123,8 @@ def compile(
     if examples:
         engine.last_plan = engine.plan_for_inputs(examples)
     elif all(extent is not None for shape in shapes for extent in shape):
-        engine.last_plan = engine.plan_for_shapes([tuple(e for e in shape if e is not None) for shape in shapes], _dtypes(input_shape))
+        known = [tuple(extent for extent in shape if extent is not None) for shape in shapes]
+        engine.last_plan = engine.plan_for_shapes(known, _dtypes(input_shape), _input_grads(input_shape))
     return net
 
 
@@ -236,6 +237,11 @@ def _dtypes(input_shape: InputShape) -> list[torch.dtype | None]:
     """The element type of each input that holds whole numbers; the others have the model's."""
     given = [item.dtype if isinstance(item, torch.Tensor) else None for item in _items(input_shape)]
     return [None if dtype is None or dtype.is_floating_point else dtype for dtype in given]
+
+
+def _input_grads(input_shape: InputShape) -> tuple[bool, ...]:
+    """Of which inputs the gradient is wanted."""
+    return tuple(isinstance(item, torch.Tensor) and item.requires_grad for item in _items(input_shape))
 
 
 def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:

@@ -77,13 +77,15 @@ class Engine:
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
-    def plan_for_shapes(self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None) -> Plan:
+    def plan_for_shapes(
+        self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None, input_grads: tuple[bool, ...] | None = None
+    ) -> Plan:
         """The plan for inputs of these shapes on the model's device; ``None`` for a dtype is the model's."""
         own, device = self._dtype_and_device()
         no, lacking = (False,) * len(shapes), lacking_channels(shapes)
         given = tuple(own if dtype is None else dtype for dtype in dtypes or (None,) * len(shapes))
         held = tuple((shape[0], 1, *shape[1:]) if lacks else shape for shape, lacks in zip(shapes, lacking, strict=True))
-        return self.preparation.prepare(self._kind(held, given, device, no, no, lacking)).plan
+        return self.preparation.prepare(self._kind(held, given, device, no, input_grads or no, lacking)).plan
 
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
         """The plan that a call with these inputs would use."""

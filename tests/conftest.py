@@ -1,6 +1,6 @@
 """Settings that every test shares: Hypothesis profiles.
 
-Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (10, derandomised; what `make test`
+Choose a profile with ``SFT_HYPOTHESIS_PROFILE``: ``default`` (150 examples), ``ci`` (7, derandomised; what `make test`
 takes, and without shrinking, which may take longer than all tests), ``quick`` (15) or ``deep`` (2000).
 """
 
@@ -37,7 +37,7 @@ _SLOW_TO_DRAW = (HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.
 
 settings.register_profile("default", max_examples=150, deadline=None, print_blob=True, suppress_health_check=_SLOW_TO_DRAW)
 _NO_SHRINKING = (Phase.explicit, Phase.generate)
-settings.register_profile("ci", settings.get_profile("default"), max_examples=10, derandomize=True, database=None, phases=_NO_SHRINKING)
+settings.register_profile("ci", settings.get_profile("default"), max_examples=7, derandomize=True, database=None, phases=_NO_SHRINKING)
 settings.register_profile("quick", settings.get_profile("default"), max_examples=15)
 settings.register_profile("deep", settings.get_profile("default"), max_examples=2000)
 settings.load_profile(os.environ.get("SFT_HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default"))

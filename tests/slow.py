@@ -67,6 +67,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "1-False",
     ),
     "test_bands.py::test_two_bands_equal_eager": (
+        "pooled",
         "dense",
         "vgg-norm",
         "vgg",
@@ -76,6 +77,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "gated",
     ),
     "test_boundaries.py::test_signals_train_in_a_budget_far_below_the_sum_of_their_cuts": ("True",),
+    "test_boundaries.py::test_volumes_and_signals_stream_too": ("samples one by one",),
     "test_chain_recompute.py::test_butts_algorithm_as_printed": ("100 layers",),
     "test_conv2d_kernels.py::test_interpreted_kernels": (
         "dilated",
@@ -137,6 +139,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     ),
     "test_normshapes.py::test_the_graph_is_that_of_the_formula": ("cpu-autocast2-True", "meta-None-True"),
     "test_planner.py::test_more_budget_never_costs_more": ("unet-shape1",),
+    "test_reads.py::test_the_planner_counts_what_is_read": ("panels restore",),
     "test_recurrent.py::test_a_recurrent_layer_is_exact": ("lstm both ways",),
     "test_repeats.py::test_panels_of_one_geometry_are_looked_at_one_by_one": ("6",),
     "test_sharded.py::test_checkpoints_fit_other_numbers_of_ranks_and_layouts": ("_sgd",),
@@ -173,6 +176,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 #: Tests without parameters.
 _TESTS = (
+    "test_boundaries.py::test_any_cut_of_a_signal_may_be_streamed",
     "test_any_rank.py::test_ids_alone_masks_and_other_sizes",
     "test_bands.py::test_resnet18_with_norms_in_training",
     "test_bands.py::test_sums_of_gradients_in_many_windows",

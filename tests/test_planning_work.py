@@ -53,6 +53,25 @@ def test_planning_does_not_look_for_cycles_and_leaves_the_collector_as_it_was(mo
     assert seen == [False, False, False]
 
 
+def test_an_example_that_requires_a_gradient_is_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    searching = import_module("sft.searching")
+    plan_segments, count = searching.plan_segments, 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal count
+        count += 1
+        return plan_segments(*arguments)
+
+    monkeypatch.setattr(searching, "plan_segments", counted)
+    model, x = seeded(Residual), image(*_SHAPE).float()
+    net = sft.compile(model.float(), torch.empty(_SHAPE, device="meta", requires_grad=True))
+    with_gradient = net.plan_for(x.clone().requires_grad_())
+    assert (net.plan, count) == (with_gradient, 1)
+    without = net.plan_for(x)
+    assert count == 2
+    assert without.flops < with_gradient.flops and without.projected_peak_bytes < with_gradient.projected_peak_bytes
+
+
 class _Mixture(nn.Module):
     """In-place forms, norms, views: what the exporter writes down in many ways."""
 

@@ -9,6 +9,8 @@ BIN := .venv/bin
 READY := .venv/.ready
 ZOO_BIN := .venv-zoo/bin
 ZOO_READY := .venv-zoo/.ready
+# One more than there are cores: some tests wait for processes that they have started.
+WORKERS ?= $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
 INPUTS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
@@ -38,8 +40,8 @@ lint: $(READY) ## Style and formatting
 types: $(READY) ## mypy, strict
 	$(BIN)/mypy
 
-unit: $(READY) ## The tests and doctests alone, on all cores
-	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n auto --dist worksteal --durations=25 -m "not slow"
+unit: $(READY) ## The tests and doctests alone, on all cores (or WORKERS processes)
+	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=25 -m "not slow"
 
 test-slow: $(READY) ## The tests that `make test` has no time for: large networks, many networks at once
 	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n auto --dist worksteal --durations=25 -m slow

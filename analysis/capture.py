@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from sft.analysis.axes import Axes
 from sft.analysis.barenodes import bare_nodes
+from sft.analysis.casts import Casts
 from sft.analysis.exported import bounds_of, graph_of, guards_of
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
@@ -201,7 +202,7 @@ def _exported(
     _refuse_grad_modes(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     with bare_nodes():
-        return functional(exported, under_autocast=is_cast)
+        return functional(exported, Casts(device.type) if is_cast else None)
 
 
 def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:

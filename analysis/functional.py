@@ -5,13 +5,15 @@ tracing the program twice more, which takes 0.62 to 0.74 of the time of capturin
 networks write is simple, though: an activation in place on a value that nobody else looks at, the statistics of a norm. Such a program is
 rewritten here directly, by one rule: after a write the old name means the new value. The rule is sound while no other name of the same
 memory is read after the write; which names those are follows from the operators' schemas. Anything else (a view that is read after its base
-was written, inner graphs, autocast, operators that this module does not know) goes the long way, and the result is the same graph.
+was written, inner graphs, operators that this module does not know) goes the long way, and the result is the same graph.
+
+Under autocast the long way also puts in the casts of operands. Here they come from ``sft.analysis.casts``.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,8 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
 from torch.fx.node import map_arg
+
+from sft.analysis.casts import Cast, Casts, tensors_of, with_tensors
 
 __all__ = ["FunctionalProgram", "functional", "rewritten"]
 
@@ -43,14 +47,14 @@ class FunctionalProgram:
     updates: Mapping[str, str]
 
 
-def functional(exported: ExportedProgram, *, under_autocast: bool = False) -> FunctionalProgram:
+def functional(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram:
     """The program without writes.
 
     Args:
         exported: what ``torch.export`` made.
-        under_autocast: whether it runs under autocast, whose casts only the exporter's own way puts into the program.
+        casts: what autocast does, where it is on.
     """
-    return (None if under_autocast else rewritten(exported)) or _decomposed(exported)
+    return rewritten(exported, casts) or _decomposed(exported)
 
 
 def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
@@ -69,10 +73,10 @@ def _name(value: Any) -> str | None:
     return value.name if isinstance(value, fx.Node) else None
 
 
-def rewritten(exported: ExportedProgram) -> FunctionalProgram | None:
+def rewritten(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram | None:
     """The program without writes where the rule above holds, and ``None`` elsewhere."""
     try:
-        return _Rewriting(exported).finish()
+        return _Rewriting(exported, casts).finish()
     except _NotSimple:
         return None
 
@@ -119,8 +123,8 @@ _IN_PLACE = frozenset(
 
 
 class _Rewriting:
-    def __init__(self, exported: ExportedProgram) -> None:
-        self._exported = exported
+    def __init__(self, exported: ExportedProgram, casts: Casts | None) -> None:
+        self._exported, self._casts = exported, casts
         self._graph = fx.Graph()
         self._now: dict[fx.Node, Any] = {}  # what the old node means, after the writes so far
         self._named: dict[fx.Node, fx.Node] = {}  # of a node that returns what it wrote, whose other name it is
@@ -158,7 +162,12 @@ class _Rewriting:
         name, schema = str(node.target), node.target._schema
         if value is None and not node.users:
             return  # an assertion; a graph's shapes and dtypes are checked at each call
-        if name == "aten.batch_norm.default":
+        casts = () if self._casts is None else self._casts.of(node)
+        if casts is None:
+            raise _NotSimple
+        if casts:
+            self._cast_operands(node, casts)
+        elif name == "aten.batch_norm.default":
             self._batch_norm(node)
         elif name == "aten.dropout.default":
             self._dropout(node)
@@ -195,6 +204,20 @@ class _Rewriting:
         if isinstance(node.target, OpOverload):
             shares = str(node.target) in _COMPOSITE_VIEWS or any(result.alias_info is not None for result in node.target._schema.returns)
         self._make(node, node.target, node.args, node.kwargs, shares=shares)
+
+    def _cast_operands(self, node: fx.Node, casts: Sequence[Cast]) -> None:
+        """An operator that stays as it is, behind the casts of what it reads."""
+        overload: Any = node.target
+        if overload._schema.is_mutable or (_is_composite(overload) and str(overload) not in _COMPOSITES):
+            raise _NotSimple
+        operands, cast = tensors_of(node), {}
+        for place, dtype in casts:
+            operand = operands[place]
+            given = operand.meta["val"]
+            made = cast[place] = self._create(aten._to_copy.default, (self._now[operand],), {"dtype": dtype})
+            made.meta = {**node.meta, "val": given.new_empty(given.shape, dtype=dtype)}
+            self._now[made], self._memory[made] = made, {made}
+        self._make(node, overload, *with_tensors(node, [cast.get(place, operand) for place, operand in enumerate(operands)]), shares=False)
 
     def _dropout(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)

@@ -1,8 +1,9 @@
 """What does it save to take the writes out of an exported program directly, and not by the exporter's two further traces?
 
-Both ways capture the same models in one process, in turns: `sft.analysis.functional`'s own, and ``run_decompositions({})``, which it falls
-back to. The two graphs must be the same up to the names of values, or nothing is reported. Times are read from the clock of the process
-(processor seconds), with one thread, so that other work on the machine weighs less.
+Both ways capture the same models in one process, in turns: `sft.analysis.functional`'s own, and
+``run_decompositions({})``, which it falls back to: in fp32, and under autocast, whose casts either way has to find. The
+two graphs must be the same up to the names of values, or nothing is reported. Times are read from the clock of the
+process (processor seconds), with one thread, so that other work on the machine weighs less.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +26,7 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from sft.analysis.capture import Capture, capture
+from sft.analysis.casts import Casts
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.graph import Graph, map_refs
 
@@ -73,6 +77,7 @@ class Result:
     """A model and its rounds."""
 
     model: str
+    precision: str
     num_operators: int
     rounds: tuple[Round, ...]
 
@@ -81,6 +86,7 @@ class Result:
         ratios, shares = [one.ratio for one in self.rounds], [one.share for one in self.rounds]
         return [
             self.model,
+            self.precision,
             str(self.num_operators),
             "yes" if all(one.direct.is_direct for one in self.rounds) else "no: fell back",
             f"{median(one.direct.capture_seconds for one in self.rounds):.2f}",
@@ -92,8 +98,11 @@ class Result:
         ]
 
 
+PRECISIONS = {"fp32": None, "autocast bf16": torch.bfloat16}
+
 HEADERS = (
     "model",
+    "precision",
     "operators",
     "direct way taken",
     "direct: capture s",
@@ -105,22 +114,22 @@ HEADERS = (
 )
 
 
-def timed_capture(model: nn.Module, shape: tuple[int, ...], *, direct: bool) -> tuple[Capture, Timed]:
+def timed_capture(model: nn.Module, shape: tuple[int, ...], *, direct: bool, autocast: torch.dtype | None = None) -> tuple[Capture, Timed]:
     """Capture once, one way or the other."""
     seconds, is_direct = 0.0, False
 
-    def watched(exported: ExportedProgram, *, under_autocast: bool = False) -> FunctionalProgram:
+    def watched(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram:
         nonlocal seconds, is_direct
         started = time.process_time()
-        # What autocast makes of a program is the exporter's business alone, so asking for that is asking for its way.
-        found = functional(exported, under_autocast=under_autocast or not direct)
+        with nullcontext() if direct else patch("sft.analysis.functional.rewritten", lambda *_: None):
+            found = functional(exported, casts)
         seconds += time.process_time() - started
         is_direct = found.program is exported
         return found
 
     with patch("sft.analysis.capture.functional", watched):
         started = time.process_time()
-        found = capture(model, [shape], [torch.float32], torch.device("cpu"))
+        found = capture(model, [shape], [torch.float32], torch.device("cpu"), autocast=autocast)
         capture_seconds = time.process_time() - started
         return found, Timed(capture_seconds=capture_seconds, functional_seconds=seconds, is_direct=is_direct)
 
@@ -146,19 +155,19 @@ def results(shape: tuple[int, ...], num_rounds: int) -> Iterator[Result]:
     Raises:
         RuntimeError: the two ways give different graphs.
     """
-    for name, make in MODELS.items():
+    for (name, make), (precision, autocast) in product(MODELS.items(), PRECISIONS.items()):
         torch.manual_seed(0)
         model = make().train()
         rounds = []
         for number in range(num_rounds + 1):
             found: dict[bool, tuple[Capture, Timed]] = {}
             for direct in (True, False) if number % 2 else (False, True):
-                found[direct] = timed_capture(model, shape, direct=direct)
+                found[direct] = timed_capture(model, shape, direct=direct, autocast=autocast)
             if unnamed(found[True][0].graph) != unnamed(found[False][0].graph):
                 raise RuntimeError(f"{name}: the two ways give different graphs; run tests/test_functional.py")
             rounds.append(Round(direct=found[True][1], decomposed=found[False][1]))
         num_operators = sum(node.kind == "operator" for node in found[True][0].graph.nodes)
-        yield Result(model=name, num_operators=num_operators, rounds=tuple(rounds[1:]))
+        yield Result(model=name, precision=precision, num_operators=num_operators, rounds=tuple(rounds[1:]))
 
 
 def main() -> int:

@@ -220,6 +220,7 @@ SAMPLED = {
     "test_exact_transposed.py::test_output_size_of_the_caller": 2,
     "test_exact_transposed.py::test_unet": 2,
     "test_footprint.py::test_working_bytes_are_near_the_programs_peak": 2,
+    "test_functional.py::test_the_casts_of_autocast_are_those_of_the_long_way": 3,
     "test_functional.py::test_the_graph_is_that_of_the_long_way": 5,
     "test_inputs.py::test_every_kind_of_array": 2,
     "test_inputs_cost.py::test_the_closed_form_equals_the_phantom_walk": 2,

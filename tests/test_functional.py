@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
+from sft.analysis.casts import Casts
 from sft.analysis.exported import graph_of
 from sft.analysis.functional import FunctionalProgram, functional, rewritten
 from sft.analysis.graph import Graph, map_refs
@@ -22,14 +23,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:`isinstance:FutureWarning")  # t
 
 
 class _Calls(nn.Module):
-    def __init__(self, function: Callable[[Tensor], Any], **parts: nn.Module) -> None:
+    def __init__(self, function: Callable[..., Any], **parts: nn.Module) -> None:
         super().__init__()
-        self.function = function
+        self.function, self.parts = function, tuple(parts)
         for name, part in parts.items():
             self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Any:
-        return self.function(x)
+        return self.function(x, *(getattr(self, name) for name in self.parts))
 
 
 class _ResNetBlock(nn.Module):
@@ -136,7 +137,7 @@ def _exported(model: nn.Module, shape: tuple[int, ...], *, symbolic: bool = Fals
 
 def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.analysis.functional.rewritten", lambda _: None)
+        patches.setattr("sft.analysis.functional.rewritten", lambda *_: None)
         return functional(exported)
 
 
@@ -164,6 +165,50 @@ def test_the_graph_is_that_of_the_long_way(name: str, training: bool) -> None:
     direct = rewritten(exported)
     assert direct is not None, "this network went the long way"
     assert _renamed(graph_of(direct)) == _renamed(graph_of(_decomposed(exported)))
+
+
+def _attention(x: Tensor, conv: nn.Module) -> Tensor:
+    q, k, v = conv(x).flatten(2).transpose(1, 2).chunk(3, -1)
+    return cast(Tensor, torch.softmax(q @ k.transpose(1, 2) / 2, -1) @ v)
+
+
+def _joined(x: Tensor, conv: nn.Module) -> Tensor:
+    return torch.cat([conv(x), x, conv(x).double()], 1)
+
+
+def _summed(x: Tensor, conv: nn.Module) -> Tensor:
+    y = conv(x)
+    return cast(Tensor, y.norm() + y.var((2, 3)).sum() + y.cumsum(2).sum() + y.pow(2).prod())
+
+
+def _losses(x: Tensor, conv: nn.Module) -> Tensor:
+    y, labels = conv(x), x[:, 0].long().clamp(0, 2)
+    return F.binary_cross_entropy_with_logits(y, y.sigmoid()) + F.cross_entropy(y, labels)
+
+
+_CAST: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "resnet": (nn.Sequential(nn.Conv2d(4, 4, 1), _ResNetBlock()), (2, 4, 6, 7)),
+    "one tensor twice": (_Calls(lambda x: x @ x.softmax(1) + F.conv2d(x, x[:, :, :1, :1])), (4, 4, 6, 6)),
+    "attention": (_Calls(_attention, conv=nn.Conv2d(4, 6, 1)), (2, 4, 3, 5)),
+    "joined": (_Calls(_joined, conv=nn.Conv2d(4, 3, 1)), (1, 4, 6, 7)),
+    "summed": (_Calls(_summed, conv=nn.Conv2d(4, 3, 1)), (1, 4, 6, 7)),
+    "losses": (_Calls(_losses, conv=nn.Conv2d(4, 3, 1)), (2, 4, 6, 7)),
+    **{name: _SIMPLE[name] for name in ("1-D", "2-D", "3-D", "softmax")},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", _CAST)
+def test_the_casts_of_autocast_are_those_of_the_long_way(name: str, dtype: torch.dtype) -> None:
+    model, shape = _CAST[name]
+    with torch.autocast("cpu", dtype, cache_enabled=False):
+        exported = _exported(_Wrapped(model).train(), shape)
+        direct = rewritten(exported, Casts("cpu"))
+        long_way = graph_of(_decomposed(exported))
+    assert direct is not None, "this network went the long way"
+    found = graph_of(direct)
+    assert any(node.target == "aten._to_copy.default" for node in found.operators)
+    assert _renamed(found) == _renamed(long_way)
 
 
 class _Wrapped(nn.Module):

@@ -1,0 +1,136 @@
+"""Which operands autocast casts, asked of PyTorch itself.
+
+Under autocast an operator with a kernel for it casts operands first, by a policy that PyTorch does not publish: it differs between devices
+and releases. The policy looks at element types and devices alone, so that one call tells it for all calls with such operands. It is made
+on fake tensors, while a dispatch mode below autocast watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["Cast", "Casts", "tensors_of", "with_tensors"]
+
+#: The operand at a place among all tensors of a call, and the type that it is cast to; in the order in which this happens.
+Cast = tuple[int, torch.dtype]
+
+
+class Casts:
+    """What autocast does on one device, while it is on.
+
+    Args:
+        device_type: ``"cpu"``, ``"cuda"``.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._key = f"Autocast{device_type.upper()}"
+        self._known: dict[tuple[Any, ...], tuple[Cast, ...] | None] = {}
+
+    def of(self, node: fx.Node) -> tuple[Cast, ...] | None:
+        """The casts before an operator; ``None`` where they are not all that autocast changes."""
+        target = node.target
+        if not isinstance(target, OpOverload) or not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), self._key):
+            return ()
+        operands = [operand.meta["val"] for operand in tensors_of(node)]
+        told = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
+        key = (target, *((operand.dtype, operand.device.type) for operand in operands), *told)
+        if key not in self._known:
+            try:
+                self._known[key] = _probed(target, node)
+            except (RuntimeError, TypeError):  # no size is at hand, or autocast refuses the operator: the long way says it
+                self._known[key] = None
+        return self._known[key]
+
+
+def tensors_of(node: fx.Node) -> list[fx.Node]:
+    """The operands that are tensors, with repetitions."""
+    found: list[fx.Node] = []
+
+    def note(value: Any) -> Any:
+        if _is_tensor(value):
+            found.append(value)
+        return value
+
+    map_aggregate((node.args, dict(node.kwargs)), note)
+    return found
+
+
+def with_tensors(node: fx.Node, operands: Sequence[Any]) -> tuple[Any, Any]:
+    """The positional and keyword arguments with other operands in the place of those."""
+    left = iter(operands)
+    found: Any = map_aggregate((node.args, dict(node.kwargs)), lambda value: next(left) if _is_tensor(value) else value)
+    return found[0], found[1]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
+
+
+def _probed(target: OpOverload, node: fx.Node) -> tuple[Cast, ...] | None:
+    """The casts of a call like that of a node."""
+    seen = [operand.meta["val"] for operand in tensors_of(node)]
+    with FakeTensorMode():
+        # Tensors that are at no other place, of the sizes at hand.
+        operands = [torch.empty([_at_hand(extent) for extent in each.shape], dtype=each.dtype, device=each.device) for each in seen]
+        watch = _Watch(operands)
+        with watch:
+            found = _called(target, node, operands)
+        if watch.is_unclear:
+            return None
+        # What has been seen must be all: some kernels are told a type instead, which shows in what they return without being told.
+        for place, dtype in watch.casts:
+            operands[place] = operands[place].to(dtype)
+        with torch.autocast(seen[0].device.type, enabled=False):
+            plain = _called(target, node, operands)
+    return tuple(watch.casts) if found == plain else None
+
+
+def _called(target: OpOverload, node: fx.Node, operands: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    """The types of what an operator makes of other operands."""
+    args, kwargs = map_aggregate(
+        with_tensors(node, operands), lambda value: _at_hand(value.meta["val"]) if isinstance(value, fx.Node) else value
+    )
+    return [value.dtype for value in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(value, torch.Tensor)]
+
+
+def _at_hand(extent: Any) -> Any:
+    """The number that a symbol stood for while the program was exported."""
+    return extent.node.hint if isinstance(extent, (torch.SymInt, torch.SymFloat, torch.SymBool)) else extent
+
+
+class _Watch(TorchDispatchMode):
+    """Notes which operands are cast before anything else happens.
+
+    Attributes:
+        casts: so far.
+        is_unclear: whether something was cast that is no operand, or in another way than to a type alone.
+    """
+
+    def __init__(self, operands: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.casts: list[Cast] = []
+        self.is_unclear = False
+        self._place = {id(operand): place for place, operand in enumerate(operands)}
+        self._has_begun = False
+
+    def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten._to_copy.default:
+            self._has_begun |= func.namespace == "aten"  # fake tensors are asked for their device, too
+        elif not self._has_begun:
+            place = self._place.get(id(args[0]))
+            given = {key: value for key, value in kwargs.items() if value is not None}
+            if place is None or given.keys() != {"dtype"}:
+                self.is_unclear = True
+            else:
+                self.casts.append((place, given["dtype"]))
+        return func(*args, **kwargs)

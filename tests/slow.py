@@ -7,6 +7,7 @@ __all__ = ["SAMPLED", "SLOW"]
 _PARAMETERS: dict[str, tuple[str, ...]] = {
     "test_any_rank.py::test_every_budget_is_exact_and_holds": (
         "gpt-eval",
+        "mlp-training",
         "mlp-eval",
         "skips-eval",
     ),
@@ -143,6 +144,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
     "test_recurrent.py::test_a_recurrent_layer_is_exact": ("lstm both ways",),
     "test_repeats.py::test_panels_of_one_geometry_are_looked_at_one_by_one": ("6",),
     "test_sharded.py::test_checkpoints_fit_other_numbers_of_ranks_and_layouts": ("_sgd",),
+    "test_sharded.py::test_four_ranks": ("shard_mesh0-image_mesh0",),
     "test_source_open.py::test_other_processes_read_zarr": ("spawn",),
     "test_source_tiff.py::test_processes_open_their_own_handles": ("spawn",),
     "test_streamed_model.py::test_streamed_weights_are_exact_to_the_byte": (

@@ -91,16 +91,22 @@ def _nothing_left_out() -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["plain", "decomposed"])
-def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch, autocast: torch.dtype | None) -> None:
+@pytest.mark.parametrize(
+    ("autocast", "directly"), [(None, True), (torch.bfloat16, True), (None, False)], ids=["plain", "autocast", "decomposed"]
+)
+def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch, autocast: torch.dtype | None, directly: bool) -> None:
     module = import_module("sft.analysis.capture")
     functional, stacks = module.functional, []
 
-    def watched(exported: Any, **options: Any) -> Any:
+    def watched(exported: Any, *options: Any) -> Any:
         stacks.append(sum("stack_trace" in node.meta for node in exported.graph.nodes))
-        return functional(exported, **options)
+        found = functional(exported, *options)
+        assert (found.program is exported) == directly
+        return found
 
     monkeypatch.setattr(module, "functional", watched)
+    if not directly:
+        monkeypatch.setattr("sft.analysis.functional.rewritten", lambda *_: None)
     found = []
     for context in (_nothing_left_out, bare_nodes):
         monkeypatch.setattr(module, "bare_nodes", context)

@@ -1,7 +1,7 @@
 """An exported program without writes: every operator makes a new value, and a value never changes.
 
 ``torch.export`` hands over what ``forward`` called, in-place forms included. ``ExportedProgram.run_decompositions({})`` removes them by
-tracing the program twice more, which takes 0.62 to 0.74 of the time of capturing our example models (`benchmarks/capture.py`). What
+tracing the program twice more, which takes 0.74 to 0.87 of the time of capturing our example models (`benchmarks/capture.py`). What
 networks write is simple, though: an activation in place on a value that nobody else looks at, the statistics of a norm. Such a program is
 rewritten here directly, by one rule: after a write the old name means the new value. The rule is sound while no other name of the same
 memory is read after the write; which names those are follows from the operators' schemas. Anything else (a view that is read after its base

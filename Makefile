@@ -43,8 +43,9 @@ types: $(READY) ## mypy, strict
 unit: $(READY) ## The tests and doctests alone, on all cores (or WORKERS processes)
 	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=25 -m "not slow"
 
-test-slow: $(READY) ## The tests that `make test` has no time for: large networks, many networks at once
-	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n auto --dist worksteal --durations=25 -m slow
+test-slow: $(READY) ## What `make test` has no time for: large networks, many cases, twice as many random examples
+	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-ci} $(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=25 -m slow
+	SFT_HYPOTHESIS_PROFILE=$${SFT_HYPOTHESIS_PROFILE:-quick} $(BIN)/pytest -n $(WORKERS) --dist worksteal -m "hypothesis and not slow"
 
 package: $(READY) ## Build the sdist and from it the wheel, and import the wheel elsewhere
 	$(BIN)/python tests/packaging/check_wheel.py

@@ -68,7 +68,6 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "1-False",
     ),
     "test_bands.py::test_two_bands_equal_eager": (
-        "pooled",
         "dense",
         "vgg-norm",
         "vgg",
@@ -76,6 +75,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "unet",
         "dense-norm",
         "gated",
+        "pooled",
     ),
     "test_boundaries.py::test_signals_train_in_a_budget_far_below_the_sum_of_their_cuts": ("True",),
     "test_boundaries.py::test_volumes_and_signals_stream_too": ("samples one by one",),
@@ -178,12 +178,12 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
 
 #: Tests without parameters.
 _TESTS = (
-    "test_boundaries.py::test_any_cut_of_a_signal_may_be_streamed",
     "test_any_rank.py::test_ids_alone_masks_and_other_sizes",
     "test_bands.py::test_resnet18_with_norms_in_training",
     "test_bands.py::test_sums_of_gradients_in_many_windows",
     "test_bands_failure.py::test_a_rank_that_raises_between_strips",
     "test_bands_failure.py::test_ranks_that_are_asked_different_things",
+    "test_boundaries.py::test_any_cut_of_a_signal_may_be_streamed",
     "test_libraries.py::test_a_torchvision_that_fits_declares_its_operators_itself",
     "test_planner.py::test_a_gigapixel_image_fits_or_the_error_says_what_would",
     "test_planner.py::test_inference_needs_far_less_than_training",

@@ -248,6 +248,16 @@ def test_meter_holds_nothing_alive() -> None:
     assert (peak.num_bytes, peak.current_bytes) == (1001 * FLOAT, 0)
 
 
+def test_what_may_be_a_copy_is_looked_at_and_what_is_none_costs_nothing() -> None:
+    base = torch.ones(6, 9)
+    with torch.inference_mode(), measure_peak() as peak:  # composites arrive as they were called
+        views = base[1:].relu_(), base.t(), base.contiguous(), base.reshape(9, 6)
+        assert peak.current_bytes == 0
+        copies = base.t().contiguous(), base.t().reshape(6, 9)
+    assert peak.num_bytes == 2 * base.numel() * FLOAT
+    assert all(view.untyped_storage().data_ptr() == base.data_ptr() for view in views) and len(copies) == 2
+
+
 def test_meta_and_cpu_are_metered_apart() -> None:
     with measure_peak("meta") as meta, measure_peak("cpu") as cpu:
         on_meta = torch.empty(100_000, 100_000, 3, device="meta")

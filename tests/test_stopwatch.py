@@ -14,7 +14,8 @@ from sft.execute.stopwatch import Stopwatch, time_step
 from sft.lower.program import Program
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
-from sft.walk.machine import PhantomMachine
+from sft.plan.rates import LARGE_BUFFER_BYTES
+from sft.walk.machine import Phantom, PhantomMachine
 from sft.walk.region import Region
 
 _SHAPE = (2, 3, 40, 24)
@@ -77,9 +78,32 @@ def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
     counting = _Counting()
     counting.programs = []
     run_step(problem, region, counting)
-    # Each run of a program takes one tick of this clock, and so does the walk of each move; a new buffer's fill is taken off its zeros.
+    # Each run of a program takes one tick of this clock, and so do the walk of each move and zeros; new pages take no longer than old ones.
     num_zeros = found - len(counting.programs) - len(region.moves)
     assert 0 <= num_zeros < 200 and num_zeros == int(num_zeros)
+
+
+def test_new_pages_are_paid_for_once_and_large_buffers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    price = {"zeros of new pages": 3.0 * 2**26, "zeros of old pages": 2.0 * 2**26}  # a second a byte
+    monkeypatch.setattr(Stopwatch, "_once", lambda _, key, __: price.get(key, 0.25))
+    large, stopwatch = LARGE_BUFFER_BYTES, Stopwatch()
+    paid = []
+
+    def pay(num_bytes: int, *, zero: bool = False) -> Phantom:
+        before = stopwatch.seconds
+        handle = stopwatch.allocate((num_bytes,), torch.uint8, zero=zero)
+        paid.append(stopwatch.seconds - before)
+        return handle
+
+    first = pay(1024)
+    second = pay(512, zero=True)
+    del second
+    third = pay(1024)  # of which 512 are the second's
+    del first, third
+    pay(1536)
+    pay(large)
+    pay(large)
+    assert paid == [1024, 512.25, 512, 0, large, large]
 
 
 def test_nothing_of_the_callers_changes() -> None:

@@ -5,15 +5,18 @@ a program that nobody has timed it runs it for real, on numbers of its own, and 
 signature share their program, and equal blocks of a network share the times, so a step of thousands of strips is timed by running some
 dozen programs, and only the first time.
 
-New buffers (cuts, their gradients) are timed likewise. What is left out is small: what autograd and the caller do with the results, and
-what happens while programs run: reading inputs that are not resident, and bringing weights that are streamed.
+On a CPU programs are timed in memory that has been written before, but in a step the first strip of a cut, of its gradient, of a state is
+written to pages that the system hands out one by one. Allocators give back what a step has freed, so each step pays anew for the growth of
+what is alive, and for each buffer that is too large to be recycled. A page's price is measured, too; on a GPU, whose memory is kept, it is
+nothing. What is left out is small: what autograd and the caller do with the results, and what happens while programs run: reading inputs
+that are not resident, and bringing weights that are streamed.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +35,7 @@ from sft.execute.signature import signature
 from sft.lower.program import Port, Program, Slot
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
+from sft.plan.rates import LARGE_BUFFER_BYTES
 from sft.walk.copies import Copy
 from sft.walk.machine import Handle, Phantom, PhantomMachine, Saved
 from sft.walk.order import Move
@@ -42,6 +46,8 @@ __all__ = ["Stopwatch", "time_step"]
 _NUM_RUNS = 3
 #: A program that takes so long is run no more than twice: once to warm up (kernels are chosen, memory is mapped), once to be timed.
 _LONG_SECONDS = 0.25
+#: What pages cost is measured on so many bytes.
+_PAGES_BYTES = 64 * 2**20
 
 
 def _no_one() -> None:
@@ -76,6 +82,8 @@ class Stopwatch(PhantomMachine):
     most_seconds: float = math.inf
     num_timed: int = 0
     laps: list[float] = field(default_factory=list)
+    _touched_bytes: int = 0
+    _fresh_byte_seconds: float | None = None
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
 
     def begin(self, move: Move) -> None:
@@ -87,12 +95,34 @@ class Stopwatch(PhantomMachine):
             raise _SlowerError
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> Phantom:
-        # Whoever writes a new buffer first waits for its pages; to the programs we bind buffers that are old.
-        make, what = partial(self._real.allocate, shape, dtype, zero=True, contiguous=contiguous), f"{shape} {dtype} {contiguous}"
-        self.seconds += self._once(f"zeros {what}", lambda: make)
-        if not zero:
-            self.seconds -= self._once(f"fill {what}", lambda: make().zero_)
-        return PhantomMachine.allocate(self, shape, dtype, zero=zero, contiguous=contiguous)
+        handle = PhantomMachine.allocate(self, shape, dtype, zero=zero, contiguous=contiguous)
+        if zero:
+            buffer = partial(self._real.allocate, shape, dtype, zero=True, contiguous=contiguous)
+            self.seconds += self._once(f"fill {shape} {dtype} {contiguous}", lambda: buffer().zero_)
+        self._touch([handle.num_bytes])
+        return handle
+
+    def _touch(self, sizes: Iterable[int], *, recycled_only: bool = False) -> None:
+        """Add what the pages of new buffers cost: of small ones those by which what is alive has grown.
+
+        Args:
+            sizes: of the buffers, in bytes.
+            recycled_only: whether large ones are paid for already.
+        """
+        grown = max(0, self.meter.now_bytes - self._touched_bytes)
+        self._touched_bytes += grown
+        sizes = list(sizes)
+        fresh = min(grown, sum(size for size in sizes if size < LARGE_BUFFER_BYTES))
+        fresh += 0 if recycled_only else sum(size for size in sizes if size >= LARGE_BUFFER_BYTES)
+        if fresh and self._fresh_byte_seconds is None:
+            self._fresh_byte_seconds = self._new_pages()
+        self.seconds += fresh * (self._fresh_byte_seconds or 0.0)
+
+    def _new_pages(self) -> float:
+        """Seconds of a byte's share of a page that is written for the first time."""
+        make = partial(self._real.allocate, (_PAGES_BYTES,), torch.uint8, zero=True)
+        anew, again = self._once("zeros of new pages", lambda: make), self._once("zeros of old pages", lambda: make().zero_)
+        return max(0.0, anew - again) / _PAGES_BYTES
 
     def _once(self, key: str, prepare: Callable[[], Callable[[], object]]) -> float:
         """Seconds of the call that ``prepare`` returns, timed when its key is new."""
@@ -135,6 +165,8 @@ class Stopwatch(PhantomMachine):
         first = saved.first if isinstance(saved, _TimedSaved) else None
         results, left = PhantomMachine.run(self, program, bindings, saved)
         self.seconds += self._seconds(program, first)
+        # What is large was new whenever the program was timed.
+        self._touch((handle.num_bytes for handle in results.values() if isinstance(handle, Phantom)), recycled_only=True)
         if self.seconds >= self.most_seconds:
             raise _SlowerError
         return results, _TimedSaved(left.values, left.loaded, first=program if program.saved else None)
@@ -165,18 +197,15 @@ class Stopwatch(PhantomMachine):
         with torch.no_grad():
             saved = {} if first is None else machine.run(first, bound(first))[1].values
             bindings = bound(program)
-            states: list[Any] = []  # they stay, as in a step: the next strip's get pages that nobody has touched
 
             def once(*, is_last: bool = False) -> float:
                 # In a step the memory of what was saved is used again as soon as it has been read; so it is the last time.
                 held = None if not saved else Saved(saved) if is_last else Saved(saved).fork()
                 self._wait()
                 started = time.perf_counter()
-                results, _ = machine.run(program, bindings, held)
+                machine.run(program, bindings, held)
                 self._wait()
-                seconds = time.perf_counter() - started
-                states.append([value for port, value in results.items() if port.role == "append"])
-                return seconds
+                return time.perf_counter() - started
 
             if once() >= _LONG_SECONDS:
                 return once(is_last=True)

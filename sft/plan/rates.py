@@ -13,14 +13,14 @@ from sft.lower.pieces import add_parts
 from sft.lower.program import Instruction, Program
 from sft.plan.chain.link import Link
 
-__all__ = ["Rates"]
+__all__ = ["LARGE_BUFFER_BYTES", "Rates"]
 
 #: FLOPs that the device could do while one instruction is issued.
 _CALL_FLOPS = {"cpu": 5e5}
 _CALL_FLOPS_DEFAULT = 1e8
 #: FLOPs that the CPU could do while it first touches one byte of a buffer too large for the allocator to recycle, and that size.
 _FRESH_BYTE_FLOPS = 15.0
-_LARGE_BUFFER_BYTES = 32 * 2**20
+LARGE_BUFFER_BYTES = 32 * 2**20
 #: FLOPs a second, to the nearest power of ten: what times are compared with is the link to the host alone.
 _FLOPS_PER_SECOND = {"cpu": 1e11}
 _FLOPS_PER_SECOND_DEFAULT = 1e13
@@ -44,7 +44,7 @@ class Rates:
         """What an instruction costs besides its FLOPs, in FLOPs."""
         num_calls = len(instruction.arguments[1]) if instruction.function is add_parts else 1
         cost = num_calls * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
-        if self.device_type == "cpu" and instruction.num_bytes > _LARGE_BUFFER_BYTES:
+        if self.device_type == "cpu" and instruction.num_bytes > LARGE_BUFFER_BYTES:
             cost += _FRESH_BYTE_FLOPS * instruction.num_bytes
         return cost
 

@@ -245,3 +245,13 @@ class _Called(nn.Module):
 @pytest.mark.parametrize("p", [0.3, 0.0, 1.0])
 def test_dropout_may_be_called_as_a_function(p: float) -> None:
     assert_exact(_Called(p).train(), torch.rand(2, 3, 20, 11), options=sft.Options(tile=(5, None)))
+
+
+def test_a_default_device_of_the_callers_is_not_asked() -> None:
+    """A model is often made on the meta device, and planned where that is still the default."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 11), nn.Dropout(0.25)
+        )
+        inside = sft.plan(model, (13, 3, 32, 32), budget="1GiB")
+    assert inside == sft.plan(model, (13, 3, 32, 32), budget="1GiB")

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import sft
+from examples.models import vgg16
 from sft.execute.machine import TorchMachine
+from sft.plan.carried import carry_out
 from sft.walk.order import Move
 
 from .helpers.exactness import assert_exact
@@ -123,3 +127,20 @@ def test_a_small_host_is_kept_to() -> None:
 def test_any_budget_is_exact(name: str, share: float, link: float) -> None:
     options = replace(_HOST, link_bandwidth=link)
     assert_exact(seeded(_MODELS[name]), image(*_SHAPE), budget=_budget(name, share), options=options, input_grad=False, steps=1)
+
+
+def test_what_surely_does_not_fit_is_not_carried_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads whose stages need several times the room were projected once each, which took longer than all else."""
+    behind = import_module("sft.plan.behind")
+    found: list[int] = []
+
+    def noted(*arguments: Any) -> Any:
+        planned = carry_out(*arguments)
+        found.append(planned.projection.peak_bytes)
+        return planned
+
+    monkeypatch.setattr(behind, "carry_out", noted)
+    with torch.device("meta"):
+        model = vgg16(10)
+    sft.plan(model, (1, 3, 16_384, 20_480), budget="11GiB")
+    assert found and max(found) < 1.5 * 11 * 2**30

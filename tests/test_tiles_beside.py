@@ -17,6 +17,8 @@ from sft.plan.survey import Survey
 from sft.plan.tiles import flops_in_tiles
 
 from .helpers.captured import one_capture_a_model
+from .helpers.exactness import assert_exact
+from .helpers.models import TinyUNet, image, seeded
 from .helpers.problems import problem_of
 
 captures = one_capture_a_model()
@@ -62,3 +64,17 @@ def test_no_plan_of_the_paper_takes_less_time_than_the_planners(size: int, memor
     assert ours.estimated_seconds <= theirs.estimated_seconds
     if size == 20_480:
         assert any(segment.halo == "recompute" and segment.num_panels > 1 for segment in ours.segments)
+
+
+def test_tiles_are_found_where_no_strips_fit() -> None:
+    """Independent tiles hold no states: the smallest plan of this network is one of them, and any budget from there on is enough."""
+    model, shape = seeded(TinyUNet).double(), (1, 3, 96, 64)
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, shape, budget=1)
+    with pytest.raises(sft.BudgetError) as strips:
+        sft.plan(model, shape, budget=1, options=Options(halo="carry"))
+    least, least_of_strips = refused.value.needed_bytes, strips.value.needed_bytes
+    assert least < least_of_strips
+    for budget in (least, (least + least_of_strips) // 2):
+        report = assert_exact(model, image(*shape), budget=budget, steps=1, input_grad=False)
+        assert all(segment.halo == "recompute" for segment in report.plan.segments if segment.mode == "tiled")

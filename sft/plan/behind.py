@@ -39,6 +39,8 @@ _MOST_JOINT_STAGES = 32
 _MAX_TAILS, _MOST_JOINT_TAILS = 4, 1
 #: The chain's schedule of least memory is not quite the model's: another may need less than this share of it, but not by much.
 _LEAST_OF_OPTIMAL = 1.2
+#: What a chain needs at least by its accounts, which count a skip at each cut that it crosses, may be too much by so far and still fit.
+_LEAST_OF_CHAIN = 1.5
 
 
 def cheapest_mixed(problem: Problem, mixed: Mixed, room_bytes: int, worse_than: float) -> tuple[float, Planned] | None:
@@ -128,6 +130,8 @@ def _cheapest_tail(tail: Tail, name: str, room_bytes: int) -> tuple[float, Plann
             schedule = tail.schedule(name, budget_bytes)
         except BudgetError as refusal:
             budget_bytes = refusal.needed_bytes
+            if budget_bytes > _LEAST_OF_CHAIN * (room_bytes - tail.base_bytes):
+                break
             continue
         proposal = _proposal(tail, schedule)
         if proposal is None:

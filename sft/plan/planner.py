@@ -34,7 +34,7 @@ from sft.plan.stages import StagedModel
 from sft.plan.strategy_chain import OFFLOADING, RECOMPUTING, solve
 from sft.plan.strategy_sft import grids, least_bytes, partition_choices
 from sft.plan.survey import Candidate, Survey
-from sft.plan.tiles import cheaper_tiles
+from sft.plan.tiles import cheaper_tiles, smallest_tiles
 from sft.plan.tiling import panel_cols
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
@@ -88,7 +88,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
                 fitting.append(found)
                 if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                     break
-    if fitting and options.strategy == "auto" and options.tile is None and options.halo == "auto":
+    may_tile = options.strategy == "auto" and options.tile is None and options.halo == "auto"
+    if may_tile:
         fitting += cheaper_tiles(problem, surveys[0], room_bytes, Rates(device_type), _least_cost(fitting))
     if fitting:
         return _fastest(problem, fitting, Rates(device_type))
@@ -98,6 +99,8 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     if mixed is not None:
         planned += smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned))
         planned += smallest_with_tails(mixed, min(each.projection.peak_bytes for each in planned))
+    if may_tile:
+        planned += smallest_tiles(problem, surveys[0], min(each.projection.peak_bytes for each in planned))
     best = min(planned, key=lambda planned: planned.projection.peak_bytes)
     if best.projection.peak_bytes <= room_bytes:
         return best

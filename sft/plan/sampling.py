@@ -3,12 +3,13 @@
 Between multiples of the run's stride a steady strip's live bytes at each instruction are affine in its height. Their maximum is convex, so
 interpolating between sampled heights errs on the safe side. The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and
 gains ``n`` a strip; one state in ``k`` kept holds ``min(c, k n)`` rows that the one before does not, and a group of ``k`` strips has
-``(k - 1) min(c, n)`` more of its own.
+``(k - 1) min(c, n)`` more of its own. That takes all strips for those of the middle. At a sampled height the rows are counted state by
+state, and what the closed form is off by there is interpolated, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.analysis.interval import Interval
-from sft.analysis.tile import tile_at
+from sft.analysis.schedule import Schedule
+from sft.analysis.tile import TileSchedule, tile_at
 from sft.lower.step import emit_strip
 from sft.plan.build import build_region
 from sft.plan.peaks import prefix_peaks
@@ -25,16 +27,22 @@ from sft.plan.rates import Rates
 from sft.plan.tiling import Tiling
 from sft.sources.readahead import reader_bytes
 from sft.walk.checkpoints import Checkpoints
+from sft.walk.profile import alive_at, first_block_rows
 from sft.walk.segments import TiledSegment, Walk
 
-__all__ = ["Floats", "RunSampler", "SampledRun", "halo_shares"]
+__all__ = ["MOST_RESTORED", "Floats", "RunSampler", "SampledRun", "halo_shares"]
 
 Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 #: At how many cuts, about, it is counted what tiles compute twice.
 _NUM_HALO_SAMPLES = 12
 #: Of the sampled heights those at which strips of panels are lowered: the lowest, and two in the middle.
 _ANCHORS = (0, -3, -2)
+#: States are counted where all have no more values than this, and, where they are held in slots, where there are no more strips than this.
+_MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**19, 512
+#: A strip restored more often than this, on average, is no plan that anybody wants.
+MOST_RESTORED = 6.0
 
 
 def halo_shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
@@ -111,13 +119,8 @@ class RunSampler:
         row_bytes = np.asarray(sampled[0]["row_bytes"], dtype=np.float64)
         places = np.asarray(sampled[0]["places"])
         num_steps = np.ceil(problem.run_height(names) / wanted) + spread("extra_steps")
-        every = np.minimum(np.array([policy.every for policy in self.policies], dtype=np.float64), num_steps[:, None])  # [height, policy]
-        slots = np.array([policy.slots for policy in self.policies])
-        spaced = np.minimum(carried[..., None], gained[..., None] * every)
-        inner = np.minimum(carried, gained)[..., None] * (every - 1)
-        rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
-        rows = np.where(slots > 0, carried[..., None] * (slots + 1), rows) if problem.training else carried[..., None] * 2
-        held = row_bytes[:, None, None] * rows * self.tiling.num_stores
+        rows = self._closed_rows(carried, gained, num_steps)
+        held = row_bytes[:, None, None] * rows * spread("state_share").T * self.tiling.num_stores
         # A prefix carries the values before its cut, except the one that crosses it.
         inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
         states = np.einsum("cv,vhk->chk", inside.astype(np.float64), held)
@@ -132,6 +135,16 @@ class RunSampler:
             states=states,
             restored_share=np.array([[policy.num_restored(int(n)) / n for policy in self.policies] for n in num_steps]),
         )
+
+    def _closed_rows(self, carried: Floats, gained: Floats, num_steps: Floats) -> Floats:
+        """Rows of values that are held for states, if all strips were as those of the middle, [value, height, policy]."""
+        every = np.minimum(np.array([policy.every for policy in self.policies], dtype=np.float64), num_steps[:, None])  # [height, policy]
+        slots = np.array([policy.slots for policy in self.policies])
+        spaced = np.minimum(carried[..., None], gained[..., None] * every)
+        inner = np.minimum(carried, gained)[..., None] * (every - 1)
+        rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
+        found: Floats = np.where(slots > 0, carried[..., None] * (slots + 1), rows)
+        return found if self.tiling.problem.training else np.broadcast_to(carried[..., None] * 2, rows.shape)
 
     def _samples(self, names: tuple[str, ...], cuts: Sequence[int], heights: Sequence[int]) -> list[dict[str, Any]]:
         """Samples at some heights. Of panels only strips of a few heights are lowered: what part they are of strips in full width, which
@@ -154,7 +167,7 @@ class RunSampler:
         return [own.get(rows) or estimated(rows, sample) for rows, sample in zip(heights, wide, strict=True)]
 
     def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
-        key = ("sample", replace(self.tiling.choice(names, 1), restart=False), strip_rows)
+        key = ("sample", replace(self.tiling.choice(names, 1), restart=False), strip_rows, tuple(self.policies))
         return self.tiling.problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
 
     def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
@@ -194,10 +207,38 @@ class RunSampler:
             "places": places,
             "carried": carried,
             "gained": gained,
+            "state_share": self._state_share(schedule, own, row_bytes, carried, gained),
             "extra_steps": 0 if self.tiling.halo == "recompute" else schedule.num_steps - least,
             "peak": peak + incoming,
             "overhead": passes * np.array([overhead[owners < cut].sum() for cut in cuts]),
         }
+
+    def _state_share(self, schedule: Schedule | TileSchedule, names: Sequence[str], row_bytes: Ints, carried: Ints, gained: Ints) -> Floats:
+        """Bytes of the states as a walk back counts them, of those of the closed form, [policy]; ones where counting takes too long."""
+        num_steps, shares = schedule.num_steps, np.ones(len(self.policies))
+        rows = self._closed_rows(carried[:, None].astype(np.float64), gained[:, None].astype(np.float64), np.array([float(num_steps)]))
+        closed = row_bytes @ rows[:, 0, :]
+        if not self.tiling.problem.training or not closed.any() or len(names) * num_steps > _MOST_COUNTED_VALUES:
+            return shares
+        frontier, kept = (np.stack([array[name] for name in names]) for array in (schedule.frontier, schedule.kept))
+        begins = first_block_rows(frontier, kept)
+
+        def held(states: Iterable[int]) -> int:
+            at = sorted(states)
+            below = np.concatenate([np.zeros((len(names), 1), dtype=np.int64), frontier[:, at[:-1]]], axis=1)
+            return int((row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0)).sum())
+
+        for index, policy in enumerate(self.policies):
+            if not policy.slots:
+                # The last group may be short, and the one before it is full.
+                last = (num_steps - 1) // policy.every * policy.every
+                counted = max(held(policy.kept(n)) for n in {num_steps, last or num_steps})
+            elif num_steps <= _MOST_COUNTED_STEPS and policy.num_restored(num_steps) <= MOST_RESTORED * num_steps:
+                counted = int(alive_at(policy, row_bytes, frontier, begins).max())
+            else:
+                continue
+            shares[index] = counted / closed[index]
+        return shares
 
     def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
         """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice.

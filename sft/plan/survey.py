@@ -32,7 +32,7 @@ from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
 from sft.plan.reads import source_bytes
-from sft.plan.sampling import Floats, RunSampler, halo_shares
+from sft.plan.sampling import MOST_RESTORED, Floats, RunSampler, halo_shares
 from sft.plan.tiling import ALL_KEPT, Tiling
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
@@ -41,8 +41,6 @@ __all__ = ["Candidate", "Survey"]
 
 #: Numbers of states to hold where even a state at every square root of the strips is too much.
 _SLOTS = (16, 12, 8, 6, 4, 3, 2)
-#: A strip restored more often than this, on average, is no plan that anybody wants.
-_MOST_RESTORED = 6.0
 _READ_BUFFERS = 2
 
 
@@ -75,6 +73,7 @@ class Survey:
         peak_bytes: estimated peak, [position, height, policy].
         flops: of each operator on whole values, forward and backward.
         forward_flops: the same, forward alone.
+        sampled: indices of the strip heights that were lowered; between them peaks are interpolated.
         least_cost: of running all that can be in strips, each state kept.
         cost: estimated cost in FLOPs, likewise.
         heads: the operators before each position, those on whole tensors between tiled runs included.
@@ -108,10 +107,10 @@ class Survey:
         tallest = self.tiling.height
         stride = max((problem.stride(names) for names, height in runs if height == tallest), default=1)
         if options.tile is not None:
-            self.strip_rows, self._sampled = [min(options.tile[0], tallest)], [0]
+            self.strip_rows, self.sampled = [min(options.tile[0], tallest)], [0]
         elif self.tiling.halo == "recompute":
             self.strip_rows = [rows for rows in (-(-tallest // 2**e) for e in range(12, -1, -1)) if rows >= min(stride, tallest)]
-            self._sampled = list(range(len(self.strip_rows)))
+            self.sampled = list(range(len(self.strip_rows)))
         else:
             low = sorted({max(1, stride // d) for d in (8, 4, 2)} - {stride})
             multiples = [stride * m for e in range(32) for m in (2**e, 3 * 2**e)]
@@ -120,7 +119,7 @@ class Survey:
             first = len(self.strip_rows) - len(high)
             inner = {first, first + (len(high) - 1) // 3, first + 2 * (len(high) - 1) // 3, len(self.strip_rows) - 1}
             # Below the stride deep values gain a row at a time; what is alive grows with the rows of the others alone.
-            self._sampled = sorted({0, *inner})
+            self.sampled = sorted({0, *inner})
         most = -(-tallest // self.strip_rows[0]) + 1
         self.policies = _policies(options, most) if problem.training and self.tiling.halo == "carry" else [Checkpoints()]
 
@@ -169,7 +168,7 @@ class Survey:
         self.heads = [tuple(order[:cut]) for cut in cut_at]
         tiled = [i for i, phase in enumerate(self._phases) if phase.streamed and any(i <= last and c for last, c in self.positions)]
         sampler = RunSampler(
-            tiling=self.tiling, rates=self._rates, strip_rows=self.strip_rows, sampled=self._sampled, policies=self.policies
+            tiling=self.tiling, rates=self._rates, strip_rows=self.strip_rows, sampled=self.sampled, policies=self.policies
         )
         runs = {i: sampler.run(self._phases[i].streamed, self._cuts[i], whole.forward_flops, whole.flops) for i in tiled}
         for p, (last, index) in enumerate(self.positions):
@@ -196,7 +195,7 @@ class Survey:
                 read_bytes = read_bytes + source_bytes(problem, run.names[: run.cuts[c]]) * self.tiling.num_panels * num_walks
                 cost += (run.num_steps * self.tiling.num_walks * run.overhead[c])[:, None]
                 if len(self.policies) > 1:  # else it was asked for
-                    head = np.where(run.restored_share <= _MOST_RESTORED, head, np.inf)
+                    head = np.where(run.restored_share <= MOST_RESTORED, head, np.inf)
             if parts and self.streams:
                 cost += self._link_cost(self.positions[p])
             cost = self._with_reading(cost, read_bytes + (1 + problem.training) * source_bytes(problem, order[cut_at[p] :]))

@@ -19,10 +19,12 @@ from sft.plan.strategy_sft import grids, least_bytes, partition_choices
 from sft.plan.survey import Survey
 from sft.plan.types import SegmentChoice
 
-__all__ = ["cheaper_tiles", "flops_in_tiles"]
+__all__ = ["cheaper_tiles", "flops_in_tiles", "smallest_tiles"]
 
 #: A tile should need at least this share of what its part of the whole needs.
 _LEAST_SHARE = 0.5
+#: A step that computes so many times what plain PyTorch does is no plan that anybody wants.
+_MOST_TIMES = 4.0
 
 
 def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rates, known: float) -> Iterator[tuple[float, Planned]]:
@@ -33,21 +35,19 @@ def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rate
         survey: of candidates with and without strips.
         room_bytes: what a step may hold.
         rates: what an instruction costs besides its FLOPs.
-        known: the cost of the cheapest plan that fits.
+        known: the cost of the cheapest plan that fits, infinity where there is none.
     """
-    whole_bytes = float(survey.peak_bytes[0].min())
+    most_flops = _MOST_TIMES * survey.plain_flops
     for partitioned in partition_choices(problem, survey.options):
         for number, grid in enumerate(grids(survey.options)):
             choices = partitioned(grid)
-            if flops_in_tiles(problem, choices, survey.forward_flops, survey.flops) >= known:
+            if flops_in_tiles(problem, choices, survey.forward_flops, survey.flops) >= min(known, most_flops):
                 if not number:
                     return  # partitions for smaller limits have more in tiles
                 break  # finer grids compute more
-            if least_bytes(problem, choices) > room_bytes:
-                break  # these are between segments, whatever the grid
-            if choices[-1].mode == "whole" and CERTAIN_SHARE * survey.bytes_of_last(len(choices[-1].nodes)) > room_bytes:
+            if _needs_more(problem, choices, survey, room_bytes):
                 break
-            if _LEAST_SHARE * whole_bytes > room_bytes * _num_tiles(problem, choices):
+            if _is_too_coarse(problem, choices, survey, room_bytes):
                 continue
             planned = carry_out(problem, choices)
             if planned.projection.peak_bytes <= room_bytes:
@@ -56,6 +56,36 @@ def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rate
                     known = cost
                     yield cost, planned
                 break
+
+
+def smallest_tiles(problem: Problem, survey: Survey, known_bytes: int) -> Iterator[Planned]:
+    """Plans in tiles that need less and less, below what the smallest plan does that is known; the answer does not depend on a budget."""
+    most_flops = _MOST_TIMES * survey.plain_flops
+    for partitioned in partition_choices(problem, survey.options):
+        for grid in grids(survey.options):
+            choices = partitioned(grid)
+            if flops_in_tiles(problem, choices, survey.forward_flops, survey.flops) >= most_flops:
+                break
+            if _needs_more(problem, choices, survey, known_bytes):
+                break
+            if _is_too_coarse(problem, choices, survey, known_bytes):
+                continue
+            planned = carry_out(problem, choices)
+            if planned.projection.peak_bytes < known_bytes:
+                known_bytes = planned.projection.peak_bytes
+                yield planned
+
+
+def _needs_more(problem: Problem, choices: Sequence[SegmentChoice], survey: Survey, room_bytes: int) -> bool:
+    """Whether what is between segments, or kept whole behind them, is too much whatever the grid."""
+    if least_bytes(problem, choices) > room_bytes:
+        return True
+    return choices[-1].mode == "whole" and CERTAIN_SHARE * survey.bytes_of_last(len(choices[-1].nodes)) > room_bytes
+
+
+def _is_too_coarse(problem: Problem, choices: Sequence[SegmentChoice], survey: Survey, room_bytes: int) -> bool:
+    """Whether a tile should need more."""
+    return _LEAST_SHARE * float(survey.peak_bytes[0].min()) > room_bytes * _num_tiles(problem, choices)
 
 
 def flops_in_tiles(problem: Problem, choices: Sequence[SegmentChoice], forward: Mapping[str, int], both: Mapping[str, int]) -> float:

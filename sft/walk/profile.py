@@ -15,24 +15,25 @@ the walk on the phantom machine, byte for byte, is tested.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
 from sft.lower.program import Program
-from sft.walk.checkpoints import Action
+from sft.walk.checkpoints import Checkpoints
 from sft.walk.reading import reading_bytes, strip_bytes
 from sft.walk.repeats import comparing_bytes, spare_bytes, twins
 from sft.walk.segments import TiledSegment, Walk
 
-__all__ = ["Runs", "WalkProfile", "WalkProfiles", "profile_walk"]
+__all__ = ["Runs", "WalkProfile", "WalkProfiles", "alive_at", "first_block_rows", "profile_walk"]
 
 Ints = npt.NDArray[np.int64]
 #: Programs and how often each of them runs.
 Runs = tuple[tuple[Program, int], ...]
+_MOST_PAIRS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +116,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
     actions = checkpoints.actions(num_steps)
     strip = np.array([action.strip for action in actions])
     is_joint = np.array([action.kind == "joint" for action in actions])
-    alive = _alive_at(actions, states, frontier, kept, blocks)
+    alive = alive_at(checkpoints, row_bytes, frontier, first_block_rows(frontier, kept))
     comparing_back = int(alive[0]) + comparing_bytes(segment, walk, backward=True) if segment.skips_repeats else 0
     # The gradient that waits at an action is that of the state behind which all strips are done.
     done = np.concatenate([[num_steps], np.minimum.accumulate(np.where(is_joint, strip, num_steps))[:-1]])
@@ -167,6 +168,23 @@ class WalkProfiles:
         return self._known[key]
 
 
+def first_block_rows(frontier: Ints, kept: Ints) -> Ints:
+    """Where the blocks begin that the store holds for each state, [value, state]: it needs all of a block or nothing.
+
+    Args:
+        frontier: rows that are there at each state, [value, state].
+        kept: rows that the state needs no more.
+    """
+    found = frontier.copy()
+    states = np.arange(frontier.shape[1])
+    for row, front, low in zip(found, frontier, kept, strict=True):
+        since = np.searchsorted(front[1:], low, side="right")
+        needs = since < states
+        first = since[needs]
+        row[needs] = np.maximum(low[first + 1], front[first])
+    return found
+
+
 def _stacked(rows: list[Ints], length: int) -> Ints:
     """A row for each value; a run that only reduces its source has no values of its own."""
     return np.stack(rows) if rows else np.zeros((0, length), dtype=np.int64)
@@ -196,13 +214,36 @@ def _alive_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> In
     return np.concatenate([[0], total[:-1]])
 
 
-def _alive_at(actions: Sequence[Action], states: Ints, frontier: Ints, kept: Ints, blocks: Ints) -> Ints:
+def alive_at(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: Ints) -> Ints:
     """Bytes in the store before each action of the backward walk.
 
-    Held states are a stack. What the store has for state ``h`` beyond the one held below it, ``g``, are the blocks of steps ``g..h-1``
-    whose rows ``h`` needs; so every action changes the sum by a few such pairs.
+    Args:
+        checkpoints: which states are held.
+        row_bytes: of a row of each value.
+        frontier: rows that are there at each state, [value, state].
+        begins: what :func:`first_block_rows` finds.
     """
-    held = states.tolist()
+    num_actions, at, sign, belows, above = _stacked_states(checkpoints, frontier.shape[1] - 1)
+    sizes = [
+        row_bytes @ (frontier[:, state] - np.maximum(begins[:, state], frontier[:, below])).clip(0)
+        for below, state in zip(_chunks(belows), _chunks(above), strict=True)
+    ]
+    change = np.zeros(num_actions + 1, dtype=np.int64)
+    np.add.at(change, at, sign * np.concatenate(sizes))
+    found: Ints = np.cumsum(change)[:-1]
+    return found
+
+
+# Segments of a plan, and the heights of a survey, have few numbers of strips among them.
+@lru_cache(maxsize=256)
+def _stacked_states(checkpoints: Checkpoints, num_strips: int) -> tuple[int, Ints, Ints, Ints, Ints]:
+    """How the held states change in a backward walk: the number of its actions, and events.
+
+    Held states are a stack. What the store has for state ``h`` beyond the one held below it, ``g``, are the blocks of steps ``g..h-1``
+    whose rows ``h`` needs; so every action changes the sum by a few such pairs: behind which action, whether it comes or goes, g, h.
+    """
+    held = sorted(checkpoints.kept(num_strips))
+    actions = checkpoints.actions(num_strips)
     pairs = [(0, +1, below, state) for below, state in pairwise([0, *held])]
     for event, action in enumerate(actions, start=1):
         strip = action.strip
@@ -215,13 +256,10 @@ def _alive_at(actions: Sequence[Action], states: Ints, frontier: Ints, kept: Int
         else:
             held.append(strip + 1)
             pairs.append((event, +1, strip, strip + 1))
-    at, sign, below, state = np.array(pairs, dtype=np.int64).T
-    sums = np.concatenate([np.zeros((len(blocks), 1), dtype=np.int64), np.cumsum(blocks, axis=1)], axis=1)
-    size = np.zeros(len(pairs), dtype=np.int64)
-    for front, low, total in zip(frontier, kept, sums, strict=True):
-        since = np.maximum(np.searchsorted(front[1:], low[state], side="right"), below)
-        size += np.maximum(0, total[state] - total[np.minimum(since, state)])
-    change = np.zeros(len(actions) + 1, dtype=np.int64)
-    np.add.at(change, at, sign * size)
-    found: Ints = np.cumsum(change)[:-1]
-    return found
+    at, sign, below, above = np.array(pairs, dtype=np.int64).T
+    return len(actions), at, sign, below, above
+
+
+def _chunks(indices: Ints) -> list[Ints]:
+    """In parts, so that tables of all values stay small."""
+    return [indices[start : start + _MOST_PAIRS] for start in range(0, len(indices), _MOST_PAIRS)]

@@ -99,7 +99,7 @@ def _place(ctx: NodeContext) -> tuple[Slot, Slot]:
 def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
     """What evaluating the mask of a block takes besides the result: the integers of Philox, in plain PyTorch."""
     x = torch.empty(block, dtype=dtype, device="meta")
-    seed = torch.zeros(1, dtype=torch.int64)
+    seed = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the caller's default is
     with measure_peak("meta") as peak:
         _Draw(block, 0, 0.5).drop(x, seed, (0, 0, 0), out=x)
     return peak.num_bytes

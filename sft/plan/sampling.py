@@ -41,6 +41,8 @@ _NUM_HALO_SAMPLES = 12
 _ANCHORS = (0, -3, -2)
 #: States are counted where all have no more values than this, and, where they are held in slots, where there are no more strips than this.
 _MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**19, 512
+#: Groups of strips that are looked at, from the last one on.
+_NUM_GROUPS = 4
 #: A strip restored more often than this, on average, is no plan that anybody wants.
 MOST_RESTORED = 6.0
 
@@ -230,9 +232,10 @@ class RunSampler:
 
         for index, policy in enumerate(self.policies):
             if not policy.slots:
-                # The last group may be short, and the one before it is full.
+                # The last group may be short, and at an image's end states become small: groups before it may need more.
                 last = (num_steps - 1) // policy.every * policy.every
-                counted = max(held(policy.kept(n)) for n in {num_steps, last or num_steps})
+                ends = [last - behind * policy.every for behind in range(_NUM_GROUPS)] if policy.every > 1 else []
+                counted = max(held(policy.kept(end)) for end in (num_steps, *ends) if end > 0)
             elif num_steps <= _MOST_COUNTED_STEPS and policy.num_restored(num_steps) <= MOST_RESTORED * num_steps:
                 counted = int(alive_at(policy, row_bytes, frontier, begins).max())
             else:

@@ -220,7 +220,7 @@ class RunSampler:
         num_steps, shares = schedule.num_steps, np.ones(len(self.policies))
         rows = self._closed_rows(carried[:, None].astype(np.float64), gained[:, None].astype(np.float64), np.array([float(num_steps)]))
         closed = row_bytes @ rows[:, 0, :]
-        if not self.tiling.problem.training or not closed.any() or len(names) * num_steps > _MOST_COUNTED_VALUES:
+        if not self.tiling.problem.training or not names or len(names) * num_steps > _MOST_COUNTED_VALUES:
             return shares
         frontier, kept = (np.stack([array[name] for name in names]) for array in (schedule.frontier, schedule.kept))
         begins = first_block_rows(frontier, kept)
@@ -231,6 +231,8 @@ class RunSampler:
             return int((row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0)).sum())
 
         for index, policy in enumerate(self.policies):
+            if not closed[index]:
+                continue
             if not policy.slots:
                 # The last group may be short, and at an image's end states become small: groups before it may need more.
                 last = (num_steps - 1) // policy.every * policy.every

@@ -39,8 +39,8 @@ Ints = npt.NDArray[np.int64]
 _NUM_HALO_SAMPLES = 12
 #: Of the sampled heights those at which strips of panels are lowered: the lowest, and two in the middle.
 _ANCHORS = (0, -3, -2)
-#: States are counted where all have no more values than this, and, where they are held in slots, where there are no more strips than this.
-_MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**19, 512
+#: States are counted where all have no more values than this; where they are held in slots, where there are no more strips than this.
+_MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**17, 512
 #: Groups of strips that are looked at, from the last one on.
 _NUM_GROUPS = 4
 #: A strip restored more often than this, on average, is no plan that anybody wants.

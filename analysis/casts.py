@@ -20,6 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["Cast", "Casts", "tensors_of", "with_tensors"]
 
+aten = torch.ops.aten
+
+#: Other names of an operand, of the same numbers.
+_VIEWS = frozenset({aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.view.default, aten.squeeze.dim})
+
 #: The operand at a place among all tensors of a call, and the type that it is cast to; in the order in which this happens.
 Cast = tuple[int, torch.dtype]
 
@@ -35,10 +40,17 @@ class Casts:
         self._key = f"Autocast{device_type.upper()}"
         self._known: dict[tuple[Any, ...], tuple[Cast, ...] | None] = {}
 
-    def of(self, node: fx.Node) -> tuple[Cast, ...] | None:
-        """The casts before an operator; ``None`` where they are not all that autocast changes."""
+    def of(self, node: fx.Node, *, looks_inside: bool = False) -> tuple[Cast, ...] | None:
+        """The casts before an operator; ``None`` where they are not all that autocast changes.
+
+        Args:
+            node: the operator.
+            looks_inside: whether it is made of others, of which autocast may know one.
+        """
         target = node.target
-        if not isinstance(target, OpOverload) or not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), self._key):
+        if not isinstance(target, OpOverload):
+            return ()
+        if not looks_inside and not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), self._key):
             return ()
         operands = [operand.meta["val"] for operand in tensors_of(node)]
         told = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
@@ -120,10 +132,17 @@ class _Watch(TorchDispatchMode):
         self.casts: list[Cast] = []
         self.is_unclear = False
         self._place = {id(operand): place for place, operand in enumerate(operands)}
+        self._views: list[Any] = []  # held, so that no other tensor gets the identity of one
         self._has_begun = False
 
     def __torch_dispatch__(self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _VIEWS and not self._has_begun:
+            found = func(*args, **kwargs)
+            if id(args[0]) in self._place:  # a cast of a view is a view of a cast
+                self._place[id(found)] = self._place[id(args[0])]
+                self._views.append(found)
+            return found
         if func is not torch.ops.aten._to_copy.default:
             self._has_begun |= func.namespace == "aten"  # fake tensors are asked for their device, too
         elif not self._has_begun:

@@ -95,7 +95,9 @@ _COMPOSITES = frozenset(
         *("conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input"),
         *("group_norm.default", "layer_norm.default", "rms_norm.default"),
         *("linear.default", "matmul.default", "softmax.int", "log_softmax.int", "selu.default", "square.default"),
-        *("pad.default", "var.dim", "var_mean.dim", "std.dim", "cross_entropy_loss.default"),
+        *("pad.default", "var.dim", "var_mean.dim", "std.dim", "std_mean.dim", "cosine_similarity.default"),
+        *("prelu.default", "relu6.default", "log_sigmoid.default", "scaled_dot_product_attention.default"),
+        *("cross_entropy_loss.default", "kl_div.default", "l1_loss.default", "nll_loss_nd.default"),
         *("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec"),
         *("_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d.vec"),
         *("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec", "upsample_bicubic2d.vec"),
@@ -105,11 +107,20 @@ _COMPOSITES = frozenset(
 
 #: Operators made of others whose result may be memory of their operand.
 _COMPOSITE_VIEWS = frozenset(
-    {"aten.chunk.default", "aten.contiguous.default", "aten.flatten.using_ints", "aten.reshape.default", "aten.unflatten.int"}
+    f"aten.{name}"
+    for name in (
+        *("broadcast_tensors.default", "chunk.default", "contiguous.default", "einsum.default"),
+        *("flatten.using_ints", "reshape.default", "unflatten.int"),
+    )
 )
 
+#: Operators made of others that do more than look at memory in another way.
+_COMPUTING = _COMPOSITES | {"aten.einsum.default"}
+
 #: What of them is a change of shape; a graph knows no memory, so that no copy is needed.
-_RESHAPES = frozenset({"aten.flatten.using_ints", "aten.reshape.default", "aten.unflatten.int", "aten.view_as.default"})
+_RESHAPES = frozenset(
+    f"aten.{name}" for name in ("flatten.using_ints", "reshape.default", "reshape_as.default", "unflatten.int", "view_as.default")
+)
 
 _CASTS = frozenset({"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default"})
 
@@ -162,7 +173,7 @@ class _Rewriting:
         name, schema = str(node.target), node.target._schema
         if value is None and not node.users:
             return  # an assertion; a graph's shapes and dtypes are checked at each call
-        casts = () if self._casts is None else self._casts.of(node)
+        casts = () if self._casts is None else self._casts.of(node, looks_inside=name in _COMPUTING)
         if casts is None:
             raise _NotSimple
         if casts:
@@ -187,6 +198,8 @@ class _Rewriting:
             self._make(node, aten.view.default, (node.args[0], sizes), shares=True)
         elif name == "aten.expand_as.default":
             self._make(node, aten.expand.default, (node.args[0], list(value.shape)), shares=True)
+        elif name in ("aten.swapaxes.default", "aten.swapdims.default"):
+            self._make(node, aten.transpose.int, node.args, shares=True)
         elif name == "aten.movedim.int":
             _, source, destination = _all_arguments(node)
             self._make(node, aten.permute.default, (node.args[0], _moved(value.dim(), source, destination)), shares=True)
@@ -208,7 +221,7 @@ class _Rewriting:
     def _cast_operands(self, node: fx.Node, casts: Sequence[Cast]) -> None:
         """An operator that stays as it is, behind the casts of what it reads."""
         overload: Any = node.target
-        if overload._schema.is_mutable or (_is_composite(overload) and str(overload) not in _COMPOSITES):
+        if overload._schema.is_mutable or (_is_composite(overload) and str(overload) not in _COMPUTING):
             raise _NotSimple
         operands, cast = tensors_of(node), {}
         for place, dtype in casts:
@@ -217,7 +230,7 @@ class _Rewriting:
             made = cast[place] = self._create(aten._to_copy.default, (self._now[operand],), {"dtype": dtype})
             made.meta = {**node.meta, "val": given.new_empty(given.shape, dtype=dtype)}
             self._now[made], self._memory[made] = made, {made}
-        self._make(node, overload, *with_tensors(node, [cast.get(place, operand) for place, operand in enumerate(operands)]), shares=False)
+        self._make(node, overload, *with_tensors(node, [cast.get(place, operand) for place, operand in enumerate(operands)]), shares=str(overload) in _COMPOSITE_VIEWS)
 
     def _dropout(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)

@@ -408,3 +408,28 @@ def test_grad_scaler(dtype: torch.dtype) -> None:
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
     moved = _error([p.detach() for p in net.parameters()], [p.detach() for p in model.parameters()])
     assert moved <= 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_are_computed_in_the_type_in_which_eager_does(dtype: torch.dtype) -> None:
+    """Autocast knows an operator inside of ``nll_loss``, which torch.export's decompositions lose: its loss came out in half precision."""
+
+    class Losses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            y = self.conv(x)
+            scores, target = F.log_softmax(y, 1), y.flip(1)
+            found = [distance(y, target) for distance in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)]
+            return F.nll_loss(scores, labels), F.kl_div(scores, y.softmax(1), reduction="batchmean"), *found
+
+    model, x, labels = seeded(Losses).float(), torch.rand(_SHAPE, dtype=torch.float32), torch.randint(0, 4, (_BATCH, _HEIGHT, _WIDTH))
+    net = sft.compile(model, [x, labels], budget="64MiB", options=_OPTIONS)
+    with _autocast(dtype):
+        expected, found = model(x, labels), net(x, labels)
+    for ours, eagers in zip(found, expected, strict=True):
+        assert ours.dtype == eagers.dtype
+        torch.testing.assert_close(ours, eagers, rtol=1e-2, atol=1e-4)
+    assert found[0].dtype == torch.float32

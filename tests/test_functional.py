@@ -98,7 +98,30 @@ def _like_another(x: Tensor) -> tuple[Tensor, ...]:
     return last.movedim(-1, 0), x.mean((2, 3), keepdim=True).expand_as(x) * x, x.flatten(2).view_as(x) * 2
 
 
+def _losses_of_values(x: Tensor) -> tuple[Tensor, ...]:
+    target, scores = x.flip(1), x.log_softmax(1)
+    distances = [distance(x, target) for distance in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)]
+    distances += [
+        F.kl_div(scores, target.softmax(1), reduction="batchmean"),
+        F.nll_loss(scores, x[:, 0].long().clamp(0, 3)),
+        F.cosine_similarity(x, target),
+    ]
+    return *distances, F.logsigmoid(x), F.relu6(x), F.prelu(x, x.new_ones(4))
+
+
+def _turned(x: Tensor) -> tuple[Tensor, ...]:
+    return x.swapaxes(1, 2).relu().swapdims(0, 3), x.flatten(2).reshape_as(x).relu(), torch.broadcast_tensors(x, x[:, :1])[1].relu()
+
+
+def _attended(x: Tensor) -> tuple[Tensor, ...]:
+    tokens = x.flatten(2).transpose(1, 2)
+    return F.scaled_dot_product_attention(tokens, tokens, tokens), torch.einsum("bchw,bdhw->bcd", x, x), *torch.std_mean(x, (2, 3))
+
+
 _SIMPLE |= {
+    "losses": (_Calls(_losses_of_values), (2, 4, 6, 7)),
+    "turned": (_Calls(_turned), (2, 4, 6, 7)),
+    "attended": (_Calls(_attended), (2, 4, 6, 7)),
     "resized": (_Calls(_resized), (1, 4, 6, 7)),
     "padded": (_Calls(_padded), (1, 4, 6, 7)),
     "spread": (_Calls(_spread), (2, 4, 6, 7)),
@@ -183,7 +206,13 @@ def _summed(x: Tensor, conv: nn.Module) -> Tensor:
 
 def _losses(x: Tensor, conv: nn.Module) -> Tensor:
     y, labels = conv(x), x[:, 0].long().clamp(0, 2)
-    return F.binary_cross_entropy_with_logits(y, y.sigmoid()) + F.cross_entropy(y, labels)
+    found = F.binary_cross_entropy_with_logits(y, y.sigmoid()) + F.cross_entropy(y, labels)
+    return (
+        found
+        + F.mse_loss(y, y.flip(1))
+        + F.kl_div(y.log_softmax(1), y.softmax(1), reduction="sum")
+        + F.cosine_similarity(y, y.flip(1)).sum()
+    )
 
 
 _CAST: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
@@ -193,6 +222,7 @@ _CAST: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "joined": (_Calls(_joined, conv=nn.Conv2d(4, 3, 1)), (1, 4, 6, 7)),
     "summed": (_Calls(_summed, conv=nn.Conv2d(4, 3, 1)), (1, 4, 6, 7)),
     "losses": (_Calls(_losses, conv=nn.Conv2d(4, 3, 1)), (2, 4, 6, 7)),
+    "activations with weights": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.PReLU(4), nn.ReLU6(), nn.LogSigmoid()), (2, 4, 6, 7)),
     **{name: _SIMPLE[name] for name in ("1-D", "2-D", "3-D", "softmax")},
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,6 +61,13 @@ class Engine:
         self.last_plan: Plan | None = None
         self.last_reading: Reading | None = None
         self.last_skipping: Skipping | None = None
+        own = weakref.ref(self)  # so that an engine which nobody needs any more is gone at once, with its programs
+
+        def together() -> contextlib.AbstractContextManager[None]:
+            engine = own()
+            assert engine is not None
+            return engine._joined().together()
+
         self.preparation = Preparation(
             model,
             budget_bytes=budget_bytes,
@@ -69,7 +77,7 @@ class Engine:
             destination=destination or Destination(),
             mesh=mesh,
             backend=backend,
-            together=lambda: self._joined().together(),
+            together=together,
             sharding=self.sharding,
         )
         if options.streams_weights:

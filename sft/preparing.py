@@ -222,8 +222,15 @@ class Preparation:
             skips_repeats=search.skips_repeats,
             backend=self.backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
         )
+        try:
+            return self._planned(kind, problem, captured, search)
+        finally:
+            problem.forget()
+
+    def _planned(self, kind: CallKind, problem: Problem, captured: Captured, search: Search) -> Ready:
+        """The plan for a problem."""
         self._check_sources(problem)
-        self.destination.check([problem.dtypes[name] for name in graph.outputs])
+        self.destination.check([problem.dtypes[name] for name in problem.graph.outputs])
         rates = Rates(kind.traced.device.type)
         if self.mesh is not None:
             return self._plan_on_mesh(problem, captured, rates)
@@ -240,6 +247,7 @@ class Preparation:
         graphs = self._recordings(planned.region, plan, kind.traced.device)
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
+        problem.forget()
         return Ready(plan, planned.region, captured, slabs, graphs)
 
     def _search(self, kind: CallKind) -> Search:

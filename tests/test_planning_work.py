@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -181,3 +182,30 @@ def test_flops_are_those_that_torch_counts() -> None:
     assert convolution.flops == counter.get_total_flops() == 2 * 2 * 4 * 9 * 7 * 3 * 9
     assert (view.function, view.flops, view.num_bytes) == (torch.ops.aten.slice.Tensor, 0, 0)
     assert view.outputs[0] is not None and view.outputs[0].shape == (2, 3, 4, 7) and view.outputs[0].root == image_slot.root
+
+
+def test_what_nobody_needs_any_more_is_gone_at_once() -> None:
+    """Programs of a deep network are a million objects; they, and memory for copies, waited for the collector of cycles."""
+    model = seeded(Residual)
+    net = sft.compile(model, _SHAPE, budget="1GiB")
+    engine = weakref.ref(net._sft_engine)
+    region = weakref.ref(next(iter(net._sft_engine.preparation.ready.values())).region)
+    with cycles_kept():
+        del net
+        assert engine() is None and region() is None
+
+
+def test_a_plan_leaves_nothing_of_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    searching = import_module("sft.searching")
+    plan_segments, seen = searching.plan_segments, []
+
+    def watched(problem: Any, *rest: Any) -> Any:
+        seen.append(problem)
+        return plan_segments(problem, *rest)
+
+    monkeypatch.setattr(searching, "plan_segments", watched)
+    model = seeded(Residual)
+    sft.plan(model, _SHAPE, budget="1GiB")
+    with pytest.raises(sft.BudgetError):
+        sft.plan(model, _SHAPE, budget=1)
+    assert len(seen) == 2 and not any(problem.memo for problem in seen)

@@ -73,6 +73,10 @@ class Problem:
         found: MadeT = self.memo[key]
         return found
 
+    def forget(self) -> None:
+        """Drop what has been derived, most of which refers to the problem itself: else it lies about until somebody looks for cycles."""
+        self.memo.clear()
+
     @property
     def graph(self) -> Graph:
         """The graph, in execution order."""

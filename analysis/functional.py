@@ -230,7 +230,8 @@ class _Rewriting:
             made = cast[place] = self._create(aten._to_copy.default, (self._now[operand],), {"dtype": dtype})
             made.meta = {**node.meta, "val": given.new_empty(given.shape, dtype=dtype)}
             self._now[made], self._memory[made] = made, {made}
-        self._make(node, overload, *with_tensors(node, [cast.get(place, operand) for place, operand in enumerate(operands)]), shares=str(overload) in _COMPOSITE_VIEWS)
+        args, kwargs = with_tensors(node, [cast.get(place, operand) for place, operand in enumerate(operands)])
+        self._make(node, overload, args, kwargs, shares=str(overload) in _COMPOSITE_VIEWS)
 
     def _dropout(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)

@@ -27,7 +27,7 @@ import torch
 __all__ = ["CACHE_VARIABLE", "Costs", "cache_folder", "environment_of", "open_costs", "table_folders"]
 
 CACHE_VARIABLE = "SFT_CACHE_DIR"
-_FORMAT = 1
+_FORMAT = 2
 _LOG = logging.getLogger("sft")
 _LINE = re.compile(r"([0-9a-f]{32}) (\d+(?:\.\d+)?(?:e[+-]?\d+)?) ([0-9a-f]{8})")
 

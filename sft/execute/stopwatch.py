@@ -215,7 +215,8 @@ class Stopwatch(PhantomMachine):
         """Something to bind: numbers between 0 and 1, of whole numbers zeros."""
         if port.role == "origin":
             return (0, 0, 0)
-        tensor = self._real.allocate(slot.shape, slot.dtype, zero=True)
+        # Weights and their gradients are laid out as the model has them, images as we have them.
+        tensor = self._real.allocate(slot.shape, slot.dtype, zero=True, contiguous=port.role in ("side", "grad_side"))
         if slot.dtype.is_floating_point:
             tensor.uniform_(generator=torch.Generator(self.device).manual_seed(0))  # the caller's random state stays as it is
         dim = _carried_dim(program, slot) if port.role == "carry" else None

@@ -235,7 +235,7 @@ def alive_at(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: 
 
 
 # Segments of a plan, and the heights of a survey, have few numbers of strips among them.
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def _stacked_states(checkpoints: Checkpoints, num_strips: int) -> tuple[int, Ints, Ints, Ints, Ints]:
     """How the held states change in a backward walk: the number of its actions, and events.
 

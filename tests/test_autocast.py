@@ -411,8 +411,8 @@ def test_grad_scaler(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_losses_are_computed_in_the_type_in_which_eager_does(dtype: torch.dtype) -> None:
-    """Autocast knows an operator inside of ``nll_loss``, which torch.export's decompositions lose: its loss came out in half precision."""
+def test_what_autocast_does_inside_of_an_operator(dtype: torch.dtype) -> None:
+    """It knows an operator inside of ``nll_loss`` and ``einsum``; torch.export's decompositions lose these casts."""
 
     class Losses(nn.Module):
         def __init__(self) -> None:
@@ -423,7 +423,8 @@ def test_losses_are_computed_in_the_type_in_which_eager_does(dtype: torch.dtype)
             y = self.conv(x)
             scores, target = F.log_softmax(y, 1), y.flip(1)
             found = [distance(y, target) for distance in (F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss)]
-            return F.nll_loss(scores, labels), F.kl_div(scores, y.softmax(1), reduction="batchmean"), *found
+            gram = torch.einsum("bchw,bdhw->bcd", x, x * 2)
+            return F.nll_loss(scores, labels), gram, F.kl_div(scores, y.softmax(1), reduction="batchmean"), *found
 
     model, x, labels = seeded(Losses).float(), torch.rand(_SHAPE, dtype=torch.float32), torch.randint(0, 4, (_BATCH, _HEIGHT, _WIDTH))
     net = sft.compile(model, [x, labels], budget="64MiB", options=_OPTIONS)
@@ -432,4 +433,4 @@ def test_losses_are_computed_in_the_type_in_which_eager_does(dtype: torch.dtype)
     for ours, eagers in zip(found, expected, strict=True):
         assert ours.dtype == eagers.dtype
         torch.testing.assert_close(ours, eagers, rtol=1e-2, atol=1e-4)
-    assert found[0].dtype == torch.float32
+    assert (found[0].dtype, found[1].dtype) == (torch.float32, dtype)

@@ -33,6 +33,7 @@ __all__ = ["Runs", "WalkProfile", "WalkProfiles", "alive_at", "first_block_rows"
 Ints = npt.NDArray[np.int64]
 #: Programs and how often each of them runs.
 Runs = tuple[tuple[Program, int], ...]
+#: Pairs of states in a table of all values.
 _MOST_PAIRS = 4096
 
 

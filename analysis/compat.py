@@ -15,8 +15,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import networkx as nx
+from networkx.utils import UnionFind
 
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph
@@ -30,8 +32,7 @@ def dimensions_of(axes: Axes) -> tuple[str, ...]:
     return ("batch", "channel", *axes.names)
 
 
-@dataclass(frozen=True, slots=True)
-class Vertex:
+class Vertex(NamedTuple):
     """One dimension of one value, an index into `dimensions_of`."""
 
     value: str
@@ -70,14 +71,19 @@ def components(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator],
         rows: the operator table's row of each operator.
         streamed: the images among the values. Dimension maps speak of them; parameters and global values are whole at any tile.
     """
-    joined = nx.Graph()
+    joined: UnionFind[Vertex] = UnionFind()
+    at: dict[Vertex, str] = {}
+    operators: dict[Vertex, set[str]] = {}
     for name in names:
-        joined.add_edges_from((a, b, {"operator": name}) for a, b in _joined_by(graph, name, rows[name], streamed))
-    found = []
-    for vertices in nx.connected_components(joined):
-        operators = {operator for _, _, operator in joined.subgraph(vertices).edges(data="operator")}
-        found.append(Component(vertices=frozenset(vertices), operators=frozenset(operators)))
-    return tuple(found)
+        for before, after in _joined_by(graph, name, rows[name], streamed):
+            joined.union(before, after)
+            at[after] = name
+    for vertex, name in at.items():
+        operators.setdefault(joined[vertex], set()).add(name)
+    return tuple(
+        Component(vertices=frozenset(vertices), operators=frozenset(operators[joined[next(iter(vertices))]]))
+        for vertices in joined.to_sets()
+    )
 
 
 def fused_components(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> tuple[Component, ...]:

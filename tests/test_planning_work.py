@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import sft
+from examples.models import vgg16
 from sft.analysis.barenodes import bare_nodes
 from sft.analysis.capture import capture
 from sft.lower.program import Emitter, Slot
@@ -168,6 +169,37 @@ def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytes
         sft.plan(seeded(Residual), (1, 3, 64, 1024), budget=1)
     assert num_surveys > 3
     assert asked["suffix_peaks"] == 1
+
+
+def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Low strips of a deep network are thousands of programs; others are projected only where the survey was wrong about the first."""
+    planner = import_module("sft.plan.planner")
+    carry_out, projected = planner.carry_out, []
+
+    def noted(*arguments: Any) -> Any:
+        projected.append(carry_out(*arguments).projection.peak_bytes)
+        return carry_out(*arguments)
+
+    monkeypatch.setattr(planner, "carry_out", noted)
+    with torch.device("meta"):
+        model = vgg16(10)
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, (1, 3, 8192, 8192), budget=1, options=sft.Options(host_budget=0))
+    assert len(projected) == 1
+    assert refused.value.needed_bytes > projected[0]
+    surveys_of = planner.surveys_of
+
+    def too_low(*arguments: Any) -> Any:
+        for survey in surveys_of(*arguments):
+            survey.peak_bytes *= 0.9
+            yield survey
+
+    projected.clear()
+    monkeypatch.setattr(planner, "surveys_of", too_low)
+    with pytest.raises(sft.BudgetError) as again:
+        sft.plan(model, (1, 3, 8192, 8192), budget=1, options=sft.Options(host_budget=0))
+    assert len(projected) == 3
+    assert again.value.needed_bytes <= refused.value.needed_bytes
 
 
 def test_flops_are_those_that_torch_counts() -> None:

@@ -18,6 +18,7 @@ import sft
 from examples.models import vgg16
 from sft.execute.machine import TorchMachine
 from sft.plan.carried import carry_out
+from sft.plan.chain.bound import stage_bound_bytes
 from sft.walk.order import Move
 
 from .helpers.exactness import assert_exact
@@ -144,3 +145,20 @@ def test_what_surely_does_not_fit_is_not_carried_out(monkeypatch: pytest.MonkeyP
         model = vgg16(10)
     sft.plan(model, (1, 3, 16_384, 20_480), budget="11GiB")
     assert found and max(found) < 1.5 * 11 * 2**30
+
+
+def test_no_solver_is_asked_about_stages_that_surely_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of DenseNet-201 one needed twenty times the room; the search for the least budget of its chain took half of a second size's time."""
+    behind = import_module("sft.plan.behind")
+    asked: list[float] = []
+    cheapest = behind._cheapest_tail
+
+    def noted(tail: Any, name: str, room_bytes: int) -> Any:
+        asked.append(stage_bound_bytes(tail.chain) / (room_bytes - tail.base_bytes))
+        return cheapest(tail, name, room_bytes)
+
+    monkeypatch.setattr(behind, "_cheapest_tail", noted)
+    with torch.device("meta"):
+        model = vgg16(10)
+    sft.plan(model, (1, 3, 8192, 8192), budget="4GiB")
+    assert asked and max(asked) <= 1.5

@@ -90,6 +90,8 @@ def with_tails(mixed: Mixed, room_bytes: int, worse_than: float) -> Iterator[tup
     for tail in tails(staged, mixed.surveys, room_bytes):
         if tail.least_cost >= worse_than:
             return
+        if stage_bound_bytes(tail.chain) > _LEAST_OF_CHAIN * (room_bytes - tail.base_bytes):
+            continue  # what a solver's search for its least budget would find out
         copies = _cost_of_copies(staged, tail.chain, room_bytes - tail.base_bytes)
         if copies < worse_than:
             found = _cheapest_tail(tail, "offload-dp", room_bytes)

@@ -42,6 +42,8 @@ from sft.units import format_bytes
 __all__ = ["check_device", "check_host", "plan_segments", "surveys_of"]
 
 _NUM_SMALLEST = 3
+#: Of what the smallest plan needs that is known another should need less than this share: surveys are as exact, and projections take long.
+_WORTH_PROJECTING = 0.95
 #: A plan that costs at most so much more than running each strip once more is not worth looking further.
 _WORTH_MORE_PANELS = 1.05
 #: More panels must need less than this share of what fewer need, and a panel narrower than this is all halo.
@@ -93,9 +95,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
         fitting += cheaper_tiles(problem, surveys[0], room_bytes, Rates(device_type), _least_cost(fitting))
     if fitting:
         return _fastest(problem, fitting, Rates(device_type))
-    planned = [carry_out(problem, choices) for choices in _smallest_choices(surveys)]
-    streamed = (carry_out(problem, choices) for choices in _smallest_choices(over_host))
-    planned += [found for found in streamed if problem.fits_host(found.projection.host_bytes)]
+    planned = [*_smallest_planned(problem, surveys), *_smallest_planned(problem, over_host)]
     if mixed is not None:
         planned += smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned))
         planned += smallest_with_tails(mixed, min(each.projection.peak_bytes for each in planned))
@@ -122,10 +122,17 @@ def _fastest(problem: Problem, fitting: Sequence[tuple[float, Planned]], rates: 
     return min(found, key=lambda planned: timeline_of(problem, planned.choices, planned.projection, rates).estimated_seconds)
 
 
-def _smallest_choices(surveys: Sequence[Survey]) -> Iterator[tuple[SegmentChoice, ...]]:
-    """The decisions that should need least, of all surveys."""
+def _smallest_planned(problem: Problem, surveys: Sequence[Survey]) -> Iterator[Planned]:
+    """What should need least of all surveys; where it needs more than it should, others that may need less."""
     small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
-    return (survey.choices(candidate) for candidate, survey in small[:_NUM_SMALLEST])
+    best_bytes = float("inf")
+    for candidate, survey in small[:_NUM_SMALLEST]:
+        if candidate.peak_bytes > _WORTH_PROJECTING * best_bytes:
+            return
+        planned = carry_out(problem, survey.choices(candidate))
+        if problem.fits_host(planned.projection.host_bytes):
+            best_bytes = min(best_bytes, planned.projection.peak_bytes)
+            yield planned
 
 
 def _over_host(problem: Problem, surveys: Sequence[Survey], options: Options, device_type: str) -> Iterator[Survey]:

@@ -7,7 +7,8 @@ import torch
 from sft.backends.calls import call_of
 from sft.backends.choice import Always
 from sft.backends.rewrite import Kernels
-from sft.lower.program import Emitter, Port, Slot
+from sft.lower.emitter import Emitter
+from sft.lower.program import Port, Slot
 
 aten = torch.ops.aten
 _SHAPE = (1, 8, 6, 6)

@@ -15,7 +15,8 @@ from sft.execute.costs import CACHE_VARIABLE, Costs, cache_folder, open_costs
 from sft.execute.machine import TorchMachine
 from sft.execute.signature import signature
 from sft.execute.stopwatch import Stopwatch
-from sft.lower.program import Emitter, Program
+from sft.lower.emitter import Emitter
+from sft.lower.program import Program
 
 from .helpers.captured import one_capture_a_model
 

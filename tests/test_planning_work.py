@@ -19,7 +19,8 @@ import sft
 from examples.models import vgg16
 from sft.analysis.barenodes import bare_nodes
 from sft.analysis.capture import capture
-from sft.lower.program import Emitter, Slot
+from sft.lower.emitter import Emitter
+from sft.lower.program import Slot
 from sft.pausing import cycles_kept
 from tests.helpers.captured import numbered
 from tests.helpers.models import Residual, chain, image, seeded

@@ -11,7 +11,8 @@ import torch
 from sft.backends.calls import allocation
 from sft.backends.choice import Chooser
 from sft.backends.listing import Listing
-from sft.lower.program import Emitter, Instruction, Slot
+from sft.lower.emitter import Emitter
+from sft.lower.program import Instruction, Slot
 
 __all__ = ["Matcher", "Question", "Replacement"]
 

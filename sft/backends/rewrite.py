@@ -22,7 +22,8 @@ from sft.backends.replacement import Matcher, Question, Replacement
 from sft.backends.resizes import resizes
 from sft.backends.rows import carried_rows
 from sft.errors import InternalError
-from sft.lower.program import Emitter, Instruction, Port
+from sft.lower.emitter import Emitter
+from sft.lower.program import Instruction, Port
 
 __all__ = ["Kernels"]
 

@@ -18,7 +18,8 @@ from sft.analysis.interval import Interval
 from sft.backends.choice import Numbers, ShapeClass, storage_numbers
 from sft.backends.listing import Listing, slots_in
 from sft.backends.rewrite import Kernels
-from sft.lower.program import DEVICE, Emitter, Instruction, Port, Slot
+from sft.lower.emitter import Emitter
+from sft.lower.program import DEVICE, Instruction, Port, Slot
 
 __all__ = ["Collector", "Trial"]
 

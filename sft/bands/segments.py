@@ -15,9 +15,10 @@ from sft.bands.timetable import Timetable
 from sft.bands.traffic import Over
 from sft.lower.program import Program
 from sft.lower.step import StripKind, partial_shape
+from sft.walk.layout import Walk
 from sft.walk.machine import Handle, Machine, Saved
 from sft.walk.rowstore import RowStore
-from sft.walk.segments import TiledSegment, Walk
+from sft.walk.segments import TiledSegment
 from sft.walk.values import Gradients, Values
 from sft.walk.whole import WholeSegment
 
@@ -88,7 +89,7 @@ class BandSegment(TiledSegment):
     def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:
         own = cast(BandMachine, machine)
         for name in self.reductions:
-            if self._spans_batch(name) == (chunk is None):
+            if self.spans_batch(name) == (chunk is None):
                 scope = self.scope_of(Walk(self.chunks[0] if chunk is None else chunk, 0))
                 node = scope.graph[name]
                 over: Over = "mesh" if name in self.synchronized else "band"
@@ -104,7 +105,7 @@ class BandSegment(TiledSegment):
         return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
 
     def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
-        rows, columns = self._part(name, step, walk)
+        rows, columns = self.part(name, step, walk)
         return machine.view(tensors.by_name[name], walk.chunk, rows.shift(-self.first_rows[name]), columns, axes=self.scope.axes)
 
 

@@ -27,7 +27,8 @@ from sft.deep.trace import BlockTrace
 from sft.errors import InternalError, UnsupportedError
 from sft.kernels.dropout import write_mask
 from sft.kernels.mask_tile import MaskTile
-from sft.lower.program import Emitter, Instruction, Port, Program, Slot
+from sft.lower.emitter import Emitter
+from sft.lower.program import Instruction, Port, Program, Slot
 from sft.memory import measure_peak
 
 __all__ = ["DRAW", "GRAD_INPUT", "GRAD_OUTPUT", "INPUT", "OUTPUT", "BlockPrograms", "lower_block"]

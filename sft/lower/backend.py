@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from sft.lower.program import Emitter, Port
+from sft.lower.emitter import Emitter
+from sft.lower.program import Port
 
 __all__ = ["Backend"]
 

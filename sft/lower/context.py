@@ -21,8 +21,9 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator, Window, window_of
 from sft.analysis.schedule import NodeRows, Read, Step
 from sft.lower.backend import Backend
+from sft.lower.emitter import Emitter
 from sft.lower.pieces import Span, spans_of
-from sft.lower.program import Emitter, Slot
+from sft.lower.program import Slot
 
 __all__ = ["NodeContext", "Patch", "Scope", "grad_dtype_of", "sum_dtype"]
 

@@ -1,6 +1,6 @@
 """Programs put together from parts: the instructions of one operator in one pass.
 
-What :meth:`sft.lower.program.Emitter.finish` does for one list of instructions is done here for lists that have most parts in common:
+What :meth:`sft.lower.emitter.Emitter.finish` does for one list of instructions is done here for lists that have most parts in common:
 dead instructions dropped, frees placed, bytes summed up. Which instructions of a part are dead depends on the rest of the program through
 one thing alone: which storages that the part writes are needed behind it. Where storages are freed depends on which of those that the part
 touches nobody touches behind it. A part remembers what it came to for each of these; so a program costs a few sets for each operator,
@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sft.lower.program import Emitter, Instruction, Port, Program, Slot, live_instructions, slots_of
+from sft.lower.emitter import Emitter
+from sft.lower.program import Instruction, Port, Program, Slot, live_instructions, slots_of
 
 __all__ = ["Part", "PartEmitter", "joined", "listed"]
 

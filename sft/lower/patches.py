@@ -8,8 +8,9 @@ import torch
 
 from sft.analysis.interval import Interval
 from sft.lower.context import Patch, Scope
+from sft.lower.emitter import Emitter
 from sft.lower.pieces import Span, add_parts, spans_of
-from sft.lower.program import Emitter, Slot
+from sft.lower.program import Slot
 
 __all__ = ["add_patches", "patch_slot", "sum_of_patches"]
 

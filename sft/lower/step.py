@@ -13,8 +13,9 @@ from sft.analysis.graph import Node
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Step
 from sft.lower.context import NodeContext, Patch, Scope
+from sft.lower.emitter import Emitter
 from sft.lower.patches import add_patches, patch_slot, sum_of_patches
-from sft.lower.program import Emitter, Program, Slot, load_rows
+from sft.lower.program import Program, Slot, load_rows
 from sft.lower.rules import rule_of
 from sft.lower.rules.base import Additive, Reduction, Rule
 from sft.lower.rules.windowed import Convolution, column_padding

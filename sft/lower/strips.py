@@ -17,8 +17,9 @@ from sft.analysis.interval import Interval
 from sft.analysis.schedule import NodeRows, Schedule
 from sft.analysis.tile import TileSchedule
 from sft.lower.context import NodeContext, Patch, Scope
+from sft.lower.emitter import Emitter
 from sft.lower.parts import Part, PartEmitter, joined, listed
-from sft.lower.program import Emitter, Port, Program, Slot
+from sft.lower.program import Port, Program, Slot
 from sft.lower.step import StepLowering, StripKind, hand_to_backend
 
 __all__ = ["StripPrograms"]

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sft.lower.program import Emitter, Instruction
+from sft.lower.emitter import Emitter
+from sft.lower.program import Instruction
 
 __all__ = ["prefix_peaks", "suffix_peaks"]
 

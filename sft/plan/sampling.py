@@ -27,8 +27,9 @@ from sft.plan.rates import Rates
 from sft.plan.tiling import Tiling
 from sft.sources.readahead import reader_bytes
 from sft.walk.checkpoints import Checkpoints
+from sft.walk.layout import Walk
 from sft.walk.profile import alive_at, first_block_rows
-from sft.walk.segments import TiledSegment, Walk
+from sft.walk.segments import TiledSegment
 
 __all__ = ["MOST_RESTORED", "Floats", "RunSampler", "SampledRun", "halo_shares"]
 

@@ -24,9 +24,9 @@ import numpy.typing as npt
 
 from sft.lower.program import Program
 from sft.walk.checkpoints import Checkpoints
+from sft.walk.layout import TiledLayout, Walk
 from sft.walk.reading import reading_bytes, strip_bytes
 from sft.walk.repeats import comparing_bytes, spare_bytes, twins
-from sft.walk.segments import TiledSegment, Walk
 
 __all__ = ["Runs", "WalkProfile", "WalkProfiles", "alive_at", "first_block_rows", "profile_walk"]
 
@@ -61,7 +61,7 @@ class WalkProfile:
     backward_runs: Runs = ()
 
 
-def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate: bool, on_host: bool = True) -> WalkProfile:
+def profile_walk(segment: TiledLayout, walk: Walk, *, keep: bool, differentiate: bool, on_host: bool = True) -> WalkProfile:
     """Project one walk of a segment.
 
     Args:
@@ -155,7 +155,7 @@ def profile_walk(segment: TiledSegment, walk: Walk, *, keep: bool, differentiate
 class WalkProfiles:
     """The profiles of a segment's walks; walks of one geometry share theirs. Arguments as for :func:`profile_walk`."""
 
-    segment: TiledSegment
+    segment: TiledLayout
     keep: bool
     differentiate: bool
     on_host: bool = True

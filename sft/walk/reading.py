@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,10 +24,8 @@ from sft.analysis.repeats import Bools
 from sft.lower.program import Port
 from sft.lower.step import StripKind
 from sft.sources.readahead import reader_bytes
+from sft.walk.layout import TiledLayout, Walk
 from sft.walk.machine import Handle, Machine, Strips
-
-if TYPE_CHECKING:
-    from sft.walk.segments import TiledSegment, Walk
 
 __all__ = ["Direction", "opened", "reading_bytes", "reading_order", "reads_skipped", "strip_bytes"]
 
@@ -37,17 +35,17 @@ Ints = npt.NDArray[np.int64]
 Direction = Literal["forward", "restore", "backward"]
 
 
-def _rows_read(segment: TiledSegment, walk: Walk, name: str) -> tuple[Ints, Ints]:
+def _rows_read(segment: TiledLayout, walk: Walk, name: str) -> tuple[Ints, Ints]:
     scope = segment.scope_of(walk)
     return segment.schedule.rows_read(name, [reader for reader in scope.names if scope.has_columns(reader)])
 
 
-def reads_skipped(segment: TiledSegment, direction: Direction) -> bool:
+def reads_skipped(segment: TiledLayout, direction: Direction) -> bool:
     """Whether strips that are left out of a walk are read all the same."""
     return direction == "backward" and any(action.kind == "forward" for action in segment.checkpoints.actions(segment.schedule.num_steps))
 
 
-def reading_order(segment: TiledSegment, direction: Direction, walk: Walk, skipped: Bools | None = None) -> dict[str, tuple[Interval, ...]]:
+def reading_order(segment: TiledLayout, direction: Direction, walk: Walk, skipped: Bools | None = None) -> dict[str, tuple[Interval, ...]]:
     """The rows that a walk reads of each input that is not resident, in order; inputs that it does not read are left out.
 
     Args:
@@ -79,7 +77,7 @@ def reading_order(segment: TiledSegment, direction: Direction, walk: Walk, skipp
 class _Reads(dict[tuple[StripKind, int], bool]):
     """Whether strips of a kind read an input; strips of one signature share their program, so each is asked once."""
 
-    def __init__(self, segment: TiledSegment, walk: Walk, port: Port) -> None:
+    def __init__(self, segment: TiledLayout, walk: Walk, port: Port) -> None:
         super().__init__()
         self._segment, self._walk, self._port = segment, walk, port
         self._first = segment.schedule.kinds[0].tolist()
@@ -93,7 +91,7 @@ class _Reads(dict[tuple[StripKind, int], bool]):
 @contextmanager
 def opened(
     machine: Machine,
-    segment: TiledSegment,
+    segment: TiledLayout,
     handles: Mapping[str, Handle],
     direction: Direction,
     walk: Walk,
@@ -109,7 +107,7 @@ def opened(
         yield readers
 
 
-def reading_bytes(segment: TiledSegment, direction: Direction, walk: Walk) -> int:
+def reading_bytes(segment: TiledLayout, direction: Direction, walk: Walk) -> int:
     """Bytes of the buffers that reading holds during a walk, where they are in the device's memory."""
     total = 0
     for name, order in reading_order(segment, direction, walk).items():
@@ -118,7 +116,7 @@ def reading_bytes(segment: TiledSegment, direction: Direction, walk: Walk) -> in
     return total
 
 
-def strip_bytes(segment: TiledSegment, kind: StripKind, role: str, steps: Ints, walk: Walk) -> Ints:
+def strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, walk: Walk) -> Ints:
     """Bytes of the strips of inputs that are not resident, at each of some steps.
 
     Args:

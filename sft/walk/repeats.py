@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,11 +30,9 @@ from sft.analysis.repeats import Bools, constant_over, repeating, repeating_back
 from sft.lower.program import Port, Positional, Program, slots_of
 from sft.lower.rules.base import Additive
 from sft.lower.step import StripKind, partial_additive
+from sft.walk.layout import TiledLayout, Walk
 from sft.walk.machine import Handle, Machine
 from sft.walk.values import Gradients, Values
-
-if TYPE_CHECKING:
-    from sft.walk.segments import TiledSegment, Walk
 
 __all__ = [
     "backward_repeats",
@@ -52,7 +49,7 @@ __all__ = [
 _PIECE_ELEMENTS = 1 << 20
 
 
-def twins(segment: TiledSegment) -> Bools:
+def twins(segment: TiledLayout) -> Bools:
     """For each strip whether the one before it has the same geometry."""
     _, kinds = segment.schedule.kinds
     found = np.zeros(len(kinds), dtype=bool)
@@ -60,7 +57,7 @@ def twins(segment: TiledSegment) -> Bools:
     return found
 
 
-def forward_repeats(machine: Machine, segment: TiledSegment, values: Values, walk: Walk) -> Bools:
+def forward_repeats(machine: Machine, segment: TiledLayout, values: Values, walk: Walk) -> Bools:
     """The strips of a walk that make what the strip before them makes."""
     scope, alike = segment.scope_of(walk), twins(segment)
     alike = _with_programs(segment, "forward", walk, alike, step=-1)
@@ -73,7 +70,7 @@ def forward_repeats(machine: Machine, segment: TiledSegment, values: Values, wal
     return repeating(scope.graph, scope.rows, scope.streamed, segment.schedule, alike)
 
 
-def backward_repeats(machine: Machine, segment: TiledSegment, grads: Gradients, walk: Walk, forward: Bools) -> Bools:
+def backward_repeats(machine: Machine, segment: TiledLayout, grads: Gradients, walk: Walk, forward: Bools) -> Bools:
     """The strips of a walk whose gradients are those of the strip behind them.
 
     Args:
@@ -104,7 +101,7 @@ def num_alike(repeats: Bools, index: int, *, step: int) -> int:
 
 
 @contextmanager
-def weighed(machine: Machine, segment: TiledSegment, bindings: Mapping[Port, Handle], walk: Walk, count: int) -> Iterator[None]:
+def weighed(machine: Machine, segment: TiledLayout, bindings: Mapping[Port, Handle], walk: Walk, count: int) -> Iterator[None]:
     """What a program that runs in the block adds to what lasts counts so many times."""
     sums = _sums_of(segment, bindings, walk) if count > 1 else []
     for handle, additive in sums:
@@ -114,7 +111,7 @@ def weighed(machine: Machine, segment: TiledSegment, bindings: Mapping[Port, Han
         machine.weigh(handle, additive, count, down=False)
 
 
-def comparing_bytes(segment: TiledSegment, walk: Walk, *, backward: bool) -> int:
+def comparing_bytes(segment: TiledLayout, walk: Walk, *, backward: bool) -> int:
     """Most bytes that comparing rows takes at the begin of a walk."""
     if not twins(segment).any():
         return 0
@@ -132,19 +129,19 @@ def piece_rows(row_elements: int) -> int:
     return max(1, _PIECE_ELEMENTS // max(1, row_elements))
 
 
-def spare_bytes(segment: TiledSegment, program: Program) -> int:
+def spare_bytes(segment: TiledLayout, program: Program) -> int:
     """Bytes of the gradients of resident sources that a strip makes apart where others repeat it."""
     ports = program.ports.items()
     return sum(slot.num_bytes for port, slot in ports if port.role == "grad_source" and port.name not in segment.from_source)
 
 
-def _outputs(segment: TiledSegment, walk: Walk) -> list[str]:
+def _outputs(segment: TiledLayout, walk: Walk) -> list[str]:
     """The streamed outputs that bring a gradient."""
     scope = segment.scope_of(walk)
     return [n for n in scope.outputs if n in scope.streamed and n in scope.requires_grad and scope.columns[n].wanted]
 
 
-def _with_programs(segment: TiledSegment, kind: StripKind, walk: Walk, alike: Bools, *, step: int) -> Bools:
+def _with_programs(segment: TiledLayout, kind: StripKind, walk: Walk, alike: Bools, *, step: int) -> Bools:
     """Those of some strips whose programs may repeat that of the strip beside them."""
     alike = alike.copy()
     first, kinds = segment.schedule.kinds
@@ -177,13 +174,13 @@ def _placed(program: Program) -> list[tuple[str, Positional]] | None:
     return found
 
 
-def _has_sums(segment: TiledSegment, program: Program, walk: Walk) -> bool:
+def _has_sums(segment: TiledLayout, program: Program, walk: Walk) -> bool:
     """Whether all running reductions of a program can be given a weight."""
     scope = segment.scope_of(walk)
     return all(partial_additive(scope, port.name) is not None for port in program.ports if port.role == "partial")
 
 
-def _sums_of(segment: TiledSegment, bindings: Mapping[Port, Handle], walk: Walk) -> list[tuple[Handle, Additive]]:
+def _sums_of(segment: TiledLayout, bindings: Mapping[Port, Handle], walk: Walk) -> list[tuple[Handle, Additive]]:
     """What a program adds to that lasts: running reductions, and gradients of whole tensors."""
     found: list[tuple[Handle, Additive]] = []
     for port, handle in bindings.items():

@@ -10,9 +10,8 @@ the strip's program runs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
@@ -22,13 +21,10 @@ import torch
 from sft.analysis.axes import ROWS
 from sft.analysis.interval import Interval
 from sft.analysis.repeats import Bools
-from sft.analysis.schedule import NodeRows, Schedule, Step
-from sft.analysis.tile import TileSchedule, kinds_of
-from sft.lower.context import Scope
+from sft.analysis.schedule import Step
 from sft.lower.program import Port, Program
-from sft.lower.step import StripKind, lower_finish, partial_shape, partial_start
-from sft.lower.strips import StripPrograms
-from sft.walk.checkpoints import Checkpoints
+from sft.lower.step import lower_finish, partial_shape, partial_start
+from sft.walk.layout import TiledLayout, Walk
 from sft.walk.machine import Handle, Machine
 from sft.walk.reading import opened, reads_skipped
 from sft.walk.repeats import (
@@ -43,66 +39,22 @@ from sft.walk.repeats import (
 from sft.walk.rowstore import RowStore
 from sft.walk.values import Gradients, Values
 
-__all__ = ["TiledSegment", "Walk"]
-
-
-@dataclass(frozen=True, slots=True)
-class Walk:
-    """One walk over the strips: some batch elements of one panel."""
-
-    chunk: Interval
-    panel: int
+__all__ = ["TiledSegment"]
 
 
 @dataclass(kw_only=True)
-class TiledSegment:
-    """A segment that never holds a whole inner value.
-
-    Attributes:
-        scope: what the lowering needs, for ``scope.batch`` batch elements and the full width.
-        schedule: the strips.
-        panels: what each panel computes and reads along the width.
-        checkpoints: which states of a walk are kept.
-        restart: only the last walk keeps its states in the forward pass; the others run forward once more before their backward.
-        num_batch: batch elements of the whole input; walks take ``scope.batch`` at a time.
-        sides: whole tensors that the segment reads.
-        from_source: inputs, and cuts on the host, that are read strip by strip and never resident.
-        to_host: outputs that leave strip by strip and are never whole on the device, with their gradients.
-        contiguous: those of them that are laid out channels first.
-        skips_repeats: whether strips are left out that would make what a neighbour made (``sft.walk.repeats``).
-    """
+class TiledSegment(TiledLayout):
+    """A segment that never holds a whole inner value."""
 
     #: gradients are added to buffers that must exist
     accumulates: ClassVar[bool] = True
     #: its backward pass needs the states of its forward pass
     saves: ClassVar[bool] = True
 
-    scope: Scope
-    schedule: Schedule | TileSchedule
-    panels: tuple[Step, ...]
-    checkpoints: Checkpoints
-    restart: bool
-    num_batch: int
-    sides: tuple[str, ...]
-    from_source: frozenset[str] = frozenset()
-    to_host: frozenset[str] = frozenset()
-    contiguous: frozenset[str] = frozenset()
-    skips_repeats: bool = False
-    _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
-    _lowerings: dict[tuple[int, int], StripPrograms] = field(default_factory=dict, repr=False)
-    _steps: dict[int, Step] = field(default_factory=dict, repr=False)
-    _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
-    _rows: dict[tuple[int, int], Mapping[str, Interval]] = field(default_factory=dict, repr=False)
-
-    @cached_property
-    def reductions(self) -> tuple[str, ...]:
-        """Global values that the segment computes."""
-        return tuple(name for name in self.scope.names if name not in self.scope.streamed)
-
     def open_reductions(self, machine: Machine, chunk: Interval | None) -> dict[str, Handle]:
         """Running reductions of nothing yet: those of some batch elements, or (``None``) those that span the whole batch."""
         scope = self.scope if chunk is None else self.scope_of(Walk(chunk, 0))
-        names = [name for name in self.reductions if self._spans_batch(name) == (chunk is None)]
+        names = [name for name in self.reductions if self.spans_batch(name) == (chunk is None)]
         found = {name: machine.allocate(partial_shape(scope, name), torch.float64, zero=False) for name in names}
         for name, handle in found.items():
             machine.fill(handle, partial_start(scope, name))
@@ -111,112 +63,10 @@ class TiledSegment:
     def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:
         """Turn running reductions into global values."""
         for name in self.reductions:
-            if self._spans_batch(name) == (chunk is None):
+            if self.spans_batch(name) == (chunk is None):
                 out = values.by_name[name] if chunk is None else machine.view(values.by_name[name], chunk, None)
                 program = lower_finish(self.scope_of(Walk(self.chunks[0] if chunk is None else chunk, 0)), name)
                 machine.run(program, {Port("partial", name): partial.pop(name), Port("out", name): out})
-
-    def _spans_batch(self, name: str) -> bool:
-        return name not in self.scope.per_sample and self.num_batch > 1
-
-    @property
-    def kept(self) -> frozenset[int]:
-        """States that the forward pass keeps."""
-        return self.checkpoints.kept(self.schedule.num_steps)
-
-    @cached_property
-    def chunks(self) -> tuple[Interval, ...]:
-        """The batch in walks."""
-        tile = self.scope.batch
-        return tuple(Interval(b, min(b + tile, self.num_batch)) for b in range(0, self.num_batch, tile))
-
-    @cached_property
-    def walks(self) -> tuple[Walk, ...]:
-        """All walks in the order of the forward pass: the panels of the first batch elements, of the next, ...; none without strips."""
-        if not self.schedule.num_steps:
-            return ()
-        return tuple(Walk(chunk, panel) for chunk in self.chunks for panel in range(len(self.panels)))
-
-    def keeps_states(self, walk: Walk) -> bool:
-        """Whether a walk's states stay from its forward to its backward pass."""
-        return not self.restart or walk == self.walks[-1]
-
-    @cached_property
-    def panel_kinds(self) -> tuple[int, ...]:
-        """For each panel the first one of the same geometry, with which it shares its programs."""
-        first, kinds = kinds_of(self.panels)
-        return tuple(int(first[kind]) for kind in kinds)
-
-    def scope_of(self, walk: Walk) -> Scope:
-        """What the lowering needs of one walk."""
-        key = (len(walk.chunk), self.panel_kinds[walk.panel])
-        if key not in self._scopes:
-            columns = {part.name: part for part in self.panels[key[1]].nodes}
-            self._scopes[key] = replace(self.scope, batch=key[0], columns=columns)
-        return self._scopes[key]
-
-    def step(self, index: int) -> Step:
-        """Strip ``index``."""
-        if index not in self._steps:
-            self._steps[index] = self.schedule.step(index)
-        return self._steps[index]
-
-    def _reads(self, step: Step, walk: Walk) -> Mapping[str, Interval]:
-        """The rows of each operand that a step reads."""
-        key = (step.index, self.panel_kinds[walk.panel])
-        if key not in self._rows:
-            self._rows[key] = self.scope_of(walk).rows_read(step)
-        return self._rows[key]
-
-    def row_bytes(self, name: str, walk: Walk) -> int:
-        """Bytes of one row of a streamed value in a walk."""
-        scope = self.scope_of(walk)
-        return math.prod(scope.strip_shape(name, 1)) * scope.graph[name].itemsize_bytes
-
-    def row_elements(self, name: str, walk: Walk) -> int:
-        """Elements of one row of a streamed value in a walk."""
-        return math.prod(self.scope_of(walk).strip_shape(name, 1))
-
-    def source_row_bytes(self, name: str, walk: Walk, *, gradient: bool = False) -> int:
-        """Bytes of one row in full width of an input that is not resident, or of its gradient."""
-        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, 1)
-        dtype = self._source_grad_dtype(name) if gradient else self.scope.dtype_of(name)
-        return len(walk.chunk) * math.prod(shape[1:]) * dtype.itemsize
-
-    def _source_grad_dtype(self, name: str) -> torch.dtype:
-        """Element type in which a sink gets the gradient of what is not resident: that of an input is the input's."""
-        return self.scope.grad_dtype(name) if self.scope.graph[name].kind == "operator" else self.scope.dtype_of(name)
-
-    @property
-    def lowered(self) -> tuple[Program, ...]:
-        """The programs lowered so far."""
-        return tuple(self._programs.values())
-
-    @property
-    def working_bytes(self) -> int:
-        """The largest peak of the programs lowered so far."""
-        return max((program.peak_bytes for program in self._programs.values()), default=0)
-
-    def program(self, kind: StripKind, index: int, walk: Walk) -> Program:
-        """The program of a strip; strips of one signature share it, in panels of one geometry."""
-        key = (kind, int(self.schedule.kinds[1][index]), self.panel_kinds[walk.panel], len(walk.chunk))
-        if key not in self._programs:
-            self._programs[key] = self._lowering(walk).lower(kind, index)
-        return self._programs[key]
-
-    def _lowering(self, walk: Walk) -> StripPrograms:
-        """What lowers the strips of walks of one geometry."""
-        key = (len(walk.chunk), self.panel_kinds[walk.panel])
-        if key not in self._lowerings:
-            self._lowerings[key] = StripPrograms(self.scope_of(walk), self.schedule)
-        return self._lowerings[key]
-
-    def host_strip_bytes(self, program: Program) -> int:
-        """Bytes on the device of the strips of outputs, or of their gradients, that a program of the segment exchanges with the host."""
-        return sum(slot.num_bytes for port, slot in program.ports.items() if self._is_exchanged(port))
-
-    def _is_exchanged(self, port: Port) -> bool:
-        return port.name in self.to_host and port.role in ("out", "grad_out")
 
     def hands_on(self, keep: bool) -> frozenset[str]:
         """Outputs that need no buffer beforehand: none, as strips are written into them."""
@@ -277,10 +127,6 @@ class TiledSegment:
         del room
         return found if found.any() else None
 
-    def walked(self, direction: Literal["forward", "restore"]) -> int:
-        """Strips that a walk forward runs: all, or those before the last kept state."""
-        return self.schedule.num_steps if direction == "forward" else max(self.kept)
-
     def _run_forward(
         self,
         machine: Machine,
@@ -302,7 +148,7 @@ class TiledSegment:
         bindings = self._bind(machine, program, step, walk, values, store)
         leaving: dict[str, Handle] = {}
         for port, slot in program.ports.items():
-            if self._is_exchanged(port):
+            if self.is_exchanged(port):
                 leaving[port.name] = machine.allocate(slot.shape, slot.dtype, zero=False, contiguous=port.name in self.contiguous)
                 bindings[port] = leaving[port.name]
             elif port.role == "out":
@@ -326,7 +172,7 @@ class TiledSegment:
         for name in list(leaving):
             part = leaving.pop(name)
             for repeat in range(count):
-                rows, columns = self._part(name, self.step(index + repeat), walk)
+                rows, columns = self.part(name, self.step(index + repeat), walk)
                 machine.put(values.by_name[name], part, walk.chunk, rows, columns, axes=self.scope.axes)
             del part
 
@@ -336,7 +182,7 @@ class TiledSegment:
         if values.reads_skipped:
             for port in program.ports:
                 if port.role == "source" and port.name in values.readers:
-                    values.readers[port.name].take(self._reads(step, walk)[port.name])
+                    values.readers[port.name].take(self.reads(step, walk)[port.name])
 
     def _bind(self, machine: Machine, program: Program, step: Step, walk: Walk, values: Values, store: RowStore) -> dict[Port, Handle]:
         """The ports that forward and backward have in common."""
@@ -352,17 +198,9 @@ class TiledSegment:
                 bindings[port] = self.origin(port.name, step, walk)
         return bindings
 
-    def origin(self, name: str, step: Step, walk: Walk) -> tuple[int, int, int]:
-        """Batch element, row and column of the first element that a strip adds to a value, or that it reduces."""
-        return (walk.chunk.start, _first(step[name]), _first(self.columns_of(name, walk)))
-
-    def columns_of(self, name: str, walk: Walk) -> NodeRows:
-        """What a walk's panel computes and reads of a value along the width; `scope_of` speaks of the first panel of its geometry."""
-        return self.panels[walk.panel][name]
-
     def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """What a strip reads of a source, or of its gradient."""
-        rows, columns = self._reads(step, walk)[name], self.columns_of(name, walk).new
+        rows, columns = self.reads(step, walk)[name], self.columns_of(name, walk).new
         reader = tensors.readers.get(name) if isinstance(tensors, Values) else None
         if reader is not None:
             return machine.view(reader.take(rows), None, None, columns, axes=self.scope.axes)
@@ -370,17 +208,13 @@ class TiledSegment:
 
     def _zero_rows(self, machine: Machine, name: str, step: Step, walk: Walk) -> Handle:
         """Room for a strip's gradient of an input that is not resident: rows in full width, as a sink takes them."""
-        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self._reads(step, walk)[name]))
-        return machine.allocate((len(walk.chunk), *shape[1:]), self._source_grad_dtype(name), zero=True)
+        shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.reads(step, walk)[name]))
+        return machine.allocate((len(walk.chunk), *shape[1:]), self.source_grad_dtype(name), zero=True)
 
     def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
         """The part of a streamed output, or of its gradient, that a strip is for."""
-        rows, columns = self._part(name, step, walk)
+        rows, columns = self.part(name, step, walk)
         return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
-
-    def _part(self, name: str, step: Step, walk: Walk) -> tuple[Interval, Interval]:
-        """Rows and columns of a streamed output that a strip is for."""
-        return step[name].wanted, self.columns_of(name, walk).wanted
 
     def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
         handle = tensors.by_name[name]
@@ -455,9 +289,9 @@ class TiledSegment:
         parts: dict[str, Handle] = {}
         apart: dict[str, Handle] = {}
         for port, slot in program.ports.items():
-            if self._is_exchanged(port):
+            if self.is_exchanged(port):
                 bindings[port] = machine.allocate(slot.shape, slot.dtype, zero=False)
-                rows, columns = self._part(port.name, step, walk)
+                rows, columns = self.part(port.name, step, walk)
                 machine.fetch(grads.by_name[port.name], bindings[port], walk.chunk, rows, columns, axes=self.scope.axes)
             elif port.role == "grad_out":
                 if port.name in self.scope.streamed:
@@ -485,7 +319,7 @@ class TiledSegment:
         for repeat in range(count):
             above = self.step(index - repeat)
             for name, part in parts.items():
-                machine.give(grads.sinks[name], walk.chunk, self._reads(above, walk)[name], part)
+                machine.give(grads.sinks[name], walk.chunk, self.reads(above, walk)[name], part)
             for name, part in apart.items():
                 machine.add(self._rows_read(machine, grads, name, above, walk), part)
         return {port.name: handle for port, handle in results.items()}
@@ -495,8 +329,3 @@ class TiledSegment:
         """Strips of a geometry that stands twice in a row somewhere, so that one might repeat the other."""
         found = twins(self)
         return np.isin(self.schedule.kinds[1], self.schedule.kinds[1][found])
-
-
-def _first(part: NodeRows) -> int:
-    """The first row computed; of a reduction, which has none, the first one read."""
-    return part.new.start if part.new or not part.reads else part.reads[0].rows.start

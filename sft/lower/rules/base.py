@@ -13,7 +13,8 @@ from typing import ClassVar
 
 from sft.analysis.graph import Node
 from sft.lower.context import NodeContext, Scope
-from sft.lower.program import Emitter, Slot
+from sft.lower.emitter import Emitter
+from sft.lower.program import Slot
 
 __all__ = ["Additive", "Reduction", "Rule"]
 

@@ -9,7 +9,8 @@ import torch
 
 from sft.analysis.graph import Node, refs_in
 from sft.lower.context import NodeContext, Scope
-from sft.lower.program import Emitter, Slot
+from sft.lower.emitter import Emitter
+from sft.lower.program import Slot
 from sft.lower.rules.base import Additive, Reduction, Rule
 
 __all__ = ["Affine", "Moments", "WholeMoments"]

@@ -8,7 +8,8 @@ import torch
 
 from sft.analysis.graph import Node, refs_in
 from sft.lower.context import NodeContext, Scope, sum_dtype
-from sft.lower.program import Emitter, Slot
+from sft.lower.emitter import Emitter
+from sft.lower.program import Slot
 from sft.lower.rules.base import Additive, Reduction
 
 __all__ = ["LogSumExp", "Mean", "Sum", "WholeMean", "axes_of", "pixel_of"]

@@ -14,7 +14,8 @@ from sft.bands.comm import BandMachine
 from sft.bands.timetable import Timetable
 from sft.bands.traffic import Over
 from sft.lower.program import Program
-from sft.lower.step import StripKind, partial_shape
+from sft.lower.reducing import partial_shape
+from sft.lower.step import StripKind
 from sft.walk.layout import Walk
 from sft.walk.machine import Handle, Machine, Saved
 from sft.walk.rowstore import RowStore

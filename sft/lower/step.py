@@ -17,7 +17,7 @@ from sft.lower.emitter import Emitter
 from sft.lower.patches import add_patches, patch_slot, sum_of_patches
 from sft.lower.program import Program, Slot, load_rows
 from sft.lower.rules import rule_of
-from sft.lower.rules.base import Additive, Reduction, Rule
+from sft.lower.rules.base import Rule
 from sft.lower.rules.windowed import Convolution, column_padding
 
 __all__ = [
@@ -25,12 +25,8 @@ __all__ = [
     "StripKind",
     "emit_strip",
     "hand_to_backend",
-    "lower_finish",
     "lower_strip",
     "lower_whole",
-    "partial_additive",
-    "partial_shape",
-    "partial_start",
 ]
 
 aten = torch.ops.aten
@@ -69,36 +65,6 @@ def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, P
     lowering.backward()
     turn = hand_to_backend(scope, lowering.emitter, turn) or turn
     return lowering.emitter.split(turn)
-
-
-def _reduction(scope: Scope, name: str) -> Reduction:
-    rule = rule_of(scope, scope.graph[name], whole=False)
-    assert isinstance(rule, Reduction)
-    return rule
-
-
-def partial_shape(scope: Scope, name: str) -> tuple[int, ...]:
-    """Shape of the running reduction (fp64) behind a global value, for one walk."""
-    return _reduction(scope, name).partial_shape(scope, scope.graph[name])
-
-
-def partial_start(scope: Scope, name: str) -> float:
-    """What a running reduction holds before its first strip."""
-    return _reduction(scope, name).start(scope.graph[name])
-
-
-def partial_additive(scope: Scope, name: str) -> Additive | None:
-    """Which part of a running reduction is a sum; ``None`` where a strip cannot count several times."""
-    return _reduction(scope, name).additive(scope.graph[name])
-
-
-def lower_finish(scope: Scope, name: str) -> Program:
-    """The program that turns a running reduction over the image into the global value."""
-    e = Emitter(dtype=scope.dtype_of(name))
-    running = e.port("partial", name, partial_shape(scope, name), torch.float64)
-    out = e.port("out", name, scope.side_shape(name), scope.dtype_of(name))
-    _reduction(scope, name).finish(scope, e, scope.graph[name], running, out)
-    return e.finish()
 
 
 def hand_to_backend(scope: Scope, emitter: Emitter, turn: int | None = None) -> int | None:

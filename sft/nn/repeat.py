@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +25,7 @@ from sft.deep.trace import Shape, trace_block
 from sft.errors import InputError, UnsupportedError
 from sft.fingerprint import fingerprint
 from sft.kernels.philox import draw_seed
+from sft.nn.stacking import load_blocks, one_block, shared_buffers, stacked, stacked_buffers, stacks_of
 from sft.plan.chain.schedule import Operation
 from sft.surroundings import not_compiled, refuse_tracing
 from sft.units import parse_bytes
@@ -88,7 +88,7 @@ class Repeat(nn.Module):
         self.budget_bytes = None if budget is None else parse_bytes(budget)
         self.strategy: Strategy = strategy
         self.trace: Callable[[str], None] | None = None
-        self.block = _stacked(make_block, num_blocks)
+        self.block = stacked(make_block, num_blocks)
         self.streamed: StreamedBlocks | None = None
         self.is_streamed = False  # a model that is compiled around this is captured again when it changes
         self._known = _Known()
@@ -128,7 +128,7 @@ class Repeat(nn.Module):
             raise InputError("the block has no parameters to stream" if device is None else "the weights are streamed already")
         self.streamed = StreamedBlocks(
             self.block,
-            list(self._buffers_of("stacked")),
+            list(stacked_buffers(self.block)),
             self.num_blocks,
             device=device,
             window_bytes=parse_bytes(window),
@@ -154,7 +154,7 @@ class Repeat(nn.Module):
         found = {param.dtype for param in self.block.parameters()}
         if any(fn(torch.empty(0, dtype=dtype, device=self.streamed.device)).dtype != dtype for dtype in found):
             raise InputError("weights that are streamed keep their element type; convert the module before stream()")
-        shared = self._buffers_of("shared")
+        shared = shared_buffers(self.block)
         device = fn(torch.empty(0, dtype=next(iter(found)), device=self.streamed.device)).device
         for name, buffer in shared.items():
             prefix, _, last = name.rpartition(".")
@@ -219,7 +219,7 @@ class Repeat(nn.Module):
                     "call it between them, or stream all weights of the compiled model with Options(weights='stream')"
                 ]
             )
-        params, stacked, shared = self._params(), self._buffers_of("stacked"), self._buffers_of("shared")
+        params, own, shared = self._params(), stacked_buffers(self.block), shared_buffers(self.block)
         repeated = Repeated(
             block=self.block,
             num_blocks=self.num_blocks,
@@ -228,26 +228,26 @@ class Repeat(nn.Module):
             device=x.device,
             autocast=_autocast_dtype(x.device),
             params=tuple(params),
-            fixed=tuple(stacked),
+            fixed=tuple(own),
             shared=tuple(shared),
             make=function_of,
             trace=self.trace,
         )
         try:
-            repeated = repeated.at_hint(x, {**params, **stacked, **shared})
+            repeated = repeated.at_hint(x, {**params, **own, **shared})
         except UnsupportedError as error:
             raise UnsupportedError([f"{path}: repeat: {problem}" for problem in error.problems]) from error
         out, *nexts = around.call(
             repeated,
             x,
             params=[*params.values()],
-            fixed=[stacked[name] for name in repeated.fixed],
+            fixed=[own[name] for name in repeated.fixed],
             shared=[*shared.values()],
-            updated=[stacked[name] for name in repeated.updated],
+            updated=[own[name] for name in repeated.updated],
         )
         with torch.no_grad():
             for name, value in zip(repeated.updated, nexts, strict=True):
-                stacked[name].copy_(value)
+                own[name].copy_(value)
         return out
 
     def plan_for(self, x: Tensor) -> DeepPlan:
@@ -264,7 +264,7 @@ class Repeat(nn.Module):
 
     def unstacked(self) -> nn.Sequential:
         """The blocks as plain modules, with copies of their weights."""
-        return nn.Sequential(*(self._one(number) for number in range(self.num_blocks)))
+        return nn.Sequential(*(one_block(self.block, number) for number in range(self.num_blocks)))
 
     def load_blocks(self, blocks: Sequence[nn.Module]) -> None:
         """Take over the parameters and buffers of plain modules.
@@ -272,38 +272,7 @@ class Repeat(nn.Module):
         Raises:
             InputError: there are not as many, or their structure is another one; nothing is changed.
         """
-        if len(blocks) != self.num_blocks:
-            raise InputError(f"{len(blocks)} blocks for a repetition of {self.num_blocks}; give as many")
-        own = self._stacks()
-        states = [{**dict(block.named_parameters()), **dict(block.named_buffers())} for block in blocks]
-        for number, state in enumerate(states):
-            for name, stack in own.items():
-                if name not in state or state[name].shape != stack.shape[1:]:
-                    raise InputError(f"block {number} has no {name} of shape {tuple(stack.shape[1:])}; give blocks of the same structure")
-        with torch.no_grad():
-            for number, state in enumerate(states):
-                for name, stack in own.items():
-                    stack[number].copy_(state[name])
-
-    def _one(self, number: int) -> nn.Module:
-        memo: dict[int, Any] = {}
-        for param in self.block.parameters():
-            memo[id(param)] = nn.Parameter(param.detach()[number].clone(), requires_grad=param.requires_grad)
-        for name, buffer in self._buffers_of("stacked").items():
-            memo[id(self.block.get_buffer(name))] = buffer[number].clone()
-        return copy.deepcopy(self.block, memo)
-
-    def _stacks(self) -> dict[str, Tensor]:
-        return {**dict(self.block.named_parameters()), **self._buffers_of("stacked")}
-
-    def _buffers_of(self, kind: str) -> dict[str, Tensor]:
-        """The buffers that are stacked, or those that are shared."""
-        shared = {
-            (f"{prefix}." if prefix else "") + name
-            for prefix, module in self.block.named_modules()
-            for name in module._non_persistent_buffers_set
-        }
-        return {name: buffer for name, buffer in self.block.named_buffers() if (name in shared) == (kind == "shared")}
+        load_blocks(self.block, self.num_blocks, blocks)
 
     def _device(self) -> torch.device | None:
         """Where the blocks run; None if nothing says so."""
@@ -325,15 +294,15 @@ class Repeat(nn.Module):
         """The block's programs for such an input, and what they were made for."""
         autocast = _autocast_dtype(x.device)
         params = {name: Shape(shape=tuple(p.shape[1:]), dtype=p.dtype, requires_grad=p.requires_grad) for name, p in self._params().items()}
-        buffers = {name: Shape(shape=tuple(b.shape[1:]), dtype=b.dtype) for name, b in self._buffers_of("stacked").items()}
-        buffers |= {name: Shape.of(buffer) for name, buffer in self._buffers_of("shared").items()}
+        buffers = {name: Shape(shape=tuple(b.shape[1:]), dtype=b.dtype) for name, b in stacked_buffers(self.block).items()}
+        buffers |= {name: Shape.of(buffer) for name, buffer in shared_buffers(self.block).items()}
         modes = tuple(module.training for module in self.block.modules())
         own = Shape(shape=tuple(x.shape), dtype=x.dtype)
         key = (own, tuple(params.items()), tuple(buffers.items()), modes, x.device, autocast, fingerprint(self.block))
         if key not in self._known.programs:
             traced = trace_block(self.block, own, params, buffers, device=x.device, autocast=autocast)
             programs = lower_block(traced)
-            shared = [name for name in programs.updated if name in self._buffers_of("shared")]
+            shared = [name for name in programs.updated if name in shared_buffers(self.block)]
             if shared:
                 raise InputError(f"buffers {', '.join(shared)} change, and all blocks share them; register them as persistent")
             self._known.programs[key] = programs
@@ -363,7 +332,7 @@ class Repeat(nn.Module):
         if self.streamed is not None:
             window = self.streamed.extra_bytes
             return window, window + self.streamed.sink.extra_bytes()
-        stacks = self._stacks()
+        stacks = stacks_of(self.block)
 
         def size(names: Sequence[str]) -> int:
             return sum(stacks[name].numel() * stacks[name].element_size() for name in names)
@@ -373,20 +342,19 @@ class Repeat(nn.Module):
     def _call(self, x: Tensor, programs: BlockPrograms, plan: DeepPlan, params: Mapping[str, Tensor], seed: int) -> Call:
         if self.streamed is not None:
             return self._streamed_call(self.streamed, programs, plan, params, seed)
-        stacked = self._buffers_of("stacked")
-        access = partial(StackedAccess, buffers=stacked, shared=self._buffers_of("shared"))
+        access = partial(StackedAccess, buffers=stacked_buffers(self.block), shared=shared_buffers(self.block))
 
         @contextlib.contextmanager
         def forward(operations: Sequence[Operation]) -> Iterator[StackedAccess]:
             yield access({name: p.detach() for name, p in params.items()}, updated=programs.updated)
 
-        fixed = [name for name in self._buffers_of("stacked") if name not in programs.updated]
+        fixed = [name for name in stacked_buffers(self.block) if name not in programs.updated]
 
         @contextlib.contextmanager
         def backward(operations: Sequence[Operation], tensors: Sequence[Tensor]) -> Iterator[StackedAccess]:
             checked = dict(zip([*params, *fixed], (tensor.detach() for tensor in tensors), strict=True))
             own = {name: checked.pop(name) for name in params}
-            yield StackedAccess(own, checked, self._buffers_of("shared"), with_gradient=programs.with_gradient)
+            yield StackedAccess(own, checked, shared_buffers(self.block), with_gradient=programs.with_gradient)
 
         return Call(
             programs=programs,
@@ -429,7 +397,7 @@ class Repeat(nn.Module):
         """What autograd checks between the passes: parameters first, then the buffers that stay; and parameters that others check."""
         if self.streamed is not None:
             return [], [*params.values()]
-        fixed = [buffer for name, buffer in self._buffers_of("stacked").items() if name not in programs.updated]
+        fixed = [buffer for name, buffer in stacked_buffers(self.block).items() if name not in programs.updated]
         return [*params.values(), *fixed], []
 
 
@@ -438,41 +406,3 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
         return None
     return torch.get_autocast_dtype(device.type)
-
-
-def _stacked(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:
-    """The first block, with the parameters and persistent buffers of all blocks in the place of its own.
-
-    Raises:
-        InputError: a block is no module, or has another structure.
-    """
-    template = make_block()
-    if not isinstance(template, nn.Module):
-        raise InputError(f"make_block must make an nn.Module, made {type(template).__name__}")
-    own = _tensors_of(template)
-    stacks: dict[str, Tensor] = {
-        name: torch.empty((num_blocks, *tensor.shape), dtype=tensor.dtype, device=tensor.device) for name, tensor in own.items()
-    }
-    with torch.no_grad():
-        for number in range(num_blocks):
-            tensors = own if number == 0 else _tensors_of(make_block())
-            if [(n, t.shape, t.dtype) for n, t in tensors.items()] != [(n, t.shape, t.dtype) for n, t in own.items()]:
-                raise InputError(f"block {number} has other parameters or buffers than block 0; make all of one structure")
-            for name, tensor in tensors.items():
-                stacks[name][number].copy_(tensor)
-    by_id: dict[int, Tensor] = {}
-    for name, tensor in own.items():
-        is_param = isinstance(tensor, nn.Parameter)
-        by_id[id(tensor)] = nn.Parameter(stacks[name], requires_grad=tensor.requires_grad) if is_param else stacks[name]
-    for module in template.modules():
-        for held in (module._parameters, module._buffers):
-            for name, value in held.items():
-                if value is not None and id(value) in by_id:
-                    held[name] = by_id[id(value)]  # type: ignore[assignment]  # one of its own kind
-    return template
-
-
-def _tensors_of(block: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers."""
-    kept = {id(module._buffers[name]) for module in block.modules() for name in set(module._buffers) - module._non_persistent_buffers_set}
-    return {**dict(block.named_parameters()), **{name: b for name, b in block.named_buffers() if id(b) in kept}}

@@ -28,8 +28,9 @@ import numpy as np
 from sft.analysis.axes import ROWS
 from sft.analysis.repeats import Bools, constant_over, repeating, repeating_back
 from sft.lower.program import Port, Positional, Program, slots_of
+from sft.lower.reducing import partial_additive
 from sft.lower.rules.base import Additive
-from sft.lower.step import StripKind, partial_additive
+from sft.lower.step import StripKind
 from sft.walk.layout import TiledLayout, Walk
 from sft.walk.machine import Handle, Machine
 from sft.walk.values import Gradients, Values

@@ -23,7 +23,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.repeats import Bools
 from sft.analysis.schedule import Step
 from sft.lower.program import Port, Program
-from sft.lower.step import lower_finish, partial_shape, partial_start
+from sft.lower.reducing import lower_finish, partial_shape, partial_start
 from sft.walk.layout import TiledLayout, Walk
 from sft.walk.machine import Handle, Machine
 from sft.walk.reading import opened, reads_skipped

@@ -1,0 +1,104 @@
+"""Blocks of one structure as one module: its parameters and persistent buffers have a dimension more, in front, with an entry for each.
+
+Buffers that are not persistent are constants, and all blocks share them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sft.errors import InputError
+
+__all__ = ["load_blocks", "one_block", "shared_buffers", "stacked", "stacked_buffers", "stacks_of"]
+
+
+def stacked(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:
+    """The first block, with the parameters and persistent buffers of all blocks in the place of its own.
+
+    Raises:
+        InputError: a block is no module, or has another structure.
+    """
+    template = make_block()
+    if not isinstance(template, nn.Module):
+        raise InputError(f"make_block must make an nn.Module, made {type(template).__name__}")
+    own = _tensors_of(template)
+    stacks: dict[str, Tensor] = {
+        name: torch.empty((num_blocks, *tensor.shape), dtype=tensor.dtype, device=tensor.device) for name, tensor in own.items()
+    }
+    with torch.no_grad():
+        for number in range(num_blocks):
+            tensors = own if number == 0 else _tensors_of(make_block())
+            if [(n, t.shape, t.dtype) for n, t in tensors.items()] != [(n, t.shape, t.dtype) for n, t in own.items()]:
+                raise InputError(f"block {number} has other parameters or buffers than block 0; make all of one structure")
+            for name, tensor in tensors.items():
+                stacks[name][number].copy_(tensor)
+    by_id: dict[int, Tensor] = {}
+    for name, tensor in own.items():
+        is_param = isinstance(tensor, nn.Parameter)
+        by_id[id(tensor)] = nn.Parameter(stacks[name], requires_grad=tensor.requires_grad) if is_param else stacks[name]
+    for module in template.modules():
+        for held in (module._parameters, module._buffers):
+            for name, value in held.items():
+                if value is not None and id(value) in by_id:
+                    held[name] = by_id[id(value)]  # type: ignore[assignment]  # one of its own kind
+    return template
+
+
+def _tensors_of(block: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers."""
+    kept = {id(module._buffers[name]) for module in block.modules() for name in set(module._buffers) - module._non_persistent_buffers_set}
+    return {**dict(block.named_parameters()), **{name: b for name, b in block.named_buffers() if id(b) in kept}}
+
+
+def stacks_of(block: nn.Module) -> dict[str, Tensor]:
+    """All that is stacked, by name."""
+    return {**dict(block.named_parameters()), **stacked_buffers(block)}
+
+
+def stacked_buffers(block: nn.Module) -> dict[str, Tensor]:
+    """The buffers with an entry for each block, by name."""
+    shared = shared_buffers(block)
+    return {name: buffer for name, buffer in block.named_buffers() if name not in shared}
+
+
+def shared_buffers(block: nn.Module) -> dict[str, Tensor]:
+    """The buffers that all blocks share, by name."""
+    shared = {
+        (f"{prefix}." if prefix else "") + name for prefix, module in block.named_modules() for name in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in block.named_buffers() if name in shared}
+
+
+def one_block(block: nn.Module, number: int) -> nn.Module:
+    """One of the blocks as a plain module, with copies of its weights."""
+    memo: dict[int, Any] = {}
+    for param in block.parameters():
+        memo[id(param)] = nn.Parameter(param.detach()[number].clone(), requires_grad=param.requires_grad)
+    for name, buffer in stacked_buffers(block).items():
+        memo[id(block.get_buffer(name))] = buffer[number].clone()
+    return copy.deepcopy(block, memo)
+
+
+def load_blocks(block: nn.Module, num_blocks: int, blocks: Sequence[nn.Module]) -> None:
+    """Take over the parameters and buffers of plain modules.
+
+    Raises:
+        InputError: there are not as many, or their structure is another one; nothing is changed.
+    """
+    if len(blocks) != num_blocks:
+        raise InputError(f"{len(blocks)} blocks for a repetition of {num_blocks}; give as many")
+    own = stacks_of(block)
+    states = [{**dict(each.named_parameters()), **dict(each.named_buffers())} for each in blocks]
+    for number, state in enumerate(states):
+        for name, stack in own.items():
+            if name not in state or state[name].shape != stack.shape[1:]:
+                raise InputError(f"block {number} has no {name} of shape {tuple(stack.shape[1:])}; give blocks of the same structure")
+    with torch.no_grad():
+        for number, state in enumerate(states):
+            for name, stack in own.items():
+                stack[number].copy_(state[name])

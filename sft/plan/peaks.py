@@ -3,7 +3,7 @@
 Every instruction of a program belongs to an operator, so the program of a run also tells what the operators before any place (or behind
 it) would need alone. Of the operators before a place less runs than their instructions in the long program: what only operators behind it
 read is not made, and dies earlier if others read it too. ``prefix_peaks`` finds for every instruction the first place at which it runs, in
-one pass from the end, which is the rule by which programs drop dead instructions (``sft.lower.program``) for all places at once.
+one pass from the end, which is the rule by which programs drop dead instructions (``sft.lower.emitter``) for all places at once.
 """
 
 from __future__ import annotations

@@ -66,13 +66,16 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
         return _scheduled(problem, budget_bytes, options.strategy, Rates(device_type))
     surveys: list[Survey] = []
     fitting: list[tuple[float, Planned]] = []
+    may_tile = options.strategy == "auto" and options.tile is None and options.halo == "auto"
     for survey in surveys_of(problem, options, device_type):
-        surveys.append(survey)
         found = _cheapest(problem, survey, room_bytes, _least_cost(fitting))
         if found is not None:
             fitting.append(found)
-            if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
-                break  # what is left to gain are strips that run once more to restore states
+        if may_tile and not surveys:
+            fitting += cheaper_tiles(problem, survey, room_bytes, Rates(device_type), _least_cost(fitting))
+        surveys.append(survey)
+        if found is not None and found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
+            break  # what is left to gain are strips that run once more to restore states
         if fitting and survey.least_cost_in(2 * survey.num_panels) > _least_cost(fitting):
             break  # what more panels compute twice is more than that
     mixed = _mixed(problem, surveys, room_bytes, options, Rates(device_type))
@@ -90,9 +93,6 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
                 fitting.append(found)
                 if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                     break
-    may_tile = options.strategy == "auto" and options.tile is None and options.halo == "auto"
-    if may_tile:
-        fitting += cheaper_tiles(problem, surveys[0], room_bytes, Rates(device_type), _least_cost(fitting))
     if fitting:
         return _fastest(problem, fitting, Rates(device_type))
     planned = [*_smallest_planned(problem, surveys), *_smallest_planned(problem, over_host)]

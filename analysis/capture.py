@@ -23,13 +23,15 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
+from sft.analysis.attributes import Changes, attributes_set
 from sft.analysis.axes import Axes
 from sft.analysis.barenodes import bare_nodes
 from sft.analysis.casts import Casts
-from sft.analysis.exported import bounds_of, graph_of, guards_of
+from sft.analysis.exported import bounds_of, graph_of, guards_of, module_path_of
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
+from sft.analysis.loose import loose_tensors
 from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
 from sft.analysis.repeated import repetitions_followed
@@ -51,7 +53,9 @@ class Capture:
         bounds: for each symbol the smallest and largest value that the capture holds for.
         guards: relations between the symbols under which the model took the path that was captured.
         shapes: the inputs' shapes at capture, for which it holds by definition.
-        constants: tensors that ``forward`` makes of numbers, by the target of their node; the model's own attributes are not among them.
+        constants: tensors that ``forward`` makes of numbers, or that modules hold in containers, by the target of their node; the
+            model's own attributes are not among them.
+        differentiable_constants: those of them that require a gradient, and where they are.
     """
 
     graph: Graph
@@ -60,6 +64,7 @@ class Capture:
     guards: tuple[sp.Basic, ...]
     shapes: tuple[tuple[int, ...], ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    differentiable_constants: Mapping[str, str] = field(default_factory=dict)
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """The symbols' values for these input shapes; ``None`` when the capture does not hold for them."""
@@ -103,22 +108,51 @@ def capture(
         UnsupportedError: torch.export cannot follow the model.
         InputError: the model itself refuses inputs of this shape.
     """
+    found, changes = _captured(model, shapes, dtypes, device, autocast)
+    if changes:
+        with attributes_set(changes):
+            later, _ = _captured(model, shapes, dtypes, device, autocast)
+        if later.graph != found.graph:
+            names = {id(module): path for path, module in model.named_modules()}
+            raise UnsupportedError(
+                [
+                    f"{names[id(module)] or '(the model itself)'}: `forward` sets {name}, to {value!r}, and computes something else at the "
+                    "next call; a compiled model takes all calls for the same. Set it outside of `forward`, or make it an input"
+                    for (module, name), value in changes.items()
+                ]
+            )
+    return found
+
+
+def _captured(
+    model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, autocast: torch.dtype | None
+) -> tuple[Capture, Changes]:
+    """A capture, and what `forward` has changed of its modules' plain attributes meanwhile; they are as before."""
     # The caller may be in inference mode, or under autocast with a cache of casts.
-    with torch.inference_mode(False), _autocast(device, autocast), prepared(model), repetitions_followed(model) as repeated:
+    with (
+        torch.inference_mode(False),
+        _autocast(device, autocast),
+        prepared(model) as changes,
+        repetitions_followed(model) as repeated,
+    ):
         found = _export(model, shapes, dtypes, device)
     program = found.program
+    constants = _constants(program, model)
     return Capture(
         graph=graph_of(found, repeated.repetitions),
         out_spec=program.call_spec.out_spec,
         bounds=bounds_of(program),
         guards=guards_of(program),
         shapes=tuple(shapes),
-        constants=_constants(program, model, device),
-    )
+        constants={name: value.detach().to(device) for name, value in constants.items()},
+        differentiable_constants={name: _where(value, model) for name, value in constants.items() if value.requires_grad},
+    ), changes
 
 
-def _constants(program: ExportedProgram, model: nn.Module, device: torch.device) -> dict[str, torch.Tensor]:
+def _constants(program: ExportedProgram, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Tensors that `forward` makes, or that modules hold in containers, by the target of their node."""
     found = {}
+    loose = {_memory(tensor): tensor for tensor in loose_tensors(model).values()}
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
         value = program.constants[name]
         if attribute_of(model, name) is None and isinstance(value, torch.Tensor):
@@ -126,8 +160,18 @@ def _constants(program: ExportedProgram, model: nn.Module, device: torch.device)
             numbers = value.constant if isinstance(value, FakeTensor) else value
             if numbers is None:
                 raise UnsupportedError([f"{type(model).__name__}: `forward` makes a tensor whose numbers are not known; make it a buffer"])
-            found[name] = numbers.detach().to(device)
+            found[name] = loose.get(_memory(numbers), numbers)
     return found
+
+
+def _where(value: torch.Tensor, model: nn.Module) -> str:
+    """Where a tensor is, for messages."""
+    return next((path for path, other in loose_tensors(model).items() if other is value), f"a tensor of {type(model).__name__}")
+
+
+def _memory(value: torch.Tensor) -> tuple[Any, ...]:
+    """What tells tensors apart that are made of others without a copy, as the exporter does."""
+    return (0 if isinstance(value, FakeTensor) else value.data_ptr(), value.shape, value.dtype)
 
 
 def attribute_of(model: nn.Module, path: str) -> torch.Tensor | None:
@@ -200,6 +244,7 @@ def _exported(
     with on_whole_parameters(model, mode), grad_modes_followed(model), norms_by_shape(), bare_nodes(), quick:
         exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
+    _refuse_numbers(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     with bare_nodes():
         return functional(exported, Casts(device.type) if is_cast else None)
@@ -221,6 +266,31 @@ def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
             )
 
 
+#: Operators that turn a tensor into a Python number.
+_NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+
+
+def _refuse_numbers(model: nn.Module, exported: ExportedProgram) -> None:
+    """A number that `forward` reads from a tensor is another one at each call, and a captured program has no place for it.
+
+    Raises:
+        UnsupportedError: something is computed with one.
+    """
+    read: dict[torch.fx.Node, str] = {}
+    problems: dict[str, None] = {}
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        paths = [read[operand] for operand in node.all_input_nodes if operand in read]
+        if node.target in _NUMBERS:
+            read[node] = module_path_of(node) or "(the model itself)"
+        elif paths and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            read[node] = paths[0]
+        elif paths and (value is not None or node.op == "output"):
+            problems |= {f"{path}: item: it computes with a Python number read from a tensor": None for path in paths}
+    if problems:
+        raise UnsupportedError([f"{problem}; use the tensor itself, of one element, or a plain attribute" for problem in problems])
+
+
 def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
     """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -228,10 +298,11 @@ def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: 
         try:
             with torch.enable_grad(), mode, on_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
                 model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
-        except RuntimeError as error:
-            message = str(error).strip().splitlines()
+        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+            message = str(error).strip().splitlines() or [""]
             # Data-dependent control flow fails on fake tensors too, but says so in its own type.
-            return None if type(error) is not RuntimeError or not message else message[0]
+            is_own = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError) and "Fake" not in message[0]
+            return message[0] or None if is_own else None
         except Exception:
             return None
     return None

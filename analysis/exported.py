@@ -21,7 +21,7 @@ from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, refs_in
 from sft.analysis.repeated import NEXT, REPEAT, Repetition
 from sft.errors import UnsupportedError
 
-__all__ = ["bounds_of", "graph_of", "guards_of"]
+__all__ = ["bounds_of", "graph_of", "guards_of", "module_path_of"]
 
 
 def bounds_of(program: ExportedProgram) -> tuple[tuple[sp.Symbol, int, int | None], ...]:
@@ -147,7 +147,7 @@ class _GraphBuilder:
         if fx_node.op == "placeholder":
             kind, target = self._leaves.get(fx_node.name, ("input", fx_node.name))
             self._add(fx_node.name, kind, target, value)
-        elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool)):
+        elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool, torch.SymBool)):
             self._scalars[fx_node.name] = _extent(value) if isinstance(value, torch.SymInt) else value
         elif value is None and not fx_node.users:
             pass  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
@@ -243,7 +243,7 @@ class _GraphBuilder:
                     self._alias[fx_node.name] = known
                     return
         first = value[0] if isinstance(value, (tuple, list)) else value
-        self._add(fx_node.name, "operator", target, first, arguments, _module_path(fx_node), _effect(fx_node.target))
+        self._add(fx_node.name, "operator", target, first, arguments, module_path_of(fx_node), _effect(fx_node.target))
 
     def _convert(self, value: Any) -> Any:
         """An argument in the graph's own terms."""
@@ -334,7 +334,8 @@ def _effect(overload: Any) -> Effect:
     return "draws" if torch.Tag.nondeterministic_seeded in overload.tags else ""
 
 
-def _module_path(fx_node: torch.fx.Node) -> str:
+def module_path_of(fx_node: torch.fx.Node) -> str:
+    """The path of the module whose `forward` a node comes from; empty for the model itself."""
     stack = fx_node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
     return "" if path.startswith("_empty_nn_module_stack") else path

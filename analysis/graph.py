@@ -71,6 +71,11 @@ class Node:
         return dict(self.arguments)
 
     @property
+    def is_complex(self) -> bool:
+        """Whether its elements are complex numbers."""
+        return self.dtype.startswith("complex")
+
+    @property
     def is_floating(self) -> bool:
         """Whether its elements are fractions, and no whole numbers or truth values."""
         return self.dtype in _FLOATING

@@ -175,8 +175,8 @@ def reshaped(layout: Layout, image: Sequence[Extent], shape: Sequence[Extent], a
     return _regrouped(groups, parts, hidden, len(image), axes)
 
 
-def _regrouped(groups: list[list[_Part]], parts: list[_Part], hidden: list[int], rank: int, axes: Axes) -> Reshaped:
-    """Number the pieces anew: batch, pieces of channels, axes."""
+def _regrouped(groups: list[list[_Part]], parts: list[_Part], hidden: list[int], rank: int, axes: Axes) -> Reshaped | None:
+    """Number the pieces anew: batch, pieces of channels, axes; ``None`` where how many channels a piece has depends on the image's size."""
     first_axis = rank - axes.count
     pieces: list[_Part] = []
     for dim in range(1, first_axis):
@@ -193,10 +193,16 @@ def _regrouped(groups: list[list[_Part]], parts: list[_Part], hidden: list[int],
         elif part.dim >= first_axis:
             number[id(part)] = 1 + len(pieces) + part.dim - first_axis
     layout = Layout(tuple(tuple(number[id(part)] for part in group) for group in groups))
+    if not all(_is_number(part.extent) for part in pieces):
+        return None
     split = tuple(int(part.extent) for part in pieces)
     shape = tuple(split[place] for place in order)
     change = Rearrangement(split=split, order=tuple(order), shape=shape) if is_changed else None
     return Reshaped(layout=layout, rearrangement=change)
+
+
+def _is_number(extent: Extent) -> bool:
+    return isinstance(extent, int) or extent.is_Integer
 
 
 def _place(parts: list[_Part], piece: _Part) -> int:
@@ -212,7 +218,7 @@ def merged(layout: Layout, image: Sequence[Extent], axes: Axes) -> Reshaped | No
     first_axis = len(image) - axes.count
     channels = set(range(1, first_axis))
     groups = [group for group in layout.groups if group and channels.issuperset(group)]
-    if all(len(group) == 1 for group in groups):
+    if all(len(group) == 1 for group in groups) or not all(map(_is_number, image[1:first_axis])):
         return None
     loose = [(dim,) for dim in sorted(channels - {dim for group in groups for dim in group})]
     placed = sorted(groups, key=min) + loose

@@ -17,6 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from sft.analysis.attributes import Changes, Watching, attributes_kept
 from sft.analysis.norms import CUMULATIVE
 
 __all__ = [
@@ -41,10 +42,15 @@ USED_ON: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @contextlib.contextmanager
-def prepared(model: nn.Module) -> Iterator[None]:
-    """A model that the exporter can trace."""
-    with _momenta_known(model), _attributes_kept(model), hooks_aside(model), _tensors_replaced(model, _as_parameter, buffers=False):
-        yield
+def prepared(model: nn.Module) -> Iterator[Changes]:
+    """A model that the exporter can trace; behind it, what `forward` has changed of its plain attributes."""
+    with (
+        _momenta_known(model),
+        attributes_kept(model) as changes,
+        hooks_aside(model),
+        _tensors_replaced(model, _as_parameter, buffers=False),
+    ):
+        yield changes
 
 
 @contextlib.contextmanager
@@ -73,7 +79,7 @@ class _Dropping:
 @contextlib.contextmanager
 def on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """A model whose parameters and buffers are fake. (``functional_call`` loses the originals of modules that have two names.)"""
-    with on_whole_parameters(model, mode), _tensors_replaced(model, mode.from_tensor, buffers=True), _attributes_kept(model):
+    with on_whole_parameters(model, mode), _tensors_replaced(model, mode.from_tensor, buffers=True), attributes_kept(model):
         yield
 
 
@@ -135,17 +141,6 @@ def _as_parameter(value: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Put back tensors that modules hold as plain attributes; hooks that compute a weight leave fake ones there."""
-    held = [(module, {key: value for key, value in vars(module).items() if isinstance(value, torch.Tensor)}) for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, tensors in held:
-            vars(module).update(tensors)
-
-
-@contextlib.contextmanager
 def hooks_aside(model: nn.Module) -> Iterator[None]:
     """Take the root's own hooks off: they run around each call of the compiled model, as they do in eager PyTorch, and not inside.
 
@@ -157,7 +152,7 @@ def hooks_aside(model: nn.Module) -> Iterator[None]:
         stay = {
             key: hook
             for key, hook in hooks.items()
-            if isinstance(hook, (*NORMS_OF_WEIGHTS, _Dropping)) or (module is not model and not is_gathering(hook))
+            if isinstance(hook, (*NORMS_OF_WEIGHTS, _Dropping, Watching)) or (module is not model and not is_gathering(hook))
         }
         vars(module)[name] = OrderedDict(stay)
     everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from sft.bands.mesh import resolve_mesh
 from sft.deep.parameters import StreamedParameters
@@ -23,7 +24,7 @@ from sft.engine import Engine
 from sft.errors import InputError, UnsupportedError
 from sft.execute.reading import Reading
 from sft.execute.skipping import Skipping
-from sft.inputs import is_readable
+from sft.inputs import MOST_EXTENT, is_readable
 from sft.options import Options
 from sft.outputs import Output, resolve_output
 from sft.placing import refuse_streaming
@@ -94,6 +95,11 @@ def compile(
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
     if isinstance(model, _Compiled):
         raise InputError("the model is compiled already; compile the original")
+    _check_model(model)
+    if options is not None and not isinstance(options, Options):
+        raise InputError(f"options must be an sft.Options, got {type(options).__name__}")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; leave it out where there is none")
     resolved = resolve_mesh(mesh, (options or Options()).mesh_timeout)
     if destination.in_bands and resolved is None:
         raise InputError("output='band' is for several ranks: give a mesh, or output='device'")
@@ -109,7 +115,7 @@ def compile(
     if (options or Options()).streams_weights:
         refuse_streaming(resolved, None)
     if device is not None:
-        _place(model, torch.device(device), options or Options())
+        _place(model, _usable(device), options or Options())
     engine = Engine(
         model,
         budget_bytes=budget_bytes,
@@ -180,6 +186,7 @@ class CheckReport:
 def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
     """What of ``model`` can run in strips, what cannot, and what to do about it. Never raises."""
     try:
+        _check_model(model)
         engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
         shapes = [tuple(256 if extent is None else extent for extent in shape) for shape in _shapes(input_shape)]
         engine.plan_for_shapes(shapes, _dtypes(input_shape))
@@ -197,6 +204,26 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
         num_phases=len(phases.phases) - bool(phases.prologue),
         whole_reasons=tuple(dict.fromkeys(phases.whole_reasons.values())),
     )
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse modules that cannot be looked into."""
+    for path, module in model.named_modules():
+        where = f"{path or '(the model itself)'}: {type(module).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(f"{where}: a scripted or traced module cannot be captured; give the module that it was made of")
+        if any(is_lazy(value) for value in (*module._parameters.values(), *module._buffers.values())):
+            raise InputError(f"{where}: its parameters are not initialised yet; call the model once before it is compiled")
+
+
+def _usable(device: torch.device | str) -> torch.device:
+    """A device that is there."""
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InputError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return found
 
 
 def _place(model: nn.Module, device: torch.device, options: Options) -> None:
@@ -253,6 +280,8 @@ def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
         for extent in shape:
             if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):
                 raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")
+        if len(shape) > 2 and max(extent or 0 for extent in shape) > MOST_EXTENT:
+            raise InputError(f"input_shape {shape}: no extent may be more than {MOST_EXTENT}")
     return tuple(shapes)
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft.analysis.loose import loose_tensors
+
 __all__ = ["Fingerprint", "fingerprint"]
 
 #: Comparable and hashable; equal fingerprints mean that the model's code would run the same way.
@@ -37,7 +39,13 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     False
     """
     first: dict[int, int] = {}
-    return tuple(_of_module(path, module, first) for path, module in model.named_modules(remove_duplicate=False))
+    modules = tuple(_of_module(path, module, first) for path, module in model.named_modules(remove_duplicate=False))
+    return (*modules, *((path, _place_of(tensor), _of_tensor(tensor, first)) for path, tensor in loose_tensors(model).items()))
+
+
+def _place_of(tensor: torch.Tensor) -> int:
+    """Where the numbers of a tensor are that a capture has as a constant: that keeps the place from being used again."""
+    return tensor.data_ptr() if type(tensor) in (torch.Tensor, nn.Parameter) else 0
 
 
 def _of_module(path: str, module: nn.Module, first: dict[int, int]) -> Fingerprint:
@@ -60,6 +68,8 @@ def _of_value(value: Any, first: dict[int, int]) -> Any:
         return value if type(value) is not float or value == value else "nan"
     if isinstance(value, torch.Tensor):
         return _of_tensor(value, first)
+    if isinstance(value, nn.Module) and id(value) not in first:  # one that is not registered, in a container
+        return tuple(_of_module(path, module, first) for path, module in value.named_modules(remove_duplicate=False))
     if isinstance(value, (tuple, list)):
         return (type(value), *(_of_value(item, first) for item in value))
     if isinstance(value, dict):

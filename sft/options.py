@@ -107,7 +107,7 @@ class Options:
         elif self.cuda_graphs and self.weights != "resident":
             problems.append("cuda_graphs replays strips on weights that stay where they are, streamed ones do not: drop one")
         if self.tile is not None:
-            if len(tuple(self.tile)) != 2:  # from untyped callers
+            if not _is_pair(self.tile):  # from untyped callers
                 problems.append(f"tile {self.tile!r}: give (rows, cols)")
             else:
                 problems += [
@@ -159,6 +159,10 @@ class Options:
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < float("inf"):
             raise InputError(f"a bandwidth is a positive number of bytes a second or text such as '24GB', got {rate!r}")
         return float(rate)
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 2
 
 
 def _is_count(value: object) -> bool:

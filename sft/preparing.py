@@ -210,7 +210,7 @@ class Preparation:
         search = self._search(kind)
         problem = Problem(
             phases=phases,
-            requires_grad=self._requires_grad(kind, phases),
+            requires_grad=self._requires_grad(kind, phases, captured.capture),
             channels_last=self._channels_last(kind, graph) - self._in_files(graph),
             resident_bytes=search.resident_bytes(),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
@@ -356,10 +356,16 @@ class Preparation:
                 given = " and ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
 
-    def _requires_grad(self, kind: CallKind, phases: Phases) -> frozenset[str]:
+    def _requires_grad(self, kind: CallKind, phases: Phases, capture: Capture) -> frozenset[str]:
+        """Values that need a gradient.
+
+        Raises:
+            UnsupportedError: one of them is a tensor that modules hold besides parameters and buffers.
+        """
         if not kind.with_grad:
             return frozenset()
         found: set[str] = set()
+        problems: list[str] = []
         reached = reached_by_gradients(phases.graph)
         arriving = iter(kind.input_grads)
         for node in phases.graph.nodes:
@@ -369,12 +375,21 @@ class Preparation:
                 needs = node.name in reached and held(self.model, node.target).requires_grad
             elif node.kind == "buffer":
                 needs = node.name in reached and self.model.get_buffer(node.target).requires_grad
-            elif node.kind in ("constant", "seed"):
+            elif node.kind == "constant":
+                needs = False
+                where = capture.differentiable_constants.get(node.target)
+                if where is None and node.target not in capture.constants and held(self.model, node.target).requires_grad:
+                    where = node.target
+                if where is not None and node.name in reached:
+                    problems.append(_not_registered(where))
+            elif node.kind == "seed":
                 needs = False
             else:
                 needs = node.name in reached and any(name in found for name in differentiable_operands(node))
             if needs:
                 found.add(node.name)
+        if problems:
+            raise UnsupportedError(problems)
         return frozenset(found)
 
     @property
@@ -397,6 +412,13 @@ def _put(known: dict[CallKind, Any], kind: CallKind, value: Any, most: int) -> N
     while len(known) >= most:
         del known[next(iter(known))]
     known[kind] = value
+
+
+def _not_registered(name: str) -> str:
+    return (
+        f"{name}: a tensor that requires a gradient and is no parameter of the model; make it an nn.Parameter (of modules in a plain list: "
+        "make it an nn.ModuleList), or detach it"
+    )
 
 
 def held(model: nn.Module, path: str) -> torch.Tensor:

@@ -80,6 +80,57 @@ def test_wrong_input_shape_at_compile(shape: tuple[int, ...]) -> None:
         sft.compile(_body(), shape)
 
 
+@pytest.mark.parametrize(
+    ("shape", "refusal"),
+    [
+        ((1, 3, 2**24 + 1, 12), "no extent may be more than 16777216"),
+        ((2**25, 3, 16, 12), "no extent may be more than 16777216"),
+        ([_SHAPE, _SHAPE], "the model refuses an input of shape .*takes 2 positional arguments but 3 were given"),
+    ],
+)
+def test_shapes_that_nobody_has(shape: Any, refusal: str) -> None:
+    with pytest.raises(sft.InputError, match=refusal):
+        sft.plan(nn.Conv2d(3, 4, 3), shape)
+
+
+def test_what_the_model_itself_refuses_is_no_limit_of_the_exporter() -> None:
+    with pytest.raises(sft.InputError, match=r"the model refuses .*more than 1 value per channel when training"):
+        sft.compile(chain(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3)), (1, 3, 16, 12))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refusal"),
+    [
+        ({"device": "nowhere"}, "device 'nowhere' cannot be used here"),
+        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer, got int"),
+        ({"options": 3}, "options must be an sft.Options, got int"),
+    ],
+)
+def test_wrong_arguments_of_compile(arguments: dict[str, Any], refusal: str) -> None:
+    with pytest.raises(sft.InputError, match=refusal):
+        sft.compile(_body(), _SHAPE, **arguments)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.[a-z_]+` is deprecated")
+@pytest.mark.parametrize(
+    ("make", "refusal"),
+    [
+        (lambda: nn.LazyConv2d(4, 3), "1: LazyConv2d: its parameters are not initialised yet; call the model once"),
+        (lambda: torch.jit.script(nn.Conv2d(3, 4, 3)), "1: RecursiveScriptModule: a scripted or traced module"),
+    ],
+)
+def test_modules_that_cannot_be_looked_into(make: Callable[[], nn.Module], refusal: str) -> None:
+    model = chain(nn.ReLU(), make())
+    with pytest.raises(sft.InputError, match=refusal):
+        sft.compile(model, _SHAPE)
+    assert refusal in str(sft.check(model, _SHAPE))
+
+
+def test_a_sparse_input() -> None:
+    with pytest.raises(sft.InputError, match=r"layout torch.sparse_coo; give a dense tensor"):
+        _compiled()(image(*_SHAPE).to_sparse())
+
+
 def test_smallest_input_is_fine() -> None:
     assert_exact(_body(), image(1, 3, 6, 6), options=sft.Options(tile=(1, 6)))
 
@@ -120,6 +171,7 @@ def test_wrong_budget(budget: Any) -> None:
         {"tile": (5, 0)},
         {"tile": (-4, 12)},
         {"tile": (4,)},
+        {"tile": 3},
         {"tile": (4, 12, 1)},
         {"tile": (2.5, 12)},
         {"state_every": 0},

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import sft
 from sft.walk.checkpoints import Checkpoints
@@ -85,3 +86,17 @@ def test_fewer_slots_need_less_and_compute_more() -> None:
 def test_two_policies_at_once() -> None:
     with pytest.raises(sft.InputError, match="drop one"):
         sft.Options(state_every=2, state_slots=2)
+
+
+@given(num_strips=st.integers(1, 400), slots=st.integers(1, 12))
+def test_restored_strips_are_counted_without_walking(num_strips: int, slots: int) -> None:
+    policy = Checkpoints(slots=slots)
+    assert policy.num_restored(num_strips) == sum(action.kind == "forward" for action in policy.actions(num_strips))
+
+
+def test_walks_of_any_length_are_counted() -> None:
+    """The recursion went as deep as the repetitions: images of 175,000 rows could not be planned."""
+    assert Checkpoints(slots=2).num_restored(10**6) > 10**8
+    signal = nn.Sequential(nn.Conv1d(1, 4, 7), nn.ReLU(), nn.Conv1d(4, 4, 3, stride=2))
+    plan = sft.plan(signal, (1, 1, 1_000_000), budget="30MiB")
+    assert plan.segments[0].mode == "tiled"

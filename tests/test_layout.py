@@ -199,3 +199,24 @@ class _Assigns(nn.Module):
 
 def test_parts_overwritten_in_place() -> None:
     assert_exact(_Assigns(), torch.randn(2, 3, 12, 10), options=sft.Options(tile=(5, None)))
+
+
+class _BlockTransform(nn.Module):
+    """A linear map of blocks of 8 x 8 pixels, whose place is what is left in front: channels by the number of blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, channels, height, width = x.shape
+        y = x.reshape(batch, channels, height // 8, 8, width // 8, 8).permute(0, 2, 4, 1, 3, 5)
+        y = self.map(self.map(y).transpose(-1, -2)).transpose(-1, -2).reshape(-1, channels, 64)
+        z: Tensor = y.reshape(batch, height // 8, width // 8, channels, -1).permute(0, 3, 4, 1, 2).flatten(1, 2)
+        return z
+
+
+def test_as_many_channels_as_the_image_has_blocks_run_whole() -> None:
+    """Their number is a symbol, which was turned into an integer."""
+    report = assert_exact(_BlockTransform(), torch.randn(2, 3, 48, 32))
+    assert any("linear" in note for note in report.plan.notes)

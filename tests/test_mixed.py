@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 import sft
 
@@ -67,3 +67,32 @@ def test_a_head_in_strips_and_stages_that_run_again() -> None:
     assert "order" in plan.explain()
     report = assert_exact(model, image(*_SHAPE), budget=plan.budget_bytes, input_grad=False)
     assert report.plan.order
+
+
+class _TwoScales(nn.Module):
+    """Two branches with a batch norm each (or the same one): the first one's statistics are complete before the second has begun."""
+
+    def __init__(self, *, is_shared: bool) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+        self.norm = nn.BatchNorm2d(2)
+        self.other = self.norm if is_shared else nn.BatchNorm2d(2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.stem(x)
+        return self.norm(self.head(y)), self.other(self.head(nn.functional.avg_pool2d(y, 2)))
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_what_runs_behind_the_stages_of_a_head_is_not_left_out(is_shared: bool) -> None:
+    """Running statistics are updated in the tail of a phase; where a head ended inside of it they were in no segment."""
+    model = seeded(lambda: _TwoScales(is_shared=is_shared))
+    with pytest.raises(sft.BudgetError) as refused:
+        sft.plan(model, _SHAPE, budget=1)
+    least = refused.value.needed_bytes
+    plain = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="none")).total_bytes
+    plans = [sft.plan(model, _SHAPE, budget=least + (plain - least) * i // 12) for i in range(12)]
+    in_front = [plan for plan in plans if plan.segments[0].mode == "tiled" and len(plan.segments[0].nodes) < 6]
+    assert in_front
+    for plan in {plan.segments: plan for plan in (*in_front, plans[0])}.values():
+        assert_exact(model, image(*_SHAPE), budget=plan.budget_bytes, input_grad=False, steps=2)

@@ -250,6 +250,9 @@ def operator_of(node: Node, graph: Graph, streamed: Collection[str]) -> tuple[Op
     if not any(name in streamed for name in node.operands):
         return WHOLE, []
     problems: list[str] = [] if rows else [_no_rule(node, graph)]
+    if any(row.name != "pointwise" for row in rows) and any(graph[name].is_complex for name in (node.name, *node.operands)):
+        # Their derivatives are conjugated, and only real where an operand is.
+        return WHOLE, [f"{node.label}: computes with complex numbers of several pixels or operands, which has {_NO_STRIPS[4:]}"]
     for row in rows:
         why = row.problems(node, graph, streamed)
         if not why:
@@ -317,7 +320,7 @@ _CONSTANT = frozenset(
 
 def differentiable_operands(node: Node) -> tuple[str, ...]:
     """The operands that a gradient may pass to: it passes to none through a drawn mask, whole numbers, or ``detach``."""
-    if node.target in _CONSTANT or not (node.is_floating or node.dtype.startswith("complex")):
+    if node.target in _CONSTANT or not (node.is_floating or node.is_complex):
         return ()
     return node.operands[:1] if node.target == "sft.beside" else node.operands
 

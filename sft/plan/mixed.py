@@ -120,6 +120,7 @@ class Mixed:
         operations = reversal(self.staged.chain, decide, state, first=place.stage)
         if place.stage:
             head = self.surveys[place.survey].head_choices(place.position, place.height, place.policy)
+            head = self.staged.with_asides(head, place.stage)
             choices = (*head, *self.staged.choices_behind(place.stage))
             order = self.staged.order(operations, head=head, num_stages=place.stage)
         else:

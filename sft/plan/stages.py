@@ -86,6 +86,15 @@ class StagedModel:
         groups = (group for pair in zip(self.stages[num_stages:], self.asides[num_stages:], strict=True) for group in pair)
         return tuple(SegmentChoice(nodes=group, mode="whole") for group in groups if group)
 
+    def with_asides(self, head: Sequence[SegmentChoice], num_stages: int) -> tuple[SegmentChoice, ...]:
+        """A head that is in the place of the first stages, and behind it what runs behind these and is not in it.
+
+        Of a phase that ends behind the head the tail has running statistics of norms that are inside.
+        """
+        inside = {name for choice in head for name in choice.nodes}
+        missing = tuple(name for aside in self.asides[:num_stages] for name in aside if name not in inside)
+        return (*head, SegmentChoice(nodes=missing, mode="whole")) if missing else tuple(head)
+
     @property
     def cut_values(self) -> tuple[tuple[str, ...], ...]:
         """What crosses behind each stage."""

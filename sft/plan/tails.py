@@ -170,7 +170,7 @@ def _cut_is_made(staged: StagedModel, survey: Survey, position: int, stage: int)
 
 def _tail(staged: StagedModel, survey: Survey, position: int, height: int, policy: int, stage: int) -> Tail:
     problem = staged.problem
-    head = survey.head_choices(position, height, policy)
+    head = staged.with_asides(survey.head_choices(position, height, policy), stage)
     crossing = staged.cut_values[stage - 1]
     cut_bytes = sum(map(problem.value_bytes, crossing))
     made = {name for choice, (_, makes) in zip(head, borders(problem.graph, head), strict=True) if choice.mode == "tiled" for name in makes}

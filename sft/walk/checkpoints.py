@@ -16,6 +16,7 @@ serve any number of strips, for one more forward pass each time ``n`` outgrows t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -115,7 +116,10 @@ class Checkpoints:
         """
         if not self.slots:
             return (num_strips - 1) // self.every * (self.every - 1)
-        return _num_restored(num_strips, self.slots - 1, True)
+        # The walk there is counted for the states that the forward pass has kept.
+        repetitions = _repetitions(num_strips, self.slots)
+        in_all = repetitions * num_strips - comb(self.slots + repetitions, repetitions - 1) if repetitions else 0
+        return in_all - max(self.kept(num_strips))
 
 
 # A plan is projected several times, and then run.
@@ -132,18 +136,14 @@ def _run_on(start: int, stop: int) -> Iterator[Action]:
 
 def _advance(num_strips: int, free: int) -> int:
     """How far to run on to the next state to hold, with ``free`` slots to give (Griewank and Walther, section 2)."""
-    repetitions = 1
-    while comb(free + 1 + repetitions, repetitions) < num_strips:
-        repetitions += 1
+    repetitions = max(1, _repetitions(num_strips, free + 1))
     # What lies before needs one repetition less, what lies behind one slot less.
     return max(1, min(comb(free + repetitions, repetitions - 1), num_strips - comb(free + repetitions - 1, repetitions - 1)))
 
 
-@lru_cache(maxsize=65536)
-def _num_restored(num_strips: int, free: int, is_placed: bool) -> int:
-    if num_strips == 1:
-        return 0
-    if not free:
-        return num_strips * (num_strips - 1) // 2
-    step = _advance(num_strips, free)
-    return (0 if is_placed else step) + _num_restored(num_strips - step, free - 1, is_placed) + _num_restored(step, free, False)
+def _repetitions(num_strips: int, slots: int) -> int:
+    """How often a strip runs at most: the least number for which the binomial is enough; ``r n - binomial(c + r, r - 1)`` run in all."""
+    enough = 1
+    while comb(slots + enough, enough) < num_strips:
+        enough *= 2
+    return bisect_left(range(enough + 1), num_strips, key=lambda repetitions: comb(slots + repetitions, repetitions))

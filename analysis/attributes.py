@@ -1,0 +1,95 @@
+"""What `forward` sets of its modules' attributes while it is traced, and what that means for later calls.
+
+A trace runs `forward` once, on tensors that do not exist; whatever it leaves in attributes is no use to anybody and is taken back. A size
+that is kept there, or a feature map to look at, changes nothing in what is computed. A counter may: then the next call computes something
+else, which a captured graph cannot. So where numbers or strings have changed the model is traced again as it would be then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Changes", "Watching", "attributes_kept", "attributes_set"]
+
+#: New values of plain attributes, by the module and the attribute's name.
+Changes = dict[tuple[nn.Module, str], Any]
+
+_INTERNAL = frozenset(nn.Module().__dict__)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[Changes]:
+    """Put back what is set meanwhile; the dictionary gets what the first call changes plain attributes to, which were plain before."""
+    held = [(module, dict(_attributes(module)), _contents(module)) for module in model.modules()]
+    watching = Watching([(module, {**before, **contents}) for module, before, contents in held])
+    try:
+        with model.register_forward_hook(watching):
+            yield watching.changes
+    finally:
+        for module, before, contents in held:
+            for name in [name for name, _ in _attributes(module) if name not in before]:
+                del vars(module)[name]
+            vars(module).update(before)
+            for name, content in contents.items():
+                _refill(before[name], content)
+
+
+class Watching:
+    """A hook that looks at a model when its first call ends: the exporter puts numbers back itself."""
+
+    def __init__(self, before: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+        self._before, self._is_over, self.changes = before, False, Changes()
+
+    def __call__(self, *_: Any) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        for module, before in self._before:
+            for name, value in _attributes(module):
+                old = before.get(name, value)
+                if value is not old and _is_plain(value) and _is_plain(old) and value != old:
+                    self.changes[module, name] = copy(value)
+
+
+@contextlib.contextmanager
+def attributes_set(changes: Changes) -> Iterator[None]:
+    """Other values of attributes."""
+    held = {(module, name): vars(module)[name] for module, name in changes}
+    try:
+        for (module, name), value in changes.items():
+            vars(module)[name] = value
+        yield
+    finally:
+        for (module, name), value in held.items():
+            vars(module)[name] = value
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in vars(module).items() if name not in _INTERNAL)
+
+
+def _contents(module: nn.Module) -> Mapping[str, Any]:
+    """What lists and dictionaries hold."""
+    return {name: value.copy() for name, value in _attributes(module) if type(value) in (list, dict)}
+
+
+def _refill(container: Any, content: Any) -> None:
+    if isinstance(container, list):
+        if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
+            container[:] = content
+    elif container.keys() != content.keys() or any(container[key] is not content[key] for key in content):
+        container.clear()
+        container.update(content)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, dict)):
+        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+    return type(value) in _PLAIN

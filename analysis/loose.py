@@ -1,0 +1,59 @@
+"""Tensors that modules hold in plain containers, or in modules that are in plain containers.
+
+PyTorch does not know them: ``parameters()`` lacks them, ``to()`` and ``state_dict()`` pass them by. The exporter takes them for constants,
+without a name and without a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["content_of", "loose_tensors"]
+
+
+def loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Such tensors by where they are, in the words of Python.
+
+    >>> model = nn.Module()
+    >>> model.scales = [torch.ones(1), torch.zeros(1)]
+    >>> list(loose_tensors(model))
+    ['scales[0]', 'scales[1]']
+    """
+    found: dict[str, torch.Tensor] = {}
+    known = {id(module) for module in model.modules()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name not in _INTERNAL and isinstance(value, (*_CONTAINERS, nn.Module)):
+                for place, tensor in _inside(value, f"{path}.{name}" if path else name, known):
+                    found.setdefault(place, tensor)
+    return found
+
+
+def content_of(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    """Keys and values of a container."""
+    return iter(container.items()) if isinstance(container, dict) else iter(enumerate(container))
+
+
+#: What every module has; these are looked at as parameters, buffers and submodules.
+_INTERNAL = frozenset(nn.Module().__dict__)
+_CONTAINERS = (list, tuple, dict)
+
+
+def _inside(value: Any, path: str, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, nn.Module):
+        if id(value) not in known:
+            known.add(id(value))
+            for name, tensor in (*value.named_parameters(), *value.named_buffers()):
+                yield f"{path}.{name}", tensor
+            for place, tensor in loose_tensors(value).items():
+                yield f"{path}.{place}", tensor
+    elif isinstance(value, _CONTAINERS) and id(value) not in known:
+        known.add(id(value))
+        for key, item in content_of(value):
+            yield from _inside(item, f"{path}[{key!r}]", known)

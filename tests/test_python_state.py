@@ -1,0 +1,191 @@
+"""What a model keeps in Python: numbers that `forward` changes, and tensors that PyTorch does not know of."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import sft
+
+from .helpers.exactness import assert_exact
+from .helpers.models import image, seeded
+
+_SHAPE = (1, 3, 24, 20)
+
+
+class _Model(nn.Module):
+    """A convolution, some attributes, and a function of both."""
+
+    def __init__(self, then: Callable[[Any, Tensor], Any], **attributes: Any) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+        self.then = then
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.then(self, self.conv(x))
+        return out
+
+
+# --- attributes that forward sets -----------------------------------------------------------------------------------
+
+
+def _count(model: Any, y: Tensor) -> Any:
+    model.calls += 1
+    return y * model.calls
+
+
+def _begin(model: Any, y: Tensor) -> Tensor:
+    if not model.has_begun:
+        model.has_begun = True
+        return y * 2
+    return y
+
+
+def _append(model: Any, y: Tensor) -> Any:
+    model.calls.append(1)
+    return y * len(model.calls)
+
+
+def _count_by_name(model: Any, y: Tensor) -> Any:
+    model.calls["forward"] = model.calls.get("forward", 0) + 1
+    return y + model.calls["forward"]
+
+
+@pytest.mark.parametrize(
+    ("then", "attributes", "name"),
+    [
+        (_count, {"calls": 0}, "calls"),
+        (_begin, {"has_begun": False}, "has_begun"),
+        (_append, {"calls": []}, "calls"),
+        (_count_by_name, {"calls": {}}, "calls"),
+    ],
+)
+def test_what_a_forward_does_to_the_next_one_is_refused(then: Any, attributes: Any, name: str) -> None:
+    """A capture would repeat the first call for ever: all steps but the first were wrong."""
+    model = seeded(lambda: _Model(then, **copy.deepcopy(attributes)))
+    with pytest.raises(sft.UnsupportedError, match=rf"`forward` sets {name}, .*Set it outside of `forward`"):
+        sft.compile(model, _SHAPE)
+    assert {key: getattr(model, key) for key in attributes} == attributes
+
+
+def _count_alone(model: Any, y: Tensor) -> Tensor:
+    model.calls += 1
+    return y.relu()
+
+
+def _keep_sizes(model: Any, y: Tensor) -> Any:
+    model.shape, model.height = y.shape, y.shape[2]
+    return y / model.height
+
+
+def _keep_features(model: Any, y: Tensor) -> Tensor:
+    model.features = y.detach()
+    model.history.append(y)
+    return y.relu()
+
+
+@pytest.mark.parametrize(
+    ("then", "attributes"),
+    [(_count_alone, {"calls": 0}), (_keep_sizes, {"shape": None}), (_keep_features, {"features": None, "history": []})],
+)
+def test_what_a_forward_keeps_for_others_changes_nothing_and_leaves_nothing(then: Any, attributes: Any) -> None:
+    """Fake tensors and symbols of the exporter were left in the model: it could be neither called again, nor copied, nor pickled."""
+    model = seeded(lambda: _Model(then, **copy.deepcopy(attributes)))
+    before = {key: value for key, value in vars(model).items() if not key.startswith("_")}
+    net = sft.compile(copy.deepcopy(model), _SHAPE)
+    for size in (_SHAPE, _SHAPE, (1, 3, 20, 16)):
+        net(image(*size)).sum().backward()
+    assert {key: getattr(net, key) for key in attributes} == attributes
+    copy.deepcopy(net)
+    pickle.dumps(net)
+    assert_exact(model, image(*_SHAPE), options=sft.Options(tile=(5, 20)))
+    assert {key: value for key, value in vars(model).items() if not key.startswith("_")}.keys() == before.keys()
+
+
+# --- numbers that forward reads from tensors ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda model, y: y * model.conv.bias[0].item(),
+        lambda model, y: y / y.detach().abs().max().item(),
+        lambda model, y: y + model.number.item(),
+        lambda model, y: y[:, : model.number.item()],
+        lambda model, y: nn.functional.leaky_relu(y, model.conv.bias[0].item()),
+        lambda model, y: y.masked_fill(y > 0, model.conv.bias[0].item()),
+    ],
+)
+def test_a_number_read_from_a_tensor_is_refused(then: Any) -> None:
+    """In the graph it has no value: results were NaN, without a word."""
+    model = _Model(then)
+    model.register_buffer("number", torch.tensor(2))
+    with pytest.raises(sft.UnsupportedError, match=r"item: it computes with a Python number read from a tensor; use the tensor itself"):
+        sft.compile(model, _SHAPE)
+    assert not sft.check(model, _SHAPE).ok
+
+
+def test_a_number_of_a_constant_is_a_number() -> None:
+    model = seeded(lambda: _Model(lambda model, y: y * torch.tensor(2.5).item()))
+    assert_exact(model, image(*_SHAPE), options=sft.Options(tile=(5, 20)))
+
+
+# --- tensors that are neither parameters nor buffers ----------------------------------------------------------------
+
+
+def _all_loose(model: Any, y: Tensor) -> Tensor:
+    found: Tensor = model.heads[0](y) * model.scales["a"][0] * model.own
+    return found
+
+
+def _loose(*, requires_grad: bool) -> Any:
+    model: Any = seeded(lambda: _Model(_all_loose))
+    scale, own = (torch.full((1,), 2.0, dtype=torch.float64, requires_grad=requires_grad) for _ in range(2))
+    model.heads = [nn.Conv2d(4, 2, 1).double().requires_grad_(requires_grad)]
+    model.scales, model.own = {"a": [scale]}, own
+    return model
+
+
+def test_tensors_that_want_a_gradient_and_are_no_parameters_are_refused() -> None:
+    """They had none: eager PyTorch gives them one, and so layers in a plain list were never trained."""
+    model = _loose(requires_grad=True)
+    with pytest.raises(sft.UnsupportedError) as refused:
+        sft.compile(model, _SHAPE)
+    for name in ("heads[0].weight", "heads[0].bias", "scales['a'][0]", "own"):
+        assert f"{name}: a tensor that requires a gradient and is no parameter" in str(refused.value)
+    with torch.no_grad():
+        x = image(*_SHAPE)
+        torch.testing.assert_close(sft.compile(model, _SHAPE)(x), model(x))
+
+
+def test_such_tensors_are_what_they_are_at_each_call() -> None:
+    model = _loose(requires_grad=False)
+    net, x = sft.compile(model, _SHAPE), image(*_SHAPE)
+
+    def check() -> None:
+        torch.testing.assert_close(net(x), model(x), rtol=1e-10, atol=1e-10)
+
+    check()
+    model.heads[0].weight.mul_(2)
+    model.scales["a"][0].add_(1)
+    check()
+    model.scales["a"][0] = torch.full((1,), 5.0, dtype=torch.float64)
+    check()
+    model.scales = {"a": [torch.full((1,), 6.0, dtype=torch.float64)]}
+    check()
+    model.own = torch.full((1,), 7.0, dtype=torch.float64)
+    check()
+    model.heads[0] = nn.Conv2d(4, 2, 1).double().requires_grad_(False)
+    check()
+    model.heads[0].weight = nn.Parameter(torch.ones(2, 4, 1, 1, dtype=torch.float64), requires_grad=False)
+    check()
+    model.heads[0].stride = (2, 2)
+    check()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from sft.analysis.capture import Capture, attribute_of, capture, outputs_channels_last
+from sft.analysis.following import PERMUTES
 from sft.analysis.gradients import reached_by_gradients
 from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
@@ -94,6 +95,8 @@ class Captured:
     capture: Capture
     phases: Phases
     traced: Traced
+    #: whether the model permutes dimensions itself, which may leave an image with its channels last
+    permutes: bool
 
 
 @dataclass(frozen=True)
@@ -211,7 +214,7 @@ class Preparation:
         problem = Problem(
             phases=phases,
             requires_grad=self._requires_grad(kind, phases, captured.capture),
-            channels_last=self._channels_last(kind, graph) - self._in_files(graph),
+            channels_last=self._channels_last(kind, graph, captured) - self._in_files(graph),
             resident_bytes=search.resident_bytes(),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
             outputs_on_host=self.destination.on_host,
@@ -304,10 +307,10 @@ class Preparation:
                 "samples(batch); add one, or leave out batch_tile"
             )
 
-    def _channels_last(self, kind: CallKind, graph: Graph) -> frozenset[str]:
+    def _channels_last(self, kind: CallKind, graph: Graph, captured: Captured) -> frozenset[str]:
         """Inputs that are laid out channels last, and the outputs that eager PyTorch would then lay out so."""
         given = [name for name, last in zip(graph.inputs, kind.channels_last, strict=True) if last]
-        if not given and not any(kind.weights_last):
+        if not given and not any(kind.weights_last) and not captured.permutes:
             return frozenset()
         traced = kind.traced
         with dropping_channels(self.model, traced.lacking_channels):
@@ -334,8 +337,9 @@ class Preparation:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         with dropping_channels(self.model, traced.lacking_channels):
             found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
+        permutes = any(node.target in PERMUTES for node in found.graph.operators)
         found = replace(found, graph=in_terms_of_the_table(found.graph))
-        captured = Captured(found, find_phases(found.graph), traced)
+        captured = Captured(found, find_phases(found.graph), traced, permutes)
         self._refuse_unbatched(found.graph, kind.shapes)
         symbols = found.bind(kind.shapes)
         if symbols is None:

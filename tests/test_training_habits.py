@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import sft
 
-from .helpers.exactness import gradient_errors, plan_of, relative_error
+from .helpers.exactness import assert_exact, gradient_errors, plan_of, relative_error
 from .helpers.models import Around, TinyUNet, chain, image, seeded
 from .helpers.twins import OPTIONS, SHAPE, assert_same_grads, assert_same_state, pair
 
@@ -262,6 +262,27 @@ def test_channels_last(last: str, make: Callable[[], nn.Module]) -> None:
     for p, q in zip(net.parameters(), model.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         assert p.grad.stride() == q.grad.stride()
+
+
+class _PixelwiseHead(nn.Module):
+    """A linear map of every pixel's channels, as transformers write it: what it returns lies channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 4, 3, padding=1), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(x).permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return out
+
+
+def test_results_of_permuted_models_are_laid_out_as_eager_lays_them_out() -> None:
+    """Who reads them as rows of pixels, without a copy, could not."""
+    model, x = seeded(_PixelwiseHead), image(*SHAPE)
+    net, y = sft.compile(model, SHAPE, options=sft.Options(tile=(5, None))), model(x)
+    assert net(x).stride() == y.stride() != y.contiguous().stride()
+    net(x).permute(0, 2, 3, 1).view(-1, 5).sum().backward()
+    assert_exact(model, x, options=sft.Options(tile=(5, None)))
 
 
 def test_converted_after_compile() -> None:

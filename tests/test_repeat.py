@@ -468,3 +468,51 @@ def test_constants_of_the_block_are_kept() -> None:
     net = Repeat(lambda: _Returns(lambda x: x * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)), 3).double()
     x = torch.ones(2, 4, dtype=torch.float64)
     assert torch.equal(net(x), x * torch.tensor([1.0, 8.0, 27.0, 64.0], dtype=torch.float64))
+
+
+class _Keeps(nn.Module):
+    """Counts its calls, and keeps what it was given."""
+
+    def __init__(self, *, uses: bool) -> None:
+        super().__init__()
+        self.linear, self.uses, self.calls = nn.Linear(4, 4), uses, 0
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls, self.kept = self.calls + 1, x
+        y: Tensor = torch.tanh(self.linear(x))
+        return y * self.calls if self.uses else y
+
+
+def test_a_block_that_counts_is_refused_and_nothing_is_left_in_it() -> None:
+    """All blocks were taken for the first one, and a fake tensor stayed behind."""
+    x = torch.randn(2, 4)
+    with pytest.raises(sft.UnsupportedError, match="its `forward` sets calls, and computes something else at the next call"):
+        Repeat(lambda: _Keeps(uses=True), 3)(x)
+    net = Repeat(lambda: _Keeps(uses=False), 3)
+    torch.testing.assert_close(net(x), net.unstacked()(x))
+    block: Any = net.block
+    assert block.calls == 0 and block.kept is None
+
+
+def test_numbers_read_from_tensors_and_loose_layers_are_refused() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.scale.item()
+
+    class Loose(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.scale = [nn.Linear(4, 4)], nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.layers[0](x) * self.scale
+            return y
+
+    for make in (Scaled, Loose):
+        with pytest.raises(sft.UnsupportedError, match="Give it registered parameters and buffers alone"):
+            Repeat(make, 3)(torch.randn(2, 4))

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sft.analysis.attributes import Changes, attributes_kept, attributes_set
 from sft.errors import UnsupportedError
 
 __all__ = ["BlockTrace", "Shape", "trace_block"]
@@ -104,15 +105,31 @@ def trace_block(
     off = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else contextlib.nullcontext()
     try:
         with torch.inference_mode(False), mode, torch.no_grad(), off:
-            first = make_fx(joint)(*given)
+            with attributes_kept(block) as changes:
+                first = make_fx(joint)(*given)
+            if changes:
+                with attributes_kept(block), attributes_set(changes):
+                    later = make_fx(joint)(*given)
+                _refuse_next_call(first, later, changes)
             graph = make_fx(functionalize(lambda *values: first(*values), remove="mutations"))(*given)
     except UnsupportedError:
         raise
     except Exception as error:
+        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
         raise UnsupportedError(
-            [f"(the repeated block): it cannot be traced: {type(error).__name__}: {error}. Write it without values that decide on sizes"]
+            [
+                f"(the repeated block): it cannot be traced: {reason}. "
+                "Give it registered parameters and buffers alone, and let it take no decisions on their values"
+            ]
         ) from error
     return BlockTrace(graph=graph, params=tuple(params), buffers=tuple(buffers), device=device)
+
+
+def _refuse_next_call(first: torch.fx.GraphModule, later: torch.fx.GraphModule, changes: Changes) -> None:
+    """Refuse a block that sets attributes and computes something else then: which of all blocks is the first one?"""
+    if later.code != first.code:
+        names = ", ".join(name for _, name in changes)
+        raise UnsupportedError([f"(the repeated block): its `forward` sets {names}, and computes something else at the next call"])
 
 
 def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:

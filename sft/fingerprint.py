@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import nn
-
-from sft.analysis.loose import loose_tensors
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -38,40 +37,45 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     >>> fingerprint(model) == before
     False
     """
-    first: dict[int, int] = {}
-    modules = tuple(_of_module(path, module, first) for path, module in model.named_modules(remove_duplicate=False))
-    return (*modules, *((path, _place_of(tensor), _of_tensor(tensor, first)) for path, tensor in loose_tensors(model).items()))
+    reader = _Reader({id(module) for module in model.modules()})
+    return tuple(reader.of_module(path, module) for path, module in model.named_modules(remove_duplicate=False))
 
 
-def _place_of(tensor: torch.Tensor) -> int:
-    """Where the numbers of a tensor are that a capture has as a constant: that keeps the place from being used again."""
-    return tensor.data_ptr() if type(tensor) in (torch.Tensor, nn.Parameter) else 0
+class _Reader:
+    """Reads modules; the same object has the same number, which tells which names share a tensor."""
 
+    def __init__(self, registered: Collection[int]) -> None:
+        self._registered, self._numbers = registered, dict[int, int]()
 
-def _of_module(path: str, module: nn.Module, first: dict[int, int]) -> Fingerprint:
-    tensors = [(name, _of_tensor(t, first)) for held in (module._parameters, module._buffers) for name, t in held.items()]
-    values = [(name, _of_value(value, first)) for name, value in module.__dict__.items() if name not in _INTERNAL]
-    return path, type(module), _number(module, first), tuple(tensors), tuple(values)
+    def of_module(self, path: str, module: nn.Module, *, is_loose: bool = False) -> Fingerprint:
+        """A module; a loose one is in a container, where PyTorch does not know of it."""
+        tensors = [
+            (name, self._of_tensor(t, is_loose=is_loose)) for held in (module._parameters, module._buffers) for name, t in held.items()
+        ]
+        values = [(name, self._of_value(value)) for name, value in module.__dict__.items() if name not in _INTERNAL]
+        return path, type(module), self._number(module), tuple(tensors), tuple(values)
 
+    def _number(self, value: Any) -> int:
+        return self._numbers.setdefault(id(value), len(self._numbers))
 
-def _number(value: Any, first: dict[int, int]) -> int:
-    """The same number for the same object: which names share a tensor."""
-    return first.setdefault(id(value), len(first))
+    def _of_tensor(self, tensor: torch.Tensor | None, *, is_loose: bool) -> Any:
+        if tensor is None:
+            return None
+        found = (self._number(tensor), tensor.shape, tensor.dtype)
+        # A capture has its numbers as a constant, which keeps their place from being used again.
+        return (*found, tensor.data_ptr()) if is_loose and type(tensor) in (torch.Tensor, nn.Parameter) else found
 
-
-def _of_tensor(tensor: torch.Tensor | None, first: dict[int, int]) -> Any:
-    return None if tensor is None else (_number(tensor, first), tensor.shape, tensor.dtype)
-
-
-def _of_value(value: Any, first: dict[int, int]) -> Any:
-    if isinstance(value, (*_NUMBERS, *_CALLABLES)):
-        return value if type(value) is not float or value == value else "nan"
-    if isinstance(value, torch.Tensor):
-        return _of_tensor(value, first)
-    if isinstance(value, nn.Module) and id(value) not in first:  # one that is not registered, in a container
-        return tuple(_of_module(path, module, first) for path, module in value.named_modules(remove_duplicate=False))
-    if isinstance(value, (tuple, list)):
-        return (type(value), *(_of_value(item, first) for item in value))
-    if isinstance(value, dict):
-        return (dict, *((_of_value(key, first), _of_value(item, first)) for key, item in value.items()))
-    return None
+    def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
+        if isinstance(value, (*_NUMBERS, *_CALLABLES)):
+            return value if type(value) is not float or value == value else "nan"
+        if isinstance(value, torch.Tensor):
+            return self._of_tensor(value, is_loose=is_loose)
+        if isinstance(value, nn.Module):
+            if id(value) in self._registered or id(value) in self._numbers:
+                return self._number(value)
+            return tuple(self.of_module(path, module, is_loose=True) for path, module in value.named_modules())
+        if isinstance(value, (tuple, list)):
+            return (type(value), *(self._of_value(item, is_loose=True) for item in value))
+        if isinstance(value, dict):
+            return (dict, *((self._of_value(key), self._of_value(item, is_loose=True)) for key, item in value.items()))
+        return None

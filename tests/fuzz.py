@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from tests.helpers.wild import assert_wild_exact, wild_tilings, wilds
+from tests.helpers.wild import assert_wild_exact, wild_budget, wild_plannings, wild_tilings, wilds
 
 _ROUND = 25
 
@@ -32,8 +32,11 @@ def main() -> int:
     def check(data: st.DataObject) -> None:
         nonlocal tiled, total, skipped
         wild = data.draw(wilds(max_wishes=args.wishes), label="network")
-        options = data.draw(wild_tilings(wild), label="options")
-        report = assert_wild_exact(wild, options)
+        if data.draw(st.booleans(), label="whether the planner chooses"):
+            options, share = data.draw(wild_plannings(), label="options and share of plain PyTorch's budget")
+            report = assert_wild_exact(wild, options, budget=wild_budget(wild, options, share))
+        else:
+            report = assert_wild_exact(wild, data.draw(wild_tilings(wild), label="options"))
         if report is None:
             skipped += 1
             return

@@ -11,7 +11,7 @@ import sft
 
 from .helpers.exactness import InexactError, assert_exact, rounding_of_eager
 from .helpers.models import image, seeded
-from .helpers.wild import Wild, WildNet, Wish, assert_wild_exact, wild_tilings, wilds
+from .helpers.wild import Wild, WildNet, Wish, assert_wild_exact, wild_budget, wild_plannings, wild_tilings, wilds
 
 
 @settings(max_examples=max(6, settings().max_examples // 15), suppress_health_check=list(HealthCheck))
@@ -20,6 +20,14 @@ def test_a_random_network_is_exact(data: st.DataObject) -> None:
     wild = data.draw(wilds(), label="network")
     options = data.draw(wild_tilings(wild), label="options")
     assume(assert_wild_exact(wild, options) is not None)
+
+
+@settings(max_examples=max(3, settings().max_examples // 30), suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_a_random_network_is_exact_at_any_budget(data: st.DataObject) -> None:
+    wild = data.draw(wilds(), label="network")
+    options, share = data.draw(wild_plannings(), label="options and share of plain PyTorch's budget")
+    assume(assert_wild_exact(wild, options, budget=wild_budget(wild, options, share)) is not None)
 
 
 class _ReturnsItsInput(nn.Module):

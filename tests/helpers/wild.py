@@ -23,7 +23,7 @@ import sft
 
 from .exactness import ExactReport, InexactError, assert_exact, rounding_of_eager
 
-__all__ = ["KINDS", "Wild", "WildNet", "Wish", "assert_wild_exact", "wild_tilings", "wilds"]
+__all__ = ["KINDS", "Wild", "WildNet", "Wish", "assert_wild_exact", "wild_budget", "wild_plannings", "wild_tilings", "wilds"]
 
 _MAX_PIXELS = {1: 120, 2: 1600, 3: 4000}
 _MAX_CHANNELS = 12
@@ -401,7 +401,27 @@ def wild_tilings(draw: st.DrawFn, wild: Wild) -> sft.Options:
     )
 
 
-def assert_wild_exact(wild: Wild, options: sft.Options) -> ExactReport | None:
+@st.composite
+def wild_plannings(draw: st.DrawFn) -> tuple[sft.Options, float]:
+    """Wishes that leave tiles to the planner, and where the budget is between the smallest that works and plain PyTorch's."""
+    host_budget = draw(st.sampled_from([None, None, "1GiB"]))
+    link_bandwidth = draw(st.sampled_from([1e8, 1e10, 1e12])) if host_budget else None
+    return sft.Options(host_budget=host_budget, link_bandwidth=link_bandwidth), draw(st.floats(0, 0.9))
+
+
+def wild_budget(wild: Wild, options: sft.Options, share: float) -> int:
+    """The budget in bytes that a share of the way from the smallest to plain PyTorch's stands for."""
+    model = WildNet(wild)
+    example = torch.empty(wild.shape, dtype=torch.float64, device="meta", requires_grad=True)
+    try:
+        least = sft.plan(model, example, budget=1, options=options).total_bytes
+    except sft.BudgetError as refused:
+        least = refused.needed_bytes
+    plain = sft.plan(model, example, budget="4GiB", options=sft.Options(strategy="none")).total_bytes
+    return least + int(share * max(0, plain - least))
+
+
+def assert_wild_exact(wild: Wild, options: sft.Options, *, budget: int | str = "4GiB") -> ExactReport | None:
     """Compare a random network with eager PyTorch.
 
     A norm over values that happen to be equal divides their rounding by the root of its epsilon. So where there is a difference, ten times
@@ -409,11 +429,11 @@ def assert_wild_exact(wild: Wild, options: sft.Options) -> ExactReport | None:
     can be said, and None is returned.
     """
     try:
-        return assert_exact(WildNet(wild), wild.image(), options=options)
+        return assert_exact(WildNet(wild), wild.image(), budget=budget, options=options)
     except InexactError:
         own = rounding_of_eager(WildNet(wild), wild.image(), weights=True)
         if own >= _NOTHING_BUT_ROUNDING:
             return None
         if own <= 1e-11:  # a tenth of the tolerance: it is not that
             raise
-        return assert_exact(WildNet(wild), wild.image(), options=options, tolerance=10 * own)
+        return assert_exact(WildNet(wild), wild.image(), budget=budget, options=options, tolerance=10 * own)

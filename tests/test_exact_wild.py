@@ -72,3 +72,21 @@ def test_what_is_nothing_but_rounding_is_told_apart() -> None:
         assert_exact(WildNet(_CONSTANT), x, options=options)
     assert rounding_of_eager(WildNet(_CONSTANT), x, weights=True) > 1e-3
     assert assert_wild_exact(_CONSTANT, options) is None
+
+
+#: A pool of the input that runs whole, beside a convolution in strips: the pool is the first to have a gradient for the input.
+_TWO_READERS = Wild(
+    shape=(3, 4, 18, 15),
+    wishes=(
+        Wish("conv", 0, (2, 5, 1, 3, 0, 0)),
+        Wish("channels", 0, (51, 40, 30, 12, 33, 18)),
+        Wish("adaptive", 2, (34, 52, 3, 12, 53, 37)),
+    ),
+    extra_output=1,
+    seed=163,
+)
+
+
+def test_the_gradient_of_an_input_is_not_copied_behind_the_projected_peak() -> None:
+    """It was laid out channels last, and autograd copied it when all other gradients were there."""
+    assert assert_wild_exact(_TWO_READERS, sft.Options(), budget=wild_budget(_TWO_READERS, sft.Options(), 0.0)) is not None

@@ -173,6 +173,10 @@ class TorchMachine:
         out: torch.Tensor = handle.to(dtype)
         return out
 
+    def channels_first(self, handle: Handle) -> torch.Tensor:
+        out: torch.Tensor = handle.contiguous()
+        return out
+
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         if self.graphs is not None and saved is None:
             found = self.graphs.run(program, bindings, lambda one, given: self._run(one, given, None)[0])

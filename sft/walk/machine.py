@@ -148,6 +148,9 @@ class Machine(Protocol):
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Handle:
         """The buffer in another element type."""
 
+    def channels_first(self, handle: Handle) -> Handle:
+        """The buffer with its channels first: a copy where it lies otherwise."""
+
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         """Run a program; returns its results, and what it saved for its second half."""
 
@@ -340,6 +343,9 @@ class PhantomMachine:
 
     def cast(self, handle: Handle, shape: tuple[int, ...], dtype: Any) -> Phantom:
         return self.allocate(shape, dtype, zero=False)
+
+    def channels_first(self, handle: Handle) -> Phantom:
+        return Phantom(self.meter, handle.num_bytes)
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         meter = self.meter

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
 from sft.analysis.axes import ROWS
+from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import Step
 from sft.lower.context import Scope
@@ -142,8 +144,16 @@ class WholeSegment:
             elif port.name in grads.by_name:
                 machine.add(grads.by_name[port.name], handle)
             else:
-                grads.by_name[port.name] = handle
+                # Autograd copies the gradient of an input that is laid out in another way, when all others are there.
+                grads.by_name[port.name] = machine.channels_first(handle) if port.name in self._inputs_channels_first else handle
             del handle
+
+    @cached_property
+    def _inputs_channels_first(self) -> frozenset[str]:
+        """The model's own inputs among the sources that are no images with channels last."""
+        scope = self.scope
+        inputs = [name for name in scope.sources if scope.graph[name].kind == "input" and len(scope.shapes[name]) in CHANNELS_LAST]
+        return frozenset(inputs) - scope.in_layout
 
 
 def _roots_of(program: Program, slots: Iterable[int]) -> frozenset[int]:

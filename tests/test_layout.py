@@ -220,3 +220,28 @@ def test_as_many_channels_as_the_image_has_blocks_run_whole() -> None:
     """Their number is a symbol, which was turned into an integer."""
     report = assert_exact(_BlockTransform(), torch.randn(2, 3, 48, 32))
     assert any("linear" in note for note in report.plan.notes)
+
+
+class _JoinsGroups(nn.Module):
+    """Channels in groups, joined along either of their dimensions."""
+
+    def __init__(self, num_groups: int, dim: int, *, transposed: bool) -> None:
+        super().__init__()
+        self.num_groups, self.dim, self.transposed = num_groups, dim, transposed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.view(x.shape[0], self.num_groups, x.shape[1] // self.num_groups, *x.shape[2:])
+        if self.transposed:
+            y = y.transpose(1, 2)
+        return torch.cat([y * 2, y.exp()], self.dim).flatten(1, 2)
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 9), (2, 6, 6, 5), (2, 6, 6, 4, 4)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dim", [1, 2, -1])
+@pytest.mark.parametrize("num_groups", [1, 2, 6])
+def test_joined_along_one_of_several_dimensions_of_channels(num_groups: int, dim: int, transposed: bool, shape: tuple[int, ...]) -> None:
+    """They were joined along the first one: an error of sizes, or another shape where the next operator broadcasts."""
+    model = _JoinsGroups(num_groups, dim if dim > 0 else 1 - len(shape), transposed=transposed)
+    assert_exact(model, torch.randn(shape), options=sft.Options(tile=(4, None)), steps=1)
+    assert_exact(model, torch.randn(shape), options=sft.Options(strategy="none"), steps=1)

@@ -87,28 +87,34 @@ def _sum_to(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
 
 
 class Cat(Rule):
-    """``cat`` along channels."""
+    """``cat`` along channels, or one of several dimensions of channels."""
 
     saves_input = False
     in_place = True
 
+    @staticmethod
+    def _dim(ctx: NodeContext) -> int:
+        return int(ctx.node.argument("dim", 0)) % len(ctx.scope.shapes[ctx.node.name])
+
     def forward(self, ctx: NodeContext) -> Slot:
-        e = ctx.emitter
+        e, dim = ctx.emitter, self._dim(ctx)
         parts = [ctx.part(name) for name in refs_in(ctx.node.argument("tensors"))]
         slots, spans = tuple(slot for slot, _ in parts), tuple(part for _, part in parts)
         if any(spans):
             if ctx.destination is not None:
-                return e.call(cat_parts_into, ctx.destination, slots, spans, 1, writes=ctx.destination)
-            return e.call(cat_parts, slots, spans, 1, shape=ctx.out_shape)
+                return e.call(cat_parts_into, ctx.destination, slots, spans, dim, writes=ctx.destination)
+            return e.call(cat_parts, slots, spans, dim, shape=ctx.out_shape)
         if ctx.destination is not None:
-            return e.call(aten.cat.out, slots, 1, writes=ctx.destination, keywords={"out": ctx.destination})
-        return e.call(aten.cat.default, slots, 1, shape=ctx.out_shape)
+            return e.call(aten.cat.out, slots, dim, writes=ctx.destination, keywords={"out": ctx.destination})
+        return e.call(aten.cat.default, slots, dim, shape=ctx.out_shape)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        first = 0
+        first, dim = 0, self._dim(ctx)
         for ref in ctx.node.argument("tensors"):
             (name,) = refs_in(ref)
-            channels = ctx.scope.shapes[name][1]
-            if ctx.needs_grad(ref):
-                ctx.add_grad(ref, grad, owned=False, channels=Interval(first, first + channels))
-            first += channels
+            count = ctx.scope.shapes[name][dim]
+            if ctx.needs_grad(ref) and dim == 1:
+                ctx.add_grad(ref, grad, owned=False, channels=Interval(first, first + count))
+            elif ctx.needs_grad(ref):
+                ctx.add_grad(ref, ctx.emitter.narrow(grad, dim, first, count), owned=False)
+            first += count

@@ -228,12 +228,13 @@ class _JoinsGroups(nn.Module):
     def __init__(self, num_groups: int, dim: int, *, transposed: bool) -> None:
         super().__init__()
         self.num_groups, self.dim, self.transposed = num_groups, dim, transposed
+        self.scale = nn.Parameter(torch.tensor(1.5))
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.view(x.shape[0], self.num_groups, x.shape[1] // self.num_groups, *x.shape[2:])
         if self.transposed:
             y = y.transpose(1, 2)
-        return torch.cat([y * 2, y.exp()], self.dim).flatten(1, 2)
+        return torch.cat([y * self.scale, y.exp()], self.dim).flatten(1, 2)
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 9), (2, 6, 6, 5), (2, 6, 6, 4, 4)], ids=str)

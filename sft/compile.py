@@ -27,7 +27,7 @@ from sft.execute.skipping import Skipping
 from sft.inputs import MOST_EXTENT, is_readable
 from sft.options import Options
 from sft.outputs import Output, resolve_output
-from sft.placing import refuse_streaming
+from sft.placing import refuse_streaming, usable
 from sft.plan.types import Plan
 from sft.surroundings import not_compiled, positional_inputs, refuse_tracing, refuse_wrapping
 from sft.units import parse_bytes
@@ -115,7 +115,7 @@ def compile(
     if (options or Options()).streams_weights:
         refuse_streaming(resolved, None)
     if device is not None:
-        _place(model, _usable(device), options or Options())
+        _place(model, usable(device), options or Options())
     engine = Engine(
         model,
         budget_bytes=budget_bytes,
@@ -214,16 +214,6 @@ def _check_model(model: nn.Module) -> None:
             raise InputError(f"{where}: a scripted or traced module cannot be captured; give the module that it was made of")
         if any(is_lazy(value) for value in (*module._parameters.values(), *module._buffers.values())):
             raise InputError(f"{where}: its parameters are not initialised yet; call the model once before it is compiled")
-
-
-def _usable(device: torch.device | str) -> torch.device:
-    """A device that is there."""
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise InputError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return found
 
 
 def _place(model: nn.Module, device: torch.device, options: Options) -> None:

@@ -9,12 +9,12 @@ from torch import nn
 
 from sft.analysis.graph import Graph
 from sft.deep.parameters import StreamedParameters, record_bytes, streamable
-from sft.errors import BudgetError, UnsupportedError
+from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.options import Options
 from sft.units import format_bytes
 from sft.walk.weights import StreamedWeights, Taking
 
-__all__ = ["check_step", "refuse_streaming", "weights_to_stream"]
+__all__ = ["check_step", "refuse_streaming", "usable", "weights_to_stream"]
 
 
 def weights_to_stream(model: nn.Module, graph: Graph, device: torch.device, options: Options) -> StreamedWeights:
@@ -67,3 +67,17 @@ def check_step(model: nn.Module, resident_bytes: int, budget_bytes: int) -> None
             f"{format_bytes(needed)} for the largest parameter. Raise the budget to {needed} bytes, or leave out two_phase and max_norm.",
             needed_bytes=needed,
         )
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """A device that is there.
+
+    Raises:
+        InputError: it is not.
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise InputError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return found

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -186,6 +186,23 @@ def test_what_we_refuse_openslide_gets(tmp_path: Path) -> None:
     assert isinstance(image, Slide) and np.array_equal(image.read(0, 0, 64, 64), pixels[..., :3])
     with pytest.raises(NotTiledError, match="4 samples"):
         open_image(path, reader="tiff")
+
+
+def test_turned_images_and_tiles_that_are_not_listed_are_given_to_nobody(tmp_path: Path) -> None:
+    """OpenSlide turns each tile by itself, and takes tiles that are not there for white."""
+    import tifffile
+
+    options: dict[str, Any] = {"tile": (32, 32), "photometric": "rgb", "metadata": None}
+    turned, wide = tmp_path / "turned.tif", tmp_path / "wide.tif"
+    tifffile.imwrite(turned, tissue_like(64, 64), extratags=[(274, "H", 1, 3, True)], **options)
+    tifffile.imwrite(wide, tissue_like(64, 64), **options)
+    with tifffile.TiffFile(wide, mode="r+") as file:
+        cast(Any, file.pages[0]).tags["ImageWidth"].overwrite(60_000)
+    for path, message in ((turned, "it is stored turned .orientation 3."), (wide, "it lists 4 tiles of 3750")):
+        with pytest.raises(SourceError, match=message):
+            open_image(path)
+        with pytest.raises(SourceError, match=message):
+            _ = TiffImage(path).facts
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------

@@ -116,6 +116,15 @@ def test_label_maps_are_cropped_and_turned_with_their_slide(slide: tuple[SlideRe
     assert np.array_equal(out[0, 0].numpy(), _whole(image)[..., 0] < 200)
 
 
+def test_negative_labels_are_found_before_training(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
+    record, pixels = slide
+    labels = np.zeros(pixels.shape[:2], np.int64)
+    labels[3, 4] = -1
+    np.save(tmp_path / "labels.npy", labels)
+    feed = _feed(tmp_path, task={"kind": "segmentation", "classes": ["light", "dark"]})
+    assert "holds -1; labels are 0 to 1" in str(feed.check(replace(record, mask=tmp_path / "labels.npy")))
+
+
 def test_the_backward_pass_decodes_nothing_again_within_the_budget(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
     record, pixels = slide
     model = TinyNet()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from sft.wsi.cli import main
 from tests.helpers.slides import SLIDE
@@ -55,6 +56,17 @@ def test_missing_and_empty_slides_and_patients_in_two_splits_are_told_in_one_lis
     for problem in ("patient 'p1' is in train (line 2), val (line 3)", "line 4:", "is missing", "line 5:", "has no bytes", "line 6:"):
         assert problem in told, (problem, told)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is the device")
+def test_a_device_that_is_not_there_is_an_error_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_slide(tmp_path / "a.tif", real_pixels()[:64, :64])
+    table = tmp_path / "t.csv"
+    table.write_text("slide,label,patient,split\na.tif,x,p1,train\n", encoding="utf-8")
+    config = write_config(tmp_path / "c.yaml", table, tmp_path / "run")
+    assert main(["train", "--config", str(config), "--train.device", "cuda"]) == 1
+    told = _said(capsys)
+    assert "device 'cuda' cannot be used here" in told and "Traceback" not in told
 
 
 def test_labels_are_no_paths_and_no_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

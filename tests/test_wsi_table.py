@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from sft.errors import InputError
-from sft.wsi.config import DataConfig, TaskConfig, TaskKind
+from sft.wsi.cli import read_config
+from sft.wsi.config import DataConfig, TaskConfig, TaskKind, TrainConfig
 from sft.wsi.errors import DatasetError
 from sft.wsi.splits import assign_splits
 from sft.wsi.table import SlideRecord, SlideTable, read_table
@@ -117,6 +119,46 @@ def test_a_table_that_is_not_there_is_a_dataset_error(tmp_path: Path) -> None:
     assert "cannot be read" in _problems(tmp_path)[0]
 
 
+def test_other_content_of_a_mask_is_another_table(tmp_path: Path) -> None:
+    """A run went on, and was evaluated, on other label maps without a word."""
+    table = _table(tmp_path, "slide,mask\na.svs,a.png\n", "a.svs", "a.png", "b.png")
+    task = TaskConfig(kind="segmentation", classes=["x", "y"])
+    before = read_table(table, task).digest()
+    assert read_table(_table(tmp_path, "slide,mask\na.svs,b.png\n"), task).digest() == before  # the same bytes elsewhere
+    (tmp_path / "c.png").write_bytes(b"others")
+    assert read_table(_table(tmp_path, "slide,mask\na.svs,c.png\n"), task).digest() != before
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TrainConfig(device="gpu"), "train.device gpu: give cpu, cuda, or cuda:N"),
+        (lambda: TrainConfig(device="meta"), "train.device meta"),
+        (lambda: TrainConfig(epochs=cast(Any, None)), "train.epochs is null"),
+        (lambda: TrainConfig(lr=float("inf")), "train.lr inf: give a finite number above 0"),
+        (lambda: TrainConfig(weight_decay=float("nan")), "train.weight_decay"),
+        (lambda: DataConfig(csv=Path("t.csv"), fold=3), "data.fold 3 without data.num_folds"),
+    ],
+)
+def test_settings_that_would_fail_later_or_be_ignored(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_a_key_that_is_there_twice_and_a_file_that_is_no_text(tmp_path: Path) -> None:
+    """The last one won, and the others were dropped."""
+    path = tmp_path / "config.yaml"
+    path.write_text("data:\n  csv: t.csv\nmodel:\n  budget: 1GiB\nmodel:\n  budget: 2GiB\n", encoding="utf-8")
+    with pytest.raises(InputError, match="line 3: model is there 2 times"):
+        read_config(path)
+    path.write_text("data:\n  csv: t.csv\n  csv: u.csv\n", encoding="utf-8")
+    with pytest.raises(InputError, match="line 2: csv is there 2 times"):
+        read_config(path)
+    path.write_bytes("data:\n  csv: tä.csv\n".encode("latin-1"))
+    with pytest.raises(InputError, match="byte 14 is no UTF-8"):
+        read_config(path)
+
+
 def test_paths_leave_the_root_in_no_way(tmp_path: Path) -> None:
     root = tmp_path / "root"
     for given in ("../secret.svs", "x/../../secret.svs", str(tmp_path / "secret.svs"), "../root2/a.svs"):
@@ -141,6 +183,8 @@ def test_an_ambiguous_name_is_refused_and_equal_stems_get_different_names(tmp_pa
         ("regression", "slide,label\na.svs,1.5\nb.svs,-2\n", [(1.5,), (-2.0,)]),
         ("cox", "slide,time,event\na.svs,3,1\nb.svs,4.5,0\n", [(3.0, 1.0), (4.5, 0.0)]),
         ("hazard", "slide,survival_months,censorship\na.svs,3,1\nb.svs,4.5,0\n", [(3.0, 0.0), (4.5, 1.0)]),
+        ("hazard", "slide,time,censored\na.svs,3,1.0\nb.svs,4.5,False\n", [(3.0, 0.0), (4.5, 1.0)]),
+        ("classification", "slide,label\na.svs,²\nb.svs,--1\n", [(1.0,), (0.0,)]),
     ],
 )
 def test_targets_of_each_kind(tmp_path: Path, kind: TaskKind, text: str, targets: Sequence[tuple[float, ...]]) -> None:
@@ -156,6 +200,7 @@ def test_targets_of_each_kind(tmp_path: Path, kind: TaskKind, text: str, targets
         ("regression", "slide,label\na.svs,many\n", "label 'many' is no number"),
         ("cox", "slide,time,event\na.svs,-1,1\n", "time '-1'"),
         ("cox", "slide,time,event\na.svs,1,2\n", "event '2'"),
+        ("cox", "slide,time,censored\na.svs,1,maybe\n", "censored 'maybe' is neither 1 nor 0"),
         ("hazard", "slide,time\na.svs,1\n", "no column event"),
         ("segmentation", "slide,mask\na.svs,\n", "has no mask"),
     ],

@@ -144,8 +144,8 @@ def test_average_precision_is_that_of_the_hand() -> None:
 
 def test_concordance_counts_comparable_pairs() -> None:
     times, events, risks = np.array([2.0, 3.0, 3.0, 5.0]), np.array([1.0, 0.0, 1.0, 1.0]), np.array([1.0, 0.5, 1.0, 2.0])
-    # Comparable: (0,1) right, (0,2) tie, (0,3) wrong, (2,3) wrong.
-    assert concordance(times, events, risks) == pytest.approx(1.5 / 4)
+    # Comparable: (0,1) right, (0,2) tie, (0,3) wrong, (2,3) wrong, and (2,1) right, as who is censored has outlived it.
+    assert concordance(times, events, risks) == pytest.approx(2.5 / 5)
     assert math.isnan(concordance(times, np.zeros(4), risks))
 
 

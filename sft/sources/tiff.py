@@ -222,6 +222,7 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
         reason = _refusal(page, pages[0])
         if reason:
             raise NotTiledError(f"cannot decode {path} by tiles: {reason}. Use OpenSlide, or convert it to RGB of uint8 in tiles.")
+        _check_page(path, page)
     return pages
 
 
@@ -244,10 +245,21 @@ def _refusal(page: Any, base: Any) -> str | None:
     ratio = (base.imagewidth / page.imagewidth) / (base.imagelength / page.imagelength)
     if abs(ratio - 1) > max(0.02, 2 / page.imagewidth + 2 / page.imagelength):
         return f"an image of {page.imagewidth} x {page.imagelength} px is no level of {base.imagewidth} x {base.imagelength} px"
+    return None
+
+
+def _check_page(path: Path, page: Any) -> None:
+    """Refuse what no reader here decodes rightly: tiles that are not listed, which OpenSlide takes for white, and turned images.
+
+    Raises:
+        SourceError: it is one of these.
+    """
     num_tiles = -(-page.imagewidth // page.tilewidth) * -(-page.imagelength // page.tilelength)
     if not len(page.dataoffsets) == len(page.databytecounts) == num_tiles:
-        return f"it lists {len(page.dataoffsets)} tiles of {num_tiles}"
-    return None
+        raise SourceError(f"cannot open {path}: it lists {len(page.dataoffsets)} tiles of {num_tiles}. Copy or write it again.")
+    turned = page.tags.valueof("Orientation", default=1)
+    if turned != 1:
+        raise SourceError(f"cannot open {path}: it is stored turned (orientation {int(turned)}). Write it upright, without that tag.")
 
 
 def _level(page: Any, decode: Decode) -> _Level:

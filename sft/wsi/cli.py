@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, TextIO
 
+import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from rich.console import Console
 
@@ -52,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if world.local_rank > 0:
                 warnings.simplefilter("ignore")
             parser, run = _parser()
+            for option, value in zip(given, [*given[1:], ""], strict=True):
+                if option == "--config" or option.startswith("--config="):
+                    _check_file(Path(option.partition("=")[2] or value))
             found = parser.parse_args(given)
             if world.num_ranks > 1 and found.subcommand not in _ON_SEVERAL_RANKS:
                 raise InputError(
@@ -82,10 +86,34 @@ def read_config(path: Path) -> Config:
     Raises:
         InputError: it is wrong.
     """
+    _check_file(path)
     try:
         return _config(_configured("config").parse_args(["--config", str(path)]))
     except ArgumentError as error:
         raise InputError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def _check_file(path: Path) -> None:
+    """Refuse a YAML file in which a key is there twice: the reader takes the last one, and drops the others without a word.
+
+    Raises:
+        InputError: it is, or it is no text.
+    """
+
+    def check(node: yaml.Node | None) -> None:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        keys = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
+        for key, value in pairs:
+            if keys.count(key.value) > 1:
+                raise InputError(f"{path}, line {key.start_mark.line + 1}: {key.value} is there {keys.count(key.value)} times; leave one")
+            check(value)
+
+    try:
+        check(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start} is no UTF-8; save it as plain text") from error
+    except (OSError, yaml.YAMLError):
+        return  # who reads it will say what is wrong
 
 
 def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], commands.Result]]]:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import sft
 from sft.errors import InputError
+from sft.placing import usable
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError
 from sft.wsi.experiment import Experiment, check_records, check_slides, load_experiment, plan_of_size
@@ -133,6 +134,7 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
     Raises:
         SftError: as `Trainer.run`; everything that can be checked is checked before training.
     """
+    usable(config.train.device)
     ranks.use_device(config.train.device)
     experiment = load_experiment(config)
     _check_same(experiment, ranks)
@@ -372,6 +374,7 @@ def _load(selection: Selection, console: Console, ranks: Ranks) -> _Loaded:
         train=replace(config.train, device=selection.device or config.train.device),
         model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config)),
     )
+    usable(config.train.device)
     ranks.use_device(config.train.device)
     if selection.csv is not None:
         settings = replace(config.task, classes=list(task.classes) or None)

@@ -5,7 +5,9 @@ A group checks itself when it is made, so that a mistake is found before anythin
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, fields
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +15,8 @@ from sft.errors import InputError
 from sft.units import parse_bytes
 
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
+
+_DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
 
@@ -53,7 +57,9 @@ class DataConfig:
             problems += _not_bytes("data.host_budget", self.host_budget)
         if self.num_folds is not None and self.num_folds < 2:
             problems.append(f"data.num_folds {self.num_folds}: give at least 2")
-        if not 0 <= self.fold < (self.num_folds or self.fold + 1):
+        if self.fold and self.num_folds is None:
+            problems.append(f"data.fold {self.fold} without data.num_folds: say how many folds there are")
+        elif not 0 <= self.fold < (self.num_folds or self.fold + 1):
             problems.append(f"data.fold {self.fold}: folds are counted from 0 to {(self.num_folds or 1) - 1}")
         if not (0 <= self.val_fraction < 1 and 0 <= self.test_fraction < 1 and self.val_fraction + self.test_fraction < 1):
             problems.append(f"data.val_fraction {self.val_fraction} and data.test_fraction {self.test_fraction}: leave slides to train on")
@@ -213,14 +219,22 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         problems = [
+            f"train.{name} is null: give a number"
+            for name in ("epochs", "accumulate", "lr", "weight_decay", "warmup_steps", "min_lr", "checkpoint_every", "seed", "device")
+            if getattr(self, name) is None
+        ]
+        _refuse(problems)
+        problems += [
             f"train.{name} {getattr(self, name)}: give at least 1"
             for name in ("epochs", "accumulate", "checkpoint_every", "patience")
             if getattr(self, name) is not None and getattr(self, name) < 1
         ]
         problems += [
-            f"train.{name} {getattr(self, name)}: give a number above 0" for name in ("lr", "clip_norm") if _not_positive(self, name)
+            f"train.{name} {getattr(self, name)}: give a finite number above 0" for name in ("lr", "clip_norm") if _not_positive(self, name)
         ]
-        if self.weight_decay < 0 or self.warmup_steps < 0 or not 0 <= self.min_lr <= 1:
+        if _DEVICE.fullmatch(self.device) is None:
+            problems.append(f"train.device {self.device}: give cpu, cuda, or cuda:N")
+        if not 0 <= self.weight_decay < inf or self.warmup_steps < 0 or not 0 <= self.min_lr <= 1:
             problems.append("train.weight_decay and train.warmup_steps are at least 0, train.min_lr a share in 0..1")
         _refuse(problems)
 
@@ -308,7 +322,7 @@ def _plain(value: Any) -> Any:
 
 def _not_positive(config: TrainConfig, name: str) -> bool:
     value = getattr(config, name)
-    return value is not None and not value > 0
+    return value is not None and not 0 < value < inf
 
 
 def _not_bytes(name: str, text: str) -> list[str]:

@@ -115,7 +115,7 @@ class SlideFeed:
             if self._config.task.kind == "segmentation" and record.mask is not None:
                 self.labels(record)
                 mask, count = read_mask(record.mask), len(self._config.task.classes or ())
-                wrong = (mask >= count) & (mask != IGNORED_LABEL)
+                wrong = (mask < 0) | ((mask >= count) & (mask != IGNORED_LABEL))
                 if wrong.any():
                     return f"label map {record.mask} holds {int(mask[wrong][0])}; labels are 0 to {count - 1}, and {IGNORED_LABEL} for none"
         except SftError as error:

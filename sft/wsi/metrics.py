@@ -104,10 +104,13 @@ def confusion(task: Task, predictions: Sequence[Prediction]) -> npt.NDArray[np.i
 def concordance(times: _Floats, events: _Floats, risks: _Floats) -> float:
     """Harrell's C (1982): the share of comparable pairs whose higher risk has the earlier event; ties of risk count half.
 
+    Who is censored at the time of another's event has outlived it.
+
     >>> concordance(np.array([1.0, 2.0, 3.0]), np.array([1.0, 0.0, 1.0]), np.array([3.0, 2.0, 1.0]))
     1.0
     """
-    comparable = (times[:, None] < times[None, :]) & (events[:, None] > 0)
+    outlived = (times[:, None] < times[None, :]) | ((times[:, None] == times[None, :]) & (events[None, :] <= 0))
+    comparable = outlived & (events[:, None] > 0)
     if not comparable.any():
         return math.nan
     right = (risks[:, None] > risks[None, :]) + 0.5 * (risks[:, None] == risks[None, :])

@@ -13,9 +13,11 @@ import io
 import json
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -60,6 +62,7 @@ _SPLITS: Mapping[str, Split] = {
 }  # fmt: skip
 _EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide", ".zarr", ".npy")
 _MAX_BYTES = 256 * 2**20
+_WHOLE = re.compile("-?[0-9]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +99,19 @@ class SlideTable:
     classes: tuple[str, ...]
 
     def digest(self) -> str:
-        """A fingerprint of everything but where files are."""
-        rows = [(r.name, r.target, r.patient, r.split, r.mpp) for r in self.records]
+        """A fingerprint of everything but where files are; of masks it is what they hold."""
+        rows = [(r.name, r.target, r.patient, r.split, r.mpp, *([] if r.mask is None else [_digest_of(r.mask)])) for r in self.records]
         return hashlib.sha256(json.dumps([rows, self.classes]).encode()).hexdigest()
+
+
+@cache  # a run asks for it at each checkpoint
+def _digest_of(path: Path) -> str:
+    """Of what a file holds; empty where it cannot be read, which who opens it will say."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
 def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_targets: bool = True) -> SlideTable:
@@ -188,7 +201,7 @@ def _classes(task: TaskConfig, labels: Sequence[str]) -> tuple[str, ...]:
         names = {part.strip() for label in labels for part in label.split(";") if part.strip()}
     else:
         return ()
-    numeric = all(name.lstrip("-").isdigit() for name in names)
+    numeric = all(_WHOLE.fullmatch(name) for name in names)
     return tuple(sorted(names, key=(lambda name: (int(name), name)) if numeric else (lambda name: (0, name))))
 
 
@@ -261,13 +274,15 @@ def _target(cell: Mapping[str, str], kind: TaskKind, classes: tuple[str, ...], n
         return ()
     if kind in ("cox", "hazard"):
         time = _number(cell.get("time", ""), "time", add)
-        flag = cell.get("event") or {"0": "1", "1": "0"}.get(cell.get("censored", ""), "")
+        is_event = bool(cell.get("event"))
+        flag = cell.get("event") or cell.get("censored", "")
         event = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}.get(flag.lower())
-        if needed and (time is None or time < 0):
+        if (needed and time is None) or (time is not None and time < 0):
             add(f"time {cell.get('time', '')!r} is no time of at least 0")
         if (needed or flag) and event is None:
-            add(f"event {flag!r} is neither 1 (it happened) nor 0 (censored)")
-        return None if time is None or event is None else (time, event)
+            is_asked = is_event or "censored" not in cell
+            add(f"event {flag!r} is neither 1 (it happened) nor 0 (censored)" if is_asked else f"censored {flag!r} is neither 1 nor 0")
+        return None if time is None or event is None else (time, event if is_event else 1 - event)
     text = cell.get("label", "")
     if kind == "multilabel" and "label" in cell:
         parts = {part.strip() for part in text.split(";") if part.strip()}

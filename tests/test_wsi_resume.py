@@ -29,6 +29,7 @@ _DEATHS = (
     Death(place=f"{_CHECKPOINT}:sync_folder", call=2),  # between the best checkpoint and the last one
     Death(place=f"{_GROUPS}._forward", call=4, manner="term"),  # asked to end, in the middle of a group
     Death(place="sft.wsi.report:write_csv"),  # all is trained, nothing is evaluated
+    Death(place="sft.wsi.report:write_csv", manner="term"),  # asked to end between two splits that are evaluated
 )
 
 

@@ -14,12 +14,12 @@ import sft
 from sft.errors import InputError
 from sft.placing import usable
 from sft.wsi.config import Config
-from sft.wsi.errors import RunFolderError
+from sft.wsi.errors import RunFolderError, RunInterrupted
 from sft.wsi.experiment import Experiment, check_records, check_slides, load_experiment, plan_of_size
 from sft.wsi.files import write_csv, write_json, write_text
 from sft.wsi.heatmap import HeatmapMaker, output_numbers
 from sft.wsi.inference import Predictor
-from sft.wsi.interruption import Interruption
+from sft.wsi.interruption import EndRequested, Interruption
 from sft.wsi.metrics import Estimate
 from sft.wsi.progress import Reporter
 from sft.wsi.ranks import ALONE, Ranks
@@ -166,7 +166,14 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
         if is_first:
             draw_curves(config.run / "curves.png", progress.epochs)
         failed = dict(progress.failed)
-        value = _finish(trainer.predictor, experiment, folder, progress, failed, console, num_draws, ranks)
+        with Interruption() as interruption:
+            try:
+                value = _finish(trainer.predictor, experiment, folder, progress, failed, console, num_draws, ranks, interruption)
+            except EndRequested as asked:
+                ranks.gathered(None)  # a rank that has left makes torchrun end the others
+                raise RunInterrupted(
+                    f"{asked.signal.name}: trained, and not evaluated to the end. Start the same command again to go on."
+                ) from None
     return Result(value=value, num_failed=len(failed))
 
 
@@ -292,8 +299,13 @@ def _finish(
     console: Console,
     num_draws: int,
     ranks: Ranks,
+    interruption: Interruption,
 ) -> dict[str, Any]:
-    """Evaluate the best model on what it was not trained on, and write the page of the run."""
+    """Evaluate the best model on what it was not trained on, and write the page of the run.
+
+    Raises:
+        EndRequested: somebody asked to end.
+    """
     best = ranks.from_first(lambda: folder.checkpoints.load("best"))
     if best is not None:
         experiment.model.load_state_dict(best.weights)
@@ -306,7 +318,9 @@ def _finish(
         if records:
             loaded = _Loaded(experiment=experiment, records=records, epoch=epoch, failed=failed)
             title = f"{split}, best model (epoch {epoch})"
-            estimates = _evaluate(predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws, ranks=ranks)
+            estimates = _evaluate(
+                predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws, ranks=ranks, interruption=interruption
+            )
             metrics[split] = _plain(estimates)
             if ranks.rank == 0:
                 page = (folder.path / split / "summary.md").read_text(encoding="utf-8")
@@ -341,12 +355,20 @@ def _filled(experiment: Experiment, path: Path, console: Console, ranks: Ranks) 
 
 
 def _evaluate(
-    predictor: Predictor, loaded: _Loaded, folder: Path, console: Console, *, title: str, num_draws: int, ranks: Ranks
+    predictor: Predictor,
+    loaded: _Loaded,
+    folder: Path,
+    console: Console,
+    *,
+    title: str,
+    num_draws: int,
+    ranks: Ranks,
+    interruption: Interruption | None = None,
 ) -> dict[str, dict[str, Estimate]]:
     experiment = loaded.experiment
     with Reporter(console, 0) as reporter:
         reporter.start_validation(len(dealt(loaded.records, ranks)))
-        predictions = predictor.predict_all(loaded.records, loaded.failed, after=reporter.advance)
+        predictions = predictor.predict_all(loaded.records, loaded.failed, after=reporter.advance, interruption=interruption)
     names = {record.name for record in loaded.records}
     failed = {name: problem for name, problem in loaded.failed.items() if name in names}
     seed = experiment.config.train.seed

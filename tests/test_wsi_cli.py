@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -343,6 +344,25 @@ def test_a_run_folder_belongs_to_one_process(trained: Path, capsys: pytest.Captu
     with RunFolder(trained / "run"):
         assert main(["train", "--config", str(trained / "c.yaml")]) == 1
         assert "in use by another process" in capsys.readouterr().err
+
+
+def test_damaged_files_of_a_run_are_named(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    (run / "task.json").write_text('{"task": ')
+    assert main(["evaluate", str(run), "--bootstrap", "0"]) == 1
+    assert "task.json is damaged" in capsys.readouterr().err
+    shutil.copy(trained / "run" / "task.json", run)
+    text = (run / "config.yaml").read_text()
+    assert "attention_dim: " in text
+    (run / "config.yaml").write_text(re.sub("head: gap", "head: attention", re.sub("attention_dim: .*", "attention_dim: 7", text)))
+    assert main(["evaluate", str(run), "--bootstrap", "0"]) == 1
+    errors = capsys.readouterr().err
+    assert "its weights are not those of the model that its config.yaml describes" in errors and "Traceback" not in errors
+    with RunFolder(run) as folder:
+        (run / "steps.csv").write_bytes((run / "steps.csv").read_bytes() + b"\xff\xfe,\n")
+        folder.start_steps(1)
+    assert [row["step"] for row in _rows(run / "steps.csv")] == ["1"]
 
 
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, tmp_path: Path) -> None:

@@ -380,6 +380,20 @@ def _evaluate(
     return estimates
 
 
+def _task_of(path: Path) -> tuple[dict[str, Any], Task]:
+    """What a run's task.json holds, and the task.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["task"].items()}
+        return saved, Task(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}). Copy it again, or start the training again, which writes it.") from error
+
+
 def _load(selection: Selection, console: Console, ranks: Ranks) -> _Loaded:
     """The model of a run, and the slides that it is wanted for; the first rank reads the run's folder.
 
@@ -387,9 +401,7 @@ def _load(selection: Selection, console: Console, ranks: Ranks) -> _Loaded:
         RunFolderError: the run is not complete enough.
         InputError: its table has changed.
     """
-    saved = ranks.from_first(lambda: json.loads((selection.run / "task.json").read_text(encoding="utf-8")))
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["task"].items()}
-    task = Task(**fields)
+    saved, task = ranks.from_first(lambda: _task_of(selection.run / "task.json"))
     config = selection.config
     config = replace(
         config,
@@ -418,7 +430,13 @@ def _load(selection: Selection, console: Console, ranks: Ranks) -> _Loaded:
         raise RunFolderError(
             f"{selection.run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last."
         )
-    experiment.model.load_state_dict(with_weights.weights)
+    try:
+        experiment.model.load_state_dict(with_weights.weights)
+    except RuntimeError as error:
+        raise RunFolderError(
+            f"{selection.run}: its weights are not those of the model that its config.yaml describes, which was changed since: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
     state = with_weights.state
     loaded = _Loaded(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
     with Reporter(console, 0) as reporter:

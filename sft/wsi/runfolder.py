@@ -112,7 +112,7 @@ class RunFolder:
         path = self.path / "steps.csv"
         rows: list[list[str]] = []
         if path.exists():
-            with path.open(newline="", encoding="utf-8") as file:
+            with path.open(newline="", encoding="utf-8", errors="replace") as file:
                 reader = csv.reader(file)
                 header = next(reader, [])
                 # A row that the crash cut short has fewer cells; one of an earlier version has fewer columns.

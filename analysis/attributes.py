@@ -15,26 +15,35 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Changes", "Watching", "attributes_kept", "attributes_set"]
+__all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "own_attributes"]
 
 #: New values of plain attributes, by the module and the attribute's name.
 Changes = dict[tuple[nn.Module, str], Any]
 
+#: Types of values that are what they are: two equal ones mean the same.
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+#: What every module has: parameters, buffers and submodules among it.
 _INTERNAL = frozenset(nn.Module().__dict__)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The attributes that a module has besides those that every module has."""
+    return ((name, value) for name, value in vars(module).items() if name not in _INTERNAL)
 
 
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[Changes]:
     """Put back what is set meanwhile; the dictionary gets what the first call changes plain attributes to, which were plain before."""
-    held = [(module, dict(_attributes(module)), _contents(module)) for module in model.modules()]
+    held = [(module, dict(own_attributes(module)), _contents(module)) for module in model.modules()]
     watching = Watching([(module, {**before, **contents}) for module, before, contents in held])
     try:
         with model.register_forward_hook(watching):
             yield watching.changes
     finally:
         for module, before, contents in held:
-            for name in [name for name, _ in _attributes(module) if name not in before]:
+            for name in [name for name, _ in own_attributes(module) if name not in before]:
                 del vars(module)[name]
             vars(module).update(before)
             for name, content in contents.items():
@@ -52,7 +61,7 @@ class Watching:
             return
         self._is_over = True
         for module, before in self._before:
-            for name, value in _attributes(module):
+            for name, value in own_attributes(module):
                 old = before.get(name, value)
                 if value is not old and _is_plain(value) and _is_plain(old) and value != old:
                     self.changes[module, name] = copy(value)
@@ -71,13 +80,9 @@ def attributes_set(changes: Changes) -> Iterator[None]:
             vars(module)[name] = value
 
 
-def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in vars(module).items() if name not in _INTERNAL)
-
-
 def _contents(module: nn.Module) -> Mapping[str, Any]:
     """What lists and dictionaries hold."""
-    return {name: value.copy() for name, value in _attributes(module) if type(value) in (list, dict)}
+    return {name: value.copy() for name, value in own_attributes(module) if type(value) in (list, dict)}
 
 
 def _refill(container: Any, content: Any) -> None:
@@ -92,4 +97,4 @@ def _refill(container: Any, content: Any) -> None:
 def _is_plain(value: Any) -> bool:
     if isinstance(value, (list, tuple, dict)):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return type(value) in _PLAIN
+    return type(value) in PLAIN

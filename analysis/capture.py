@@ -137,7 +137,10 @@ def _captured(
     ):
         found = _export(model, shapes, dtypes, device)
     program = found.program
-    constants = _constants(program, model)
+    loose = loose_tensors(model)
+    constants = _constants(program, model, loose)
+    places = {id(tensor): path for path, tensor in loose.items()}
+    unnamed = f"a tensor of {type(model).__name__}"
     return Capture(
         graph=graph_of(found, repeated.repetitions),
         out_spec=program.call_spec.out_spec,
@@ -145,14 +148,14 @@ def _captured(
         guards=guards_of(program),
         shapes=tuple(shapes),
         constants={name: value.detach().to(device) for name, value in constants.items()},
-        differentiable_constants={name: _where(value, model) for name, value in constants.items() if value.requires_grad},
+        differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
     ), changes
 
 
-def _constants(program: ExportedProgram, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Tensors that `forward` makes, or that modules hold in containers, by the target of their node."""
+def _constants(program: ExportedProgram, model: nn.Module, loose: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that `forward` makes, or that modules hold in containers (``loose``), by the target of their node."""
     found = {}
-    loose = {_memory(tensor): tensor for tensor in loose_tensors(model).values()}
+    originals = {_memory(tensor): tensor for tensor in loose.values()}
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
         value = program.constants[name]
         if attribute_of(model, name) is None and isinstance(value, torch.Tensor):
@@ -160,13 +163,8 @@ def _constants(program: ExportedProgram, model: nn.Module) -> dict[str, torch.Te
             numbers = value.constant if isinstance(value, FakeTensor) else value
             if numbers is None:
                 raise UnsupportedError([f"{type(model).__name__}: `forward` makes a tensor whose numbers are not known; make it a buffer"])
-            found[name] = loose.get(_memory(numbers), numbers)
+            found[name] = originals.get(_memory(numbers), numbers)
     return found
-
-
-def _where(value: torch.Tensor, model: nn.Module) -> str:
-    """Where a tensor is, for messages."""
-    return next((path for path, other in loose_tensors(model).items() if other is value), f"a tensor of {type(model).__name__}")
 
 
 def _memory(value: torch.Tensor) -> tuple[Any, ...]:

@@ -12,7 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["content_of", "loose_tensors"]
+from sft.analysis.attributes import own_attributes
+
+__all__ = ["loose_tensors"]
+
+_CONTAINERS = (list, tuple, dict)
 
 
 def loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -26,21 +30,11 @@ def loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     known = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _INTERNAL and isinstance(value, (*_CONTAINERS, nn.Module)):
+        for name, value in own_attributes(module):
+            if isinstance(value, (*_CONTAINERS, nn.Module)):
                 for place, tensor in _inside(value, f"{path}.{name}" if path else name, known):
                     found.setdefault(place, tensor)
     return found
-
-
-def content_of(container: list[Any] | tuple[Any, ...] | dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
-    """Keys and values of a container."""
-    return iter(container.items()) if isinstance(container, dict) else iter(enumerate(container))
-
-
-#: What every module has; these are looked at as parameters, buffers and submodules.
-_INTERNAL = frozenset(nn.Module().__dict__)
-_CONTAINERS = (list, tuple, dict)
 
 
 def _inside(value: Any, path: str, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -55,5 +49,5 @@ def _inside(value: Any, path: str, known: set[int]) -> Iterator[tuple[str, torch
                 yield f"{path}.{place}", tensor
     elif isinstance(value, _CONTAINERS) and id(value) not in known:
         known.add(id(value))
-        for key, item in content_of(value):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _inside(item, f"{path}[{key!r}]", known)

@@ -24,7 +24,7 @@ from sft.engine import Engine
 from sft.errors import InputError, UnsupportedError
 from sft.execute.reading import Reading
 from sft.execute.skipping import Skipping
-from sft.inputs import MOST_EXTENT, is_readable
+from sft.inputs import check_extents, is_readable
 from sft.options import Options
 from sft.outputs import Output, resolve_output
 from sft.placing import refuse_streaming, usable
@@ -270,8 +270,7 @@ def _shapes(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
         for extent in shape:
             if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):
                 raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")
-        if len(shape) > 2 and max(extent or 0 for extent in shape) > MOST_EXTENT:
-            raise InputError(f"input_shape {shape}: no extent may be more than {MOST_EXTENT}")
+        check_extents("input_shape", shape)
     return tuple(shapes)
 
 

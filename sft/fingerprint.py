@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft.analysis.attributes import PLAIN, own_attributes
+
 __all__ = ["Fingerprint", "fingerprint"]
 
 #: Comparable and hashable; equal fingerprints mean that the model's code would run the same way.
 Fingerprint = tuple[Any, ...]
 
-#: What every module has; parameters, buffers and submodules are looked at one by one, training flags elsewhere.
-_INTERNAL = frozenset(nn.Module().__dict__)
-_NUMBERS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Types, plain attributes, tensor shapes and sharing of all modules of ``model``.
 
-    Attributes that are neither numbers, strings, functions, types nor containers of these are not looked at.
+    Of containers also which tensors and modules they hold. Attributes that are none of these, nor numbers, strings, functions or types, are
+    not looked at.
 
     >>> model = nn.BatchNorm2d(3)
     >>> before = fingerprint(model)
@@ -52,7 +52,7 @@ class _Reader:
         tensors = [
             (name, self._of_tensor(t, is_loose=is_loose)) for held in (module._parameters, module._buffers) for name, t in held.items()
         ]
-        values = [(name, self._of_value(value)) for name, value in module.__dict__.items() if name not in _INTERNAL]
+        values = [(name, self._of_value(value)) for name, value in own_attributes(module)]
         return path, type(module), self._number(module), tuple(tensors), tuple(values)
 
     def _number(self, value: Any) -> int:
@@ -66,7 +66,7 @@ class _Reader:
         return (*found, tensor.data_ptr()) if is_loose and type(tensor) in (torch.Tensor, nn.Parameter) else found
 
     def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
-        if isinstance(value, (*_NUMBERS, *_CALLABLES)):
+        if isinstance(value, (*PLAIN, *_CALLABLES)):
             return value if type(value) is not float or value == value else "nan"
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value, is_loose=is_loose)

@@ -39,10 +39,10 @@ from sft.sources.raster import Raster
 from sft.sources.sink import ArraySink, RowSink
 from sft.sources.source import Source
 
-__all__ = ["MOST_EXTENT", "Given", "is_readable", "lacking_channels", "resolve_inputs", "with_channels"]
+__all__ = ["Given", "check_extents", "is_readable", "lacking_channels", "resolve_inputs", "with_channels"]
 
 #: Of an image along any axis: schedules have an entry for each row of each value, and more rows than this have no memory.
-MOST_EXTENT = 2**24
+_MOST_EXTENT = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -174,13 +174,22 @@ def _targets(input_grad: Any, num_inputs: int) -> list[Any]:
     return targets
 
 
+def check_extents(name: str, shape: Sequence[int | None]) -> None:
+    """Refuse images that are larger than any; ``None`` stands for an extent that varies.
+
+    Raises:
+        InputError: an extent is too large.
+    """
+    if len(shape) > 2 and max(extent or 0 for extent in shape) > _MOST_EXTENT:
+        raise InputError(f"{name} {tuple(shape)}: no extent may be more than {_MOST_EXTENT}")
+
+
 def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.device, *, wants_sink: bool) -> None:
     if value.layout is not torch.strided:
         raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
     if value.dtype != dtype:
         raise InputError(f"{name} has dtype {value.dtype}, the model {dtype}; convert one of them with .to()")
-    if value.dim() > 2 and max(value.shape) > MOST_EXTENT:
-        raise InputError(f"{name} has shape {tuple(value.shape)}; no extent may be more than {MOST_EXTENT}")
+    check_extents(name, value.shape)
     moves = value.device.type == "cpu" and device.type not in ("cpu", "meta")
     if value.device != device and not moves:
         raise InputError(f"{name} is on {value.device}, the model on {device}; move one of them with .to()")
@@ -213,8 +222,7 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
         shape = tuple(value.shape)
         if len(shape) != 4 or not all(isinstance(extent, int) and extent >= 1 for extent in shape):
             raise InputError(f"{name} is a source of shape {shape}; a source has four positive extents (N, C, H, W)")
-        if max(shape) > MOST_EXTENT:
-            raise InputError(f"{name} is a source of shape {shape}; no extent may be more than {MOST_EXTENT}")
+        check_extents(name, shape)
         if value.dtype != dtype and value.dtype.is_floating_point:
             raise InputError(f"{name} is a source of {value.dtype}, the model has {dtype}; make the source with dtype={dtype}")
         return value

@@ -250,7 +250,6 @@ class Preparation:
         graphs = self._recordings(planned.region, plan, kind.traced.device)
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
-        problem.forget()
         return Ready(plan, planned.region, captured, slabs, graphs)
 
     def _search(self, kind: CallKind) -> Search:

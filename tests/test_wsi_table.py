@@ -127,6 +127,8 @@ def test_other_content_of_a_mask_is_another_table(tmp_path: Path) -> None:
     assert read_table(_table(tmp_path, "slide,mask\na.svs,b.png\n"), task).digest() == before  # the same bytes elsewhere
     (tmp_path / "c.png").write_bytes(b"others")
     assert read_table(_table(tmp_path, "slide,mask\na.svs,c.png\n"), task).digest() != before
+    (tmp_path / "a.png").write_bytes(b"written over")
+    assert read_table(_table(tmp_path, "slide,mask\na.svs,a.png\n"), task).digest() != before
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         problems = [
-            f"train.{name} is null: give a number"
+            f"train.{name} is null: give a value"
             for name in ("epochs", "accumulate", "lr", "weight_decay", "warmup_steps", "min_lr", "checkpoint_every", "seed", "device")
             if getattr(self, name) is None
         ]

@@ -100,18 +100,23 @@ class SlideTable:
 
     def digest(self) -> str:
         """A fingerprint of everything but where files are; of masks it is what they hold."""
-        rows = [(r.name, r.target, r.patient, r.split, r.mpp, *([] if r.mask is None else [_digest_of(r.mask)])) for r in self.records]
+        rows = [(r.name, r.target, r.patient, r.split, r.mpp, *([] if r.mask is None else [_mask_digest(r.mask)])) for r in self.records]
         return hashlib.sha256(json.dumps([rows, self.classes]).encode()).hexdigest()
 
 
-@cache  # a run asks for it at each checkpoint
-def _digest_of(path: Path) -> str:
+def _mask_digest(path: Path) -> str:
     """Of what a file holds; empty where it cannot be read, which who opens it will say."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        facts = path.stat()
+        return _digest_of(path, facts.st_mtime_ns, facts.st_size)
     except OSError:
         return ""
+
+
+@cache  # a run asks for it at each checkpoint
+def _digest_of(path: Path, mtime_ns: int, num_bytes: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_targets: bool = True) -> SlideTable:

@@ -265,8 +265,12 @@ def test_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
         counted["1.block.norm.num_batches_tracked"][number] = 3
     assert torch.equal(_step(fresh, again, 3), _step(plain, theirs, 3))
     _assert_same(fresh, plain)
-    with pytest.raises(sft.InputError, match="another structure"):
+    with pytest.raises(sft.InputError, match=f"has {_BLOCKS} blocks, and {_BLOCKS + 1} are repeated here"):
         Repeat(Block, _BLOCKS + 1).double().stream("3KiB", path=path, resume=True)
+    with pytest.raises(sft.InputError, match=r"other blocks .* float64 where the model has \S+ \[.*\] float32"):
+        Repeat(Block, _BLOCKS).float().stream("3KiB", path=path, resume=True)
+    with pytest.raises(sft.InputError, match="there is no file"):
+        Repeat(Block, _BLOCKS).double().stream("3KiB", path=tmp_path / "none", resume=True)
 
 
 class _Stop(BaseException):

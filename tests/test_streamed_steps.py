@@ -229,6 +229,10 @@ def test_a_file_goes_on_with_another_plan_where_it_was(tmp_path: Path) -> None:
     fresh = seeded(Vgg, seed=7)
     with pytest.raises(sft.InputError, match="resume"):
         sft.compile(fresh, SHAPE, options=sft.Options(weights=sft.WeightsFile(path)))(x_of("vgg"))
+    wrong = (sft.WeightsFile(tmp_path / "none", resume=True), "there is no file"), (sft.WeightsFile(path, resume=True), "another model")
+    for file, message in wrong:
+        with pytest.raises(sft.InputError, match=message):
+            sft.compile(seeded(Vgg).float(), SHAPE, options=sft.Options(weights=file))(x_of("vgg").float())
     # In strips and of another size: records follow the model alone.
     options = sft.Options(weights=sft.WeightsFile(path, resume=True), tile=(4, None))
     again = sft.compile(fresh, (None, 3, None, None), options=options)

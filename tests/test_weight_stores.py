@@ -222,6 +222,47 @@ def test_a_killed_process_leaves_the_last_whole_generation(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == ["w"]
 
 
+def test_two_writers_do_not_mix(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    DiskStore.create(path, _EQUAL, _fill)
+    first, second = DiskStore.open(path), DiskStore.open(path)
+    first.begin()
+    with pytest.raises(sft.SourceError, match="another process, or another model"):
+        second.begin()
+    second.abort()  # which is not the first one's
+    DiskStore.open(path)
+    first.write(1, torch.full((_EQUAL[0].record_bytes,), 7, dtype=torch.uint8))
+    first.commit()
+    with pytest.raises(sft.SourceError, match="was replaced since its weights were read"):
+        second.begin()
+    third = DiskStore.open(path)
+    assert _contents(third) == _contents(first) != _contents(second)
+    third.begin()
+    third.commit()
+    with pytest.raises(sft.SourceError, match="was replaced"):
+        first.begin()
+    assert [each.name for each in tmp_path.iterdir()] == ["w"]
+
+
+def test_a_writer_that_is_gone_holds_nobody_up(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    store = DiskStore.create(path, _EQUAL, _fill)
+    store.begin()
+    holder = [store]
+    holder.append(holder)  # type: ignore[arg-type]  # a cycle, as models have
+    del store, holder
+    DiskStore.open(path).begin()
+
+
+def test_a_file_that_was_moved_away_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "w"
+    store = DiskStore.create(path, _EQUAL, _fill)
+    path.rename(tmp_path / "backup")
+    store.begin()
+    store.commit()
+    assert _contents(DiskStore.open(path)) == _contents(DiskStore.open(tmp_path / "backup"))
+
+
 def test_files_and_mappings_are_given_back(tmp_path: Path) -> None:
     def held() -> tuple[int, int]:
         with open("/proc/self/maps", encoding="utf-8") as maps:

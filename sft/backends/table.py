@@ -14,16 +14,17 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from sft.backends.choice import Numbers, ShapeClass, storage_numbers
 from sft.errors import InputError
 from sft.files import replacing
+from sft.records import read_json, record_of
 
 __all__ = ["ERROR_LIMITS", "KernelTable", "Measured", "TableEntry", "error_limit", "find_table", "table_name"]
 
@@ -69,6 +70,8 @@ class TableEntry:
             problems.append(f"its error {self.error:g} is above {limit:g}: a kernel that is wrong has no place in a table")
         if not (self._is_time(self.triton_seconds) and self._is_time(self.aten_seconds)):
             problems.append(f"times {self.triton_seconds!r} and {self.aten_seconds!r} are no times; measure again")
+        if self.shape_class.pixels < 1:
+            problems.append("it has no pixels")
         if problems:
             raise InputError(f"{self.shape_class.label}: " + "; ".join(problems))
 
@@ -139,17 +142,13 @@ class KernelTable:
             InputError: the text is no table, or has an entry that cannot be trusted.
         """
         try:
-            data = json.loads(text)
-            if not isinstance(data, dict) or data.pop("format", None) != _FORMAT:
-                raise InputError(f"this is not a kernel table of format {_FORMAT}; make one with python -m sft tune")
-            entries = tuple(_entry(item) for item in data.pop("entries"))
-            heading = _of_fields(cls, {**data, "entries": entries})
-            if not all(isinstance(heading[name], str) for name in ("device", "triton", "torch")):
-                raise InputError("a kernel table names its device and versions; make one with python -m sft tune")
-            return cls(**heading)
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
+            data = read_json(text)
+            if data.pop("format", None) != _FORMAT:
+                raise InputError(f"it is not of format {_FORMAT}")
+            if "entries" not in data:
+                raise InputError("it has no entries")
+            return record_of(cls, data)
+        except InputError as error:
             raise InputError(f"cannot read the kernel table: {error}; make one with python -m sft tune") from error
 
     def save(self, path: Path) -> None:
@@ -160,22 +159,6 @@ class KernelTable:
         """
         with replacing(path, parents=True) as part:
             part.write_text(self.to_json(), encoding="utf-8")
-
-
-def _entry(data: Any) -> TableEntry:
-    given = _of_fields(TableEntry, data)
-    shape = {name: tuple(value) if isinstance(value, list) else value for name, value in given["shape_class"].items()}
-    found = ShapeClass(**_of_fields(ShapeClass, shape))
-    if found.numbers not in ERROR_LIMITS or not isinstance(found.pixels, int) or found.pixels < 1:
-        raise InputError(f"the kernel table has numbers {found.numbers!r} and {found.pixels!r} pixels; make one with python -m sft tune")
-    return TableEntry(**{**given, "shape_class": found})
-
-
-def _of_fields(cls: type[Any], data: dict[str, Any]) -> dict[str, Any]:
-    known = {field.name for field in fields(cls)}
-    if set(data) != known:
-        raise InputError(f"the kernel table's {cls.__name__} has fields {sorted(data)}, expected {sorted(known)}")
-    return data
 
 
 def table_name(device: str, triton: str) -> str:

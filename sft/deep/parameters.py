@@ -24,7 +24,8 @@ from sft.deep.streamed import BlockSink, GradientSink
 from sft.errors import InputError, UnsupportedError
 from sft.walk.weights import Taking
 from sft.weights import Counters, DiskStore, HostStore, Layout, SingleStream, Store, TensorSpec, WeightsFile
-from sft.weights.layout import Part
+from sft.weights.file import check_resumed
+from sft.weights.layout import Part, difference
 from sft.weights.store import host_bytes
 
 __all__ = ["ParameterSink", "StreamedParameters", "record_bytes", "streamable"]
@@ -113,7 +114,7 @@ class StreamedParameters:
         self._sink: ParameterSink = _HostGradients(self)
         layouts = [Layout.of([_spec(name, param)]) for name, param in self.params.items()]
         self.store: Store
-        if file is not None and Path(file.path).exists():
+        if file is not None and (file.resume or Path(file.path).exists()):
             self.store = self._reopened(file, layouts)
         else:
             self.store = self._stored(layouts, lambda record, views: _copy(views, self.params[self._names[record]]))
@@ -305,15 +306,13 @@ class StreamedParameters:
         return store
 
     def _reopened(self, file: WeightsFile, layouts: Sequence[Layout]) -> Store:
-        if not file.resume:
-            raise InputError(f"{file.path} exists; give WeightsFile(..., resume=True) to go on with its weights, or another path")
+        check_resumed(file.path, resume=file.resume)
         store = DiskStore.open(file.path, durable=file.durable)
-        own = [[field.spec for field in layout.fields] for layout in layouts]
-        theirs = [[field.spec for field in layout.fields if not field.spec.is_state] for layout in store.layouts]
-        if own != theirs:
+        own = [field.spec for layout in layouts for field in layout.fields]
+        theirs = [field.spec for layout in store.layouts for field in layout.fields if not field.spec.is_state]
+        if other := difference(own, theirs):
             raise InputError(
-                f"{file.path} has {len(theirs)} weights of another model than this one, which has {len(own)}; give another path, and load "
-                "what fits with load_state_dict"
+                f"{file.path} has the weights of another model: {other}; give another path, and load what fits with load_state_dict"
             )
         return store
 

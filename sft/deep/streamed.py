@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from sft.errors import InputError
 from sft.plan.chain.schedule import Operation
 from sft.weights import DiskStore, HostStore, Layout, Reading, SingleStream, Store, TensorSpec, WeightStream
-from sft.weights.layout import Part
+from sft.weights.file import check_resumed
+from sft.weights.layout import Part, difference
 from sft.weights.store import host_bytes
 
 __all__ = ["BlockSink", "GradientSink", "RecordStream", "StreamedAccess", "StreamedBlocks", "StreamedRecords", "blocks_read"]
@@ -210,7 +211,7 @@ class StreamedBlocks:
             raise InputError("the block has no parameters, so there is nothing to stream")
         layout = Layout.of(_spec(name, param[0]) for name, param in params.items())
         self.store: Store
-        if path is not None and path.exists():
+        if path is not None and (resume or path.exists()):
             self.store = self._reopened(path, layout, resume=resume)
         else:
             self.store = self._stored([layout] * num_blocks, lambda number, views: _copy_into(views, params, number))
@@ -363,13 +364,14 @@ class StreamedBlocks:
         return store
 
     def _reopened(self, path: Path, layout: Layout, *, resume: bool) -> Store:
-        if not resume:
-            raise InputError(f"{path} exists; give resume=True to go on with its weights, or another path")
+        check_resumed(path, resume=resume)
         store = DiskStore.open(path, durable=self.durable)
-        own = {(field.spec.name, field.spec.shape, field.spec.dtype) for field in layout.fields}
-        theirs = {(f.spec.name, f.spec.shape, f.spec.dtype) for f in store.layouts[0].fields if not f.spec.is_state}
-        if own != theirs or len(store.layouts) != self.num_blocks or any(other is not store.layouts[0] for other in store.layouts):
-            raise InputError(f"{path} has {len(store.layouts)} blocks of another structure than the {self.num_blocks} repeated here")
+        own = sorted((field.spec for field in layout.fields), key=str)
+        theirs = sorted((field.spec for field in store.layouts[0].fields if not field.spec.is_state), key=str)
+        if other := difference(own, theirs):
+            raise InputError(f"{path} has other blocks than those repeated here: {other}; give another path")
+        if len(store.layouts) != self.num_blocks or any(other is not store.layouts[0] for other in store.layouts):
+            raise InputError(f"{path} has {len(store.layouts)} blocks, and {self.num_blocks} are repeated here; give another path")
         return store
 
     def _stored_buffers(self) -> tuple[HostStore | None, WeightStream | None]:

@@ -111,7 +111,7 @@ class Repeat(nn.Module):
         Args:
             window: bytes for parameters on the device; at least one block, twice that to read ahead.
             path: a file (safetensors) for the parameters. Default: `None` (the host's memory, pinned where there is CUDA)
-            resume: go on with an existing file instead of refusing it. Default: `False`
+            resume: go on with an existing file, which is refused otherwise; one that does not exist is refused then. Default: `False`
             durable: whether each generation of the file survives a loss of power. Default: `True`
             prefetch: whether threads read ahead. Default: `None` (where reading or copying is slow)
 

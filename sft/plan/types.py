@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Literal
 
 from sft.errors import InputError
-from sft.plan.mesh import MeshPlan, RankPlan
-from sft.plan.timeline import Timeline, TimelineEntry
+from sft.plan.mesh import MeshPlan
+from sft.plan.timeline import Timeline
+from sft.records import read_json, record_of
 
 __all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
 
@@ -236,28 +237,9 @@ class Plan:
             InputError: the text is not a plan.
         """
         try:
-            data = json.loads(text)
+            data = read_json(text)
             if data.pop("format", None) != _FORMAT:
-                raise InputError(f"this is not a plan of format {_FORMAT}; make a new one with sft.plan(...)")
-            segments = tuple(_from_dict(SegmentPlan, item) for item in data.pop("segments"))
-            entries = tuple(_from_dict(TimelineEntry, item) for item in data.pop("timeline")["entries"])
-            mesh = data.pop("mesh")
-            if mesh is not None:
-                data["mesh"] = _from_dict(MeshPlan, {**mesh, "ranks": tuple(_from_dict(RankPlan, rank) for rank in mesh["ranks"])})
-            else:
-                data["mesh"] = None
-            plan: Plan = _from_dict(cls, {**data, "segments": segments, "timeline": Timeline(entries=entries)})
-            return plan
-        except (json.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
+                raise InputError(f"this is not a plan of format {_FORMAT}")
+            return record_of(cls, data)
+        except InputError as error:
             raise InputError(f"cannot read the plan: {error}; make a new one with sft.plan(...)") from error
-
-
-def _from_dict(cls: type[Any], data: dict[str, Any]) -> Any:
-    known = {field.name for field in fields(cls)}
-    if set(data) != known:
-        raise InputError(f"the plan's {cls.__name__} has fields {sorted(data)}, expected {sorted(known)}")
-    return cls(**{name: _tuples(value) for name, value in data.items()})
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value

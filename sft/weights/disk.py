@@ -8,6 +8,8 @@ What is promised, at every moment:
   :meth:`DiskStore.commit` returns. Without, the last generations may be lost then, and only then.
 - An unfinished generation is a file of the same name with ``.next`` behind it. Opening or creating the store removes it.
 - The room for a generation is taken when it begins: a full disk says so before anything was computed.
+- One process writes at a time: an unfinished generation is locked, and a file that somebody else has replaced since it was opened is not
+  replaced in turn. What two processes train that were given one path does not get mixed.
 
 The current generation is mapped privately: pages come in when they are read, are the system's to drop again at no cost, and never go back
 to the file. The next one is written with plain writes at its records' places, and takes the other's name.
@@ -21,8 +23,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
+import gc
 import json
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -66,7 +71,9 @@ class DiskStore:
         self.generation = 0
         self._offsets = record_offsets(layouts)
         self._data = data
+        self._identity: tuple[int, int] | None = None
         self._file: int | None = None
+        self._closing: weakref.finalize[[int], DiskStore] | None = None
         self._start = 0
         self._written: set[tuple[int, str]] = set()
 
@@ -118,10 +125,14 @@ class DiskStore:
             SourceError: it cannot be read, is cut short, or is not such a file.
         """
         target = Path(path)
-        layouts, metadata, data = _map(target)
-        with suppress(OSError):
-            _next_of(target).unlink(missing_ok=True)
-        return cls(target, layouts, metadata, data, durable=durable)
+        layouts, metadata, data, identity = _map(target)
+        with suppress(OSError):  # somebody writes, or this folder is not ours
+            handle = _locked(_next_of(target), os.O_RDWR)
+            _next_of(target).unlink()
+            os.close(handle)
+        store = cls(target, layouts, metadata, data, durable=durable)
+        store._identity = identity
+        return store
 
     @property
     def is_slow(self) -> bool:
@@ -144,15 +155,24 @@ class DiskStore:
 
         Raises:
             InputError: it was started before.
-            SourceError: there is no room, or no right to write.
+            SourceError: there is no room, or no right to write; or another process writes to this file, or has.
         """
         if self._file is not None:
             raise InputError("the next generation of weights was started before; commit it or abort it first")
         path = _next_of(self.path)
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                file = _locked(path, os.O_RDWR | os.O_CREAT)
+            except BlockingIOError:
+                gc.collect()  # models that nobody uses any more may still have it
+                file = _locked(path, os.O_RDWR | os.O_CREAT)
+            self._file, self._closing = file, weakref.finalize(self, os.close, file)
+            self._check_identity()
+            os.ftruncate(file, 0)
             self._start = len(_header(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_ROOM_BYTES
-            os.posix_fallocate(self._file, 0, self._start + self._offsets[-1])
+            os.posix_fallocate(file, 0, self._start + self._offsets[-1])
+        except BlockingIOError as error:
+            raise SourceError(f"another process, or another model of this one, writes weights to {self.path}; give each its own") from error
         except OSError as error:
             self.abort()
             raise _cannot("write", path, error) from error
@@ -196,31 +216,47 @@ class DiskStore:
         try:
             if self.durable:
                 os.fsync(self._file)
-            os.close(self._file)
-            self._file = None
-            layouts, metadata_read, data = _map(path)
+            layouts, metadata_read, data, identity = _map(path)
             os.replace(path, self.path)
+            self._let_go()
             if self.durable:
                 _sync_folder(self.path.parent)
         except OSError as error:
             self.abort()
             raise _cannot("write", self.path, error) from error
         assert layouts == self.layouts
-        self._data, self.metadata = data, metadata_read
+        self._data, self.metadata, self._identity = data, metadata_read, identity
         self.generation += 1
 
     def abort(self) -> None:
         """Drop the next generation."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._file is None:
+            return
         with suppress(OSError):
             _next_of(self.path).unlink(missing_ok=True)
+        self._let_go()
 
     def close(self) -> None:
         """Give the mapping back."""
         self.abort()
         self._data = self._data[:0].clone()
+
+    def _let_go(self) -> None:
+        """Close the next generation's file, and with it its lock."""
+        if self._closing is not None:
+            self._closing()
+        self._file = self._closing = None
+
+    def _check_identity(self) -> None:
+        """The file is the one that is mapped, or gone."""
+        with suppress(FileNotFoundError):
+            found = os.stat(self.path)
+            if self._identity not in (None, (found.st_dev, found.st_ino)):
+                self.abort()
+                raise SourceError(
+                    f"{self.path} was replaced since its weights were read, by another process perhaps; it stays as it is. Give each "
+                    "process its own path, or read the file again with resume=True."
+                )
 
     def _put(self, at: int, data: memoryview) -> None:
         assert self._file is not None
@@ -242,8 +278,30 @@ def _next_of(path: Path) -> Path:
     return path.with_name(path.name + ".next")
 
 
+def _locked(path: Path, flags: int) -> int:
+    """The file, opened, and locked until it is closed.
+
+    Raises:
+        BlockingIOError: somebody else has it.
+        OSError: it cannot be opened.
+    """
+    while True:
+        handle = os.open(path, flags, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(handle), os.stat(path)):
+                return handle
+        except FileNotFoundError:
+            pass
+        except OSError:
+            os.close(handle)
+            raise
+        os.close(handle)  # who had it before has given it its name, or removed it, since it was opened here
+
+
 def _cannot(verb: str, path: Path, error: OSError) -> SourceError:
-    return SourceError(f"cannot {verb} weights at {path}: {error.strerror or error}. Make room, or give a path that can be written.")
+    remedy = "Make room, or give a path that can be written." if verb == "write" else "Give the path of a file that can be read."
+    return SourceError(f"cannot {verb} weights at {path}: {error.strerror or error}. {remedy}")
 
 
 def _sync_folder(folder: Path) -> None:
@@ -287,15 +345,16 @@ def _fill_gap(entries: dict[str, Any], block: int, begin: int, end: int) -> None
         entries[f"{block}.{_GAP}.{begin}"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
 
 
-def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor]:
-    """The layouts, the metadata and the mapped records of a file.
+def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor, tuple[int, int]]:
+    """The layouts, the metadata and the mapped records of a file, and which one it is: its device and inode.
 
     Raises:
         SourceError: it cannot be read, is cut short, or is not such a file.
     """
     try:
         with path.open("rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
+            found = os.fstat(file.fileno())
+            num_bytes = found.st_size
             header_bytes = int.from_bytes(file.read(8), "little")
             if num_bytes < 8 or not 2 <= header_bytes <= min(num_bytes - 8, _MOST_HEADER_BYTES):
                 raise SourceError(f"{path} is no file of weights, or was cut short: {num_bytes} bytes, a header of {header_bytes}.")
@@ -310,7 +369,7 @@ def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor]:
         if isinstance(error, SourceError):
             raise
         raise _cannot("read", path, error) from error
-    return layouts, metadata, torch.from_numpy(data)
+    return layouts, metadata, torch.from_numpy(data), (found.st_dev, found.st_ino)
 
 
 def _read_header(path: Path, text: bytes) -> tuple[tuple[Layout, ...], dict[str, str]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sft.errors import InputError
 
-__all__ = ["WeightsFile"]
+__all__ = ["WeightsFile", "check_resumed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,8 +16,8 @@ class WeightsFile:
 
     Attributes:
         path: the file, which each update replaces as a whole; twice its size must have room there.
-        resume: take the weights, and the optimizer's state, of an existing file instead of the model's; without it a file that exists is
-            refused.
+        resume: take the weights, and the optimizer's state, of an existing file instead of the model's. Without it a file that exists is
+            refused, with it one that does not; `resume=path.exists()` goes on where there is something to go on with.
         durable: whether each generation survives a loss of power.
 
     Raises:
@@ -32,3 +32,18 @@ class WeightsFile:
         folder = os.path.dirname(os.path.abspath(self.path))
         if not os.path.isdir(folder):
             raise InputError(f"weights file {os.fspath(self.path)!r}: there is no folder {folder!r}; make it first")
+
+
+def check_resumed(path: str | os.PathLike[str], *, resume: bool) -> None:
+    """Nobody's weights are replaced, and nobody begins anew who wants to go on.
+
+    Raises:
+        InputError: the file exists and is not to be gone on with, or the other way round.
+    """
+    exists = os.path.exists(path)
+    if exists and not resume:
+        raise InputError(f"{os.fspath(path)} exists; give resume=True to go on with its weights, or another path")
+    if resume and not exists:
+        raise InputError(
+            f"resume=True, but there is no file {os.fspath(path)} to go on with; give its path, or leave resume out to begin one"
+        )

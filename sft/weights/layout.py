@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from sft.errors import InputError
 
-__all__ = ["ALIGNMENT_BYTES", "Field", "Layout", "Part", "TensorSpec"]
+__all__ = ["ALIGNMENT_BYTES", "Field", "Layout", "Part", "TensorSpec", "difference"]
 
 #: Records, and the state in them, start at multiples of this: a cache line.
 ALIGNMENT_BYTES = 64
@@ -46,6 +47,9 @@ class TensorSpec:
     def num_bytes(self) -> int:
         """Bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.name} {list(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +130,19 @@ class Layout:
             strides += [math.prod(spec.shape[place + 1 :]) for place in range(len(spec.shape))]
             found[spec.name] = data.view(spec.dtype).as_strided((num_blocks, *spec.shape), strides, field.offset_bytes // itemsize)
         return found
+
+
+def difference(own: Iterable[TensorSpec], theirs: Iterable[TensorSpec]) -> str:
+    """The first tensor that a file has otherwise than the model; empty where there is none.
+
+    Args:
+        own: the model's.
+        theirs: the file's.
+    """
+    for here, there in zip_longest(own, theirs):
+        if here != there:
+            return f"{there or 'nothing'} where the model has {here or 'nothing'}"
+    return ""
 
 
 def _aligned(num_bytes: int) -> int:

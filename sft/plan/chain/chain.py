@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sft.errors import InputError
+from sft.records import read_json, record_of
 
 __all__ = ["Alternative", "Chain", "Stage", "stage_classes"]
 
@@ -178,11 +179,8 @@ class Chain:
             InputError: it is not such text.
         """
         try:
-            found = json.loads(text)
-            stages = tuple(Stage(**stage) for stage in found.pop("stages"))
-            alternatives = tuple(Alternative(**other) for other in found.pop("alternatives", ()))
-            return cls(stages=stages, alternatives=alternatives, **found)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return record_of(cls, read_json(text))
+        except InputError as error:
             raise InputError(f"this is no chain's JSON: {error}") from error
 
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from sft.errors import InputError
+from sft.records import read_json, record_of
 
 __all__ = [
     "Kind",
@@ -115,16 +116,11 @@ class Schedule:
             InputError: it is not such text, or of another version.
         """
         try:
-            found = json.loads(text)
-            if found.pop("format") != _FORMAT:
-                raise InputError(f"this schedule was written by another version; this one reads format {_FORMAT}")
-            return cls(
-                strategy=found["strategy"],
-                operations=tuple(Operation(**operation) for operation in found["operations"]),
-                streamed_cuts=tuple(found["streamed_cuts"]),
-                streamed_weights=tuple(found["streamed_weights"]),
-            )
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            data = read_json(text)
+            if data.pop("format", None) != _FORMAT:
+                raise InputError(f"it was written by another version; this one reads format {_FORMAT}")
+            return record_of(cls, data)
+        except InputError as error:
             raise InputError(f"this is no schedule's JSON: {error}") from error
 
 

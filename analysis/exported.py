@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 
 from sft.analysis.axes import Axes
 from sft.analysis.functional import FunctionalProgram
-from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, refs_in
+from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, SizeNumber, refs_in
 from sft.analysis.repeated import NEXT, REPEAT, Repetition
 from sft.errors import UnsupportedError
 
@@ -112,6 +112,8 @@ def _simplified(node: Node, known: dict[sp.Basic, sp.Integer]) -> Node:
     """A node with numbers for sizes that a guard has fixed: of an extent split by ``view`` the exporter knows no factor otherwise."""
 
     def simple(value: Any) -> Any:
+        if isinstance(value, SizeNumber):
+            return replace(value, arguments=simple(value.arguments))
         if isinstance(value, sp.Basic):
             found = value.xreplace(known)
             return int(found) if found.is_Integer else found
@@ -148,7 +150,7 @@ class _GraphBuilder:
             kind, target = self._leaves.get(fx_node.name, ("input", fx_node.name))
             self._add(fx_node.name, kind, target, value)
         elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool, torch.SymBool)):
-            self._scalars[fx_node.name] = _extent(value) if isinstance(value, torch.SymInt) else value
+            self._scalars[fx_node.name] = self._number(fx_node, value)
         elif value is None and not fx_node.users:
             pass  # an assertion on metadata; the graph's own shapes and dtypes are checked at each call
         elif fx_node.op != "call_function":
@@ -244,6 +246,17 @@ class _GraphBuilder:
                     return
         first = value[0] if isinstance(value, (tuple, list)) else value
         self._add(fx_node.name, "operator", target, first, arguments, module_path_of(fx_node), _effect(fx_node.target))
+
+    def _number(self, fx_node: torch.fx.Node, value: Any) -> Any:
+        """A number that is computed of sizes."""
+        if isinstance(value, torch.SymInt):
+            return _extent(value)
+        if not isinstance(value, (torch.SymFloat, torch.SymBool)):
+            return value
+        if fx_node.kwargs or not callable(fx_node.target):
+            self.problems.append(f"{fx_node.name}: {fx_node.target} of sizes is not supported; compute the number of them in another way")
+            return 0
+        return SizeNumber(fx_node.target, tuple(self._convert(argument) for argument in fx_node.args))
 
     def _convert(self, value: Any) -> Any:
         """An argument in the graph's own terms."""

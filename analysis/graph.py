@@ -15,7 +15,7 @@ import sympy as sp
 
 from sft.analysis.axes import Axes
 
-__all__ = ["Effect", "Graph", "Kind", "Node", "Ref", "map_refs", "refs_in"]
+__all__ = ["Effect", "Graph", "Kind", "Node", "Ref", "SizeNumber", "map_refs", "refs_in"]
 
 Kind = Literal["input", "parameter", "buffer", "constant", "seed", "operator"]
 Effect = Literal["", "draws", "writes"]
@@ -26,6 +26,31 @@ class Ref:
     """The place of a node's value in another node's arguments."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SizeNumber:
+    """A fractional number that `forward` computes of sizes, such as ``1 / x.shape[-1]``, in a node's arguments.
+
+    It is computed as Python does, call by call: algebra on sizes would round differently, or not at all.
+
+    Attributes:
+        function: what was called.
+        arguments: sizes as expressions, numbers, and such numbers again.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    def at(self, size: Callable[[sp.Basic], int]) -> Any:
+        """The number, given what tells the value of an expression."""
+        return self.function(*(_number_at(argument, size) for argument in self.arguments))
+
+
+def _number_at(value: Any, size: Callable[[sp.Basic], int]) -> Any:
+    if isinstance(value, SizeNumber):
+        return value.at(size)
+    return size(value) if isinstance(value, sp.Basic) else value
 
 
 _FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})

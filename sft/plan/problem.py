@@ -11,7 +11,7 @@ import sympy as sp
 import torch
 
 from sft.analysis.axes import COLUMNS, ROWS
-from sft.analysis.graph import Graph, Node
+from sft.analysis.graph import Graph, Node, SizeNumber
 from sft.analysis.masks import SEED
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
@@ -296,6 +296,8 @@ def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
 
 
 def _numbers(value: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> Any:
+    if isinstance(value, SizeNumber):
+        return value.at(lambda size: _number(size, symbols, node))
     if isinstance(value, sp.Basic):
         return _number(value, symbols, node)
     return type(value)(_numbers(item, symbols, node) for item in value) if isinstance(value, (tuple, list)) else value

@@ -37,6 +37,18 @@ _TINY = (2, 3, 4, 5)
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
 
 
+def _in_own_bytes(overload: Any) -> Callable[..., torch.Tensor]:
+    def made(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        out: torch.Tensor = overload(self, *arguments, out=self.new_empty(0))
+        return out
+
+    return made
+
+
+#: Operators that resize a tensor as large as their operand, and leave it the room where the result is smaller.
+_ROOMY = {aten.im2col.default: _in_own_bytes(aten.im2col.out), aten.col2im.default: _in_own_bytes(aten.col2im.out)}
+
+
 def resolve_target(target: str) -> Any:
     """The ATen overload named in a node.
 
@@ -167,6 +179,7 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
             value, target = node.meta["val"], node.target
             if target in _VIEWS and not _only_splits(node.args[0].meta["val"].shape, value.shape):
                 target = aten._reshape_copy.default
+            target = _ROOMY.get(target, target)
             has_many = isinstance(value, (tuple, list))
             made = {user.args[1]: user for user in node.users} if has_many else {0: node}
             results: list[_Result | None] = []

@@ -10,9 +10,8 @@ serves that one size and the caller captures again for another.
 from __future__ import annotations
 
 import contextlib
-import logging
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +33,7 @@ from sft.analysis.graph import Graph
 from sft.analysis.loose import loose_tensors
 from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
+from sft.analysis.quiet import quiet
 from sft.analysis.repeated import repetitions_followed
 from sft.errors import InputError, UnsupportedError
 
@@ -98,8 +98,9 @@ def capture(
     device: torch.device,
     *,
     autocast: torch.dtype | None = None,
+    any_size: bool = True,
 ) -> Capture:
-    """Trace ``model`` on inputs of these shapes and dtypes (the axes of images symbolic).
+    """Trace ``model`` on inputs of these shapes and dtypes (the axes of images symbolic, if it is to serve more than this size).
 
     With ``autocast`` the model is traced as under ``torch.autocast`` of that dtype: casts become operators of the graph. Regions
     that ``forward`` itself puts under autocast, or takes out of it, come out the same way.
@@ -108,10 +109,10 @@ def capture(
         UnsupportedError: torch.export cannot follow the model.
         InputError: the model itself refuses inputs of this shape.
     """
-    found, changes = _captured(model, shapes, dtypes, device, autocast)
+    found, changes = _captured(model, shapes, dtypes, device, autocast, any_size)
     if changes:
         with attributes_set(changes):
-            later, _ = _captured(model, shapes, dtypes, device, autocast)
+            later, _ = _captured(model, shapes, dtypes, device, autocast, any_size)
         if later.graph != found.graph:
             names = {id(module): path for path, module in model.named_modules()}
             raise UnsupportedError(
@@ -125,7 +126,12 @@ def capture(
 
 
 def _captured(
-    model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, autocast: torch.dtype | None
+    model: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    autocast: torch.dtype | None,
+    any_size: bool,
 ) -> tuple[Capture, Changes]:
     """A capture, and what `forward` has changed of its modules' plain attributes meanwhile; they are as before."""
     # The caller may be in inference mode, or under autocast with a cache of casts.
@@ -135,7 +141,7 @@ def _captured(
         prepared(model) as changes,
         repetitions_followed(model) as repeated,
     ):
-        found = _export(model, shapes, dtypes, device)
+        found = _export(model, shapes, dtypes, device, any_size)
     program = found.program
     loose = loose_tensors(model)
     constants = _constants(program, model, loose)
@@ -186,7 +192,9 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abs
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> FunctionalProgram:
+def _export(
+    model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, any_size: bool
+) -> FunctionalProgram:
     axes = Axes.of_inputs(shapes)
     dynamic = tuple(
         tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
@@ -194,9 +202,9 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequenc
         else tuple(Dim.STATIC for _ in shape)
         for shape in shapes
     )
-    with _quiet():
+    with quiet():
         try:
-            found = _exported(model, shapes, dtypes, device, dynamic)
+            found = _exported(model, shapes, dtypes, device, dynamic if any_size else None)
             # Where only a product of sizes is fixed (positions of a list of pixels), no size follows from it; few are left anyway.
             return _exported(model, shapes, dtypes, device, None) if any(map(_fixes_a_product, guards_of(found.program))) else found
         except UnsupportedError:
@@ -211,12 +219,23 @@ def _export(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequenc
             with contextlib.suppress(Exception):
                 return _exported(model, shapes, dtypes, device, None)
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            if unknown := _UNKNOWN_OUTPUT.search(first_line):
+                raise UnsupportedError(
+                    [
+                        f"(the model itself): returns a {unknown[1]}, and torch.export does not know what is inside; register the class "
+                        "with torch.export.register_dataclass or torch.utils._pytree.register_pytree_node, or return a tuple or a dict"
+                    ]
+                ) from error
             raise UnsupportedError(
                 [
                     f"{type(model).__name__}: torch.export cannot follow the model ({type(error).__name__}: {first_line}); "
                     "control flow that depends on tensor values must move out of `forward`"
                 ]
             ) from error
+
+
+#: What torch.export says to a class that is not registered.
+_UNKNOWN_OUTPUT = re.compile(r"Found <class '(.*?)'> in output")
 
 
 def _fixes_a_product(guard: sp.Basic) -> bool:
@@ -292,7 +311,7 @@ def _refuse_numbers(model: nn.Module, exported: ExportedProgram) -> None:
 def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
     """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _quiet():
+    with quiet():
         try:
             with torch.enable_grad(), mode, on_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
                 model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
@@ -327,45 +346,17 @@ def outputs_channels_last(
     """
     mode = FakeTensorMode()
     layouts = [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
-    with _quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), hooks_aside(model):
+    with quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), hooks_aside(model):
         try:
             with mode, on_fake_tensors(model, mode), repetitions_followed(model):
                 inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
                 outputs = pytree.tree_leaves(model(*inputs))
         except Exception:
             return None
-    return tuple(isinstance(out, torch.Tensor) and is_channels_last(out) for out in outputs)
+    return tuple(is_channels_last(out) for out in outputs if isinstance(out, torch.Tensor))
 
 
 def is_channels_last(value: torch.Tensor) -> bool:
     """Whether an image is laid out channels last, and not channels first at the same time."""
     layout = CHANNELS_LAST.get(value.dim())
     return layout is not None and value.is_contiguous(memory_format=layout) and not value.is_contiguous()
-
-
-#: Loggers that report what is raised as well.
-_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep export's warnings and logs off the user's terminal; a failure is raised, not logged."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(_Discard()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-class _Discard:
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        pass

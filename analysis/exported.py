@@ -93,7 +93,7 @@ def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = 
         repetitions: the repeated blocks that its nodes have the numbers of.
 
     Raises:
-        UnsupportedError: it holds what a graph cannot say: numbers or None among the outputs, calls that are no operators.
+        UnsupportedError: it holds what a graph cannot say: no tensor among the outputs, calls that are no operators.
     """
     builder = _GraphBuilder(functional, repetitions)
     for fx_node in functional.nodes:
@@ -104,7 +104,13 @@ def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = 
     known = {guard.lhs: guard.rhs for guard in guards_of(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
     nodes = tuple(_simplified(node, known) if known else node for node in builder.nodes.values())
     inputs = [node.shape for node in nodes if node.kind == "input"]
-    graph = Graph(nodes=nodes, outputs=tuple(builder.outputs), updates=tuple(builder.updates), axes=Axes.of_inputs(inputs))
+    graph = Graph(
+        nodes=nodes,
+        outputs=tuple(builder.outputs),
+        updates=tuple(builder.updates),
+        axes=Axes.of_inputs(inputs),
+        beside=tuple(builder.beside),
+    )
     return graph.without_dead_operators()
 
 
@@ -132,6 +138,7 @@ class _GraphBuilder:
         self.nodes: dict[str, Node] = {}
         self.outputs: list[str] = []
         self.updates: list[tuple[str, str]] = []
+        self.beside: list[tuple[int, Any]] = []
         self.problems: list[str] = []
         self._leaves: dict[str, tuple[Kind, str]] = {
             **{name: ("parameter", target) for name, target in signature.inputs_to_parameters.items()},
@@ -189,13 +196,13 @@ class _GraphBuilder:
     def add_outputs(self, functional: FunctionalProgram) -> None:
         """Take over what the program returns and writes."""
         self.updates += [(self._alias.get(name, name), buffer) for name, buffer in functional.updates.items()]
-        for returned in functional.outputs:
-            if not isinstance(returned, torch.fx.Node):
-                self.problems.append("(the model itself): returns None or a constant; return tensors only")
-                continue
-            if returned.name in self._scalars:
-                self.problems.append("(the model itself): returns a number, not a tensor; return tensors only")
-            self.outputs.append(self._alias.get(returned.name, returned.name))
+        for place, returned in enumerate(functional.outputs):
+            if isinstance(returned, torch.fx.Node) and returned.name not in self._scalars:
+                self.outputs.append(self._alias.get(returned.name, returned.name))
+            else:
+                self.beside.append((place, self._convert(returned)))
+        if not self.outputs:
+            self.problems.append("(the model itself): returns no tensor, so there is nothing to compute; return what you train on")
 
     def _add_result(self, fx_node: torch.fx.Node, value: torch.Tensor) -> None:
         """One of several results; of the operators below only the first is of use, and stands for the operator."""

@@ -139,12 +139,14 @@ class Graph:
         outputs: names of the values that the model returns, in order.
         updates: values that become a buffer's content once the model has run, with the buffer's qualified name.
         axes: the spatial axes of its images.
+        beside: what the model returns besides values, with its place among all that it returns: ``None``, texts, numbers.
     """
 
     nodes: tuple[Node, ...]
     outputs: tuple[str, ...]
     updates: tuple[tuple[str, str], ...] = ()
     axes: Axes = field(default_factory=Axes)
+    beside: tuple[tuple[int, Any], ...] = ()
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -21,7 +22,7 @@ from sft.analysis.attributes import Changes, Watching, attributes_kept
 from sft.analysis.norms import CUMULATIVE
 
 __all__ = [
-    "NORMS_OF_WEIGHTS",
+    "COMPUTING_WEIGHTS",
     "USED_ON",
     "dropping_channels",
     "hooks_aside",
@@ -35,7 +36,7 @@ __all__ = [
 _GLOBAL = tuple(f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre"))
 
 #: Hooks that only compute a weight, which the capture follows.
-NORMS_OF_WEIGHTS = (WeightNorm, SpectralNorm)
+COMPUTING_WEIGHTS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 #: Parameters that are elsewhere than on the device that the model runs on, and this device: those that are streamed.
 USED_ON: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -152,7 +153,7 @@ def hooks_aside(model: nn.Module) -> Iterator[None]:
         stay = {
             key: hook
             for key, hook in hooks.items()
-            if isinstance(hook, (*NORMS_OF_WEIGHTS, _Dropping, Watching)) or (module is not model and not is_gathering(hook))
+            if isinstance(hook, (*COMPUTING_WEIGHTS, _Dropping, Watching)) or (module is not model and not is_gathering(hook))
         }
         vars(module)[name] = OrderedDict(stay)
     everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from sft.alone import alone
 from sft.analysis.bands import Shares
 from sft.analysis.capture import is_channels_last
 from sft.analysis.graph import Graph
@@ -85,6 +86,7 @@ class Engine:
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
+    @alone()
     def plan_for_shapes(
         self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None, input_grads: tuple[bool, ...] | None = None
     ) -> Plan:
@@ -95,6 +97,7 @@ class Engine:
         held = tuple((shape[0], 1, *shape[1:]) if lacks else shape for shape, lacks in zip(shapes, lacking, strict=True))
         return self.preparation.prepare(self._kind(held, given, device, no, input_grads or no, lacking)).plan
 
+    @alone()
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
         """The plan that a call with these inputs would use."""
         return self.preparation.prepare(self._kind_of(*self._resolve(inputs, input_grad))).plan
@@ -158,8 +161,9 @@ class Engine:
             self.stream_weights()
         if self.streamed_weights is not None:
             self.streamed_weights.check()
-        given, lacking = self._resolve(inputs, input_grad)
-        kind = self._kind_of(given, lacking)
+        with alone():
+            given, lacking = self._resolve(inputs, input_grad)
+            kind = self._kind_of(given, lacking)
         if self.party is not None:
             traced = kind.traced
             same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, traced.dtypes, traced.training_flags)
@@ -196,8 +200,12 @@ class Engine:
         with torch.no_grad():  # nothing can fail any more
             for (_, path), update in zip(graph.updates, updates, strict=True):
                 self.model.get_buffer(path).copy_(update)
-        return pytree.tree_unflatten(results, ready.captured.capture.out_spec)
+        returned: list[Any] = [*results]
+        for place, value in ready.beside:
+            returned.insert(place, value)
+        return pytree.tree_unflatten(returned, ready.captured.capture.out_spec)
 
+    @alone()
     def _bind(self, ready: Ready, inputs: Sequence[Given]) -> Leaves:
         graph = ready.captured.phases.graph
         by_name = dict(zip(graph.inputs, inputs, strict=True))

@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class Given:
     def splits_batch(self) -> bool:
         """Whether it can be taken a few batch elements at a time."""
         parts = [part for part in (self.source, self.make_sink and self.make_sink()) if part is not None]
-        return self.shape[0] == 1 or all(hasattr(part, "samples") for part in parts)
+        return self.shape[:1] in ((), (1,)) or all(hasattr(part, "samples") for part in parts)
 
 
 def is_readable(value: object) -> bool:
@@ -223,10 +224,14 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
         if len(shape) != 4 or not all(isinstance(extent, int) and extent >= 1 for extent in shape):
             raise InputError(f"{name} is a source of shape {shape}; a source has four positive extents (N, C, H, W)")
         check_extents(name, shape)
+        if not isinstance(value.dtype, torch.dtype):
+            raise InputError(f"{name} is a source of dtype {value.dtype!r}; a source has an element type of torch's, as {dtype}")
         if value.dtype != dtype and value.dtype.is_floating_point:
             raise InputError(f"{name} is a source of {value.dtype}, the model has {dtype}; make the source with dtype={dtype}")
         return value
     hint = "; make it a source: sft.sources.Normalized(image, mean=..., std=...)" if isinstance(value, Image) else ""
+    if isinstance(value, (NoneType, bool, int, float, str)):
+        hint = "; a constant belongs into the model: compile a module whose forward calls it with this constant"
     raise InputError(f"{name} is a {type(value).__name__}; give a tensor, a NumPy array, or a sft.sources.Source{hint}")
 
 

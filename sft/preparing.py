@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft.alone import alone
 from sft.analysis.capture import Capture, attribute_of, capture, outputs_channels_last
 from sft.analysis.following import PERMUTES
 from sft.analysis.gradients import reached_by_gradients
@@ -23,7 +24,7 @@ from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
-from sft.analysis.preparation import NORMS_OF_WEIGHTS, dropping_channels, is_gathering
+from sft.analysis.preparation import COMPUTING_WEIGHTS, dropping_channels, is_gathering
 from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
@@ -104,6 +105,8 @@ class Ready:
     plan: Plan
     region: Region
     captured: Captured
+    #: what the model returns besides tensors, and where
+    beside: tuple[tuple[int, Any], ...]
     slabs: Slabs | None = None
     graphs: GraphStore | None = None
 
@@ -169,6 +172,7 @@ class Preparation:
         other.captured = list(self.captured)
         return other
 
+    @alone()
     def prepare(self, kind: CallKind) -> Ready:
         """The plan for a kind of call, made at the first.
 
@@ -195,7 +199,7 @@ class Preparation:
                 ("backward hook", module._backward_hooks),
                 ("backward pre-hook", module._backward_pre_hooks),
             )
-            if any(not isinstance(hook, NORMS_OF_WEIGHTS) and not is_gathering(hook) for hook in hooks.values())
+            if any(not isinstance(hook, COMPUTING_WEIGHTS) and not is_gathering(hook) for hook in hooks.values())
         ]
         if problems:
             raise UnsupportedError(problems)
@@ -250,7 +254,7 @@ class Preparation:
         graphs = self._recordings(planned.region, plan, kind.traced.device)
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
-        return Ready(plan, planned.region, captured, slabs, graphs)
+        return Ready(plan, planned.region, captured, problem.graph.beside, slabs, graphs)
 
     def _search(self, kind: CallKind) -> Search:
         return Search(
@@ -285,7 +289,7 @@ class Preparation:
         region = found.planned.region
         if isinstance(self.mesh, LiveMesh):
             region = found.bands.region(self.mesh.band, self._together)
-        return Ready(plan, region, captured)
+        return Ready(plan, region, captured, problem.graph.beside)
 
     def _recordings(self, region: Region, plan: Plan, device: torch.device) -> GraphStore | None:
         """What is replayed as CUDA graphs: what the budget has left decides how much."""
@@ -335,17 +339,28 @@ class Preparation:
         if self.captured:
             _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
         with dropping_channels(self.model, traced.lacking_channels):
-            found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast)
-        permutes = any(node.target in PERMUTES for node in found.graph.operators)
-        found = replace(found, graph=in_terms_of_the_table(found.graph))
-        captured = Captured(found, find_phases(found.graph), traced, permutes)
-        self._refuse_unbatched(found.graph, kind.shapes)
-        symbols = found.bind(kind.shapes)
+            found = self._captured(kind, any_size=True) or self._captured(kind, any_size=False)
+        assert found is not None
+        self._refuse_unbatched(found.capture.graph, kind.shapes)
+        symbols = found.capture.bind(kind.shapes)
         if symbols is None:
             sizes = ", ".join("x".join(map(str, shape)) for shape in kind.shapes)
             raise UnsupportedError([f"{type(self.model).__name__}: the capture at {sizes} does not hold for that very size"])
-        self.captured = [*self.captured[1 - _MAX_CAPTURES :], captured]
-        return captured, symbols
+        self.captured = [*self.captured[1 - _MAX_CAPTURES :], found]
+        return found, symbols
+
+    def _captured(self, kind: CallKind, *, any_size: bool) -> Captured | None:
+        """The model in terms of the table; ``None`` where no rule decides for any size what it does, as for a padding by a remainder."""
+        traced = kind.traced
+        found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast, any_size=any_size)
+        permutes = any(node.target in PERMUTES for node in found.graph.operators)
+        try:
+            in_terms = replace(found, graph=in_terms_of_the_table(found.graph))
+            return Captured(in_terms, find_phases(in_terms.graph), traced, permutes)
+        except TypeError as error:  # SymPy has no type of its own for it
+            if not any_size or "truth value of Relational" not in str(error):
+                raise
+            return None
 
     def _refuse_unbatched(self, graph: Graph, shapes: Sequence[Shape]) -> None:
         """PyTorch takes an image without a batch for most of its layers; our axes would be one short.

@@ -11,12 +11,14 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from sft.alone import is_other_thread_alone
 from sft.errors import InputError, UnsupportedError
 
 __all__ = ["not_compiled", "positional_inputs", "refuse_batched", "refuse_failed", "refuse_tracing", "refuse_wrapping"]
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
+_CONSTANTS = (bool, int, float, str)
 _STREAMED = "which cannot see a compiled model: its strips are computed outside of what is traced"
 
 
@@ -31,7 +33,7 @@ def refuse_tracing(inputs: Sequence[Any]) -> None:
         found = f"torch.jit.trace, {_STREAMED}; trace the original model"
     elif any(isinstance(value, torch.fx.Proxy) for value in inputs):
         found = f"torch.fx, {_STREAMED}; trace the original model"
-    elif torch.compiler.is_exporting():
+    elif torch.compiler.is_exporting() and not is_other_thread_alone():  # torch says so in all threads
         found = f"torch.export or another sft.compile, {_STREAMED}; export or compile the original model, as a whole"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
         found = (
@@ -99,18 +101,26 @@ def refuse_wrapping(what: str, instead: str) -> None:
 
 
 def positional_inputs(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> tuple[Any, ...]:
-    """A call's inputs in the order of the model's ``forward``.
+    """A call's inputs in the order of the model's ``forward``; the last ones that are its defaults are left out.
 
     Raises:
         InputError: a keyword that ``forward`` has not, one that it takes by name only, or one after an input that is left out.
     """
-    if not keywords:
+    if not keywords and not any(value is None or isinstance(value, _CONSTANTS) for value in inputs):
         return tuple(inputs)
     signature = inspect.signature(model.forward)
     try:
         bound = signature.bind(*inputs, **keywords)
     except TypeError as error:
-        raise InputError(f"keyword inputs {sorted(keywords)}: {error}; forward takes {signature}") from error
+        raise InputError(f"{f'keyword inputs {sorted(keywords)}' if keywords else 'inputs'}: {error}; forward takes {signature}") from error
+    for name in list(reversed(bound.arguments)):
+        if not _is_default(bound.arguments[name], signature.parameters[name].default):
+            break
+        del bound.arguments[name]
     if bound.kwargs:
         raise InputError(f"keyword inputs {sorted(bound.kwargs)} have no position in forward{signature} without what comes before them")
     return bound.args
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and isinstance(value, _CONSTANTS) and value == default)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, weight_norm
+from torch.nn.utils import parametrizations, prune, weight_norm
 
 import sft
 
@@ -178,6 +178,32 @@ def test_lengths_of_weights_by_hooks() -> None:
         call(x).square().sum().backward()
     for (name, parameter), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_pruned_weights() -> None:
+    """Their hooks, too, make a weight of a parameter and a buffer."""
+
+    def pruned() -> nn.Sequential:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))
+        prune.l1_unstructured(model[0], "weight", 0.5)
+        prune.l1_unstructured(model[2], "weight", 0.25)
+        prune.ln_structured(model[2], "weight", 1, n=1, dim=1)  # on top of the other
+        prune.l1_unstructured(model[2], "bias", 1)
+        return model
+
+    eager, ours = (seeded(pruned) for _ in range(2))
+    net = sft.compile(ours, (2, 3, 12, 9), options=sft.Options(tile=(3, None)))
+    x = image(2, 3, 12, 9)
+    for _ in range(2):
+        for call in (eager, net):
+            call(x).square().sum().backward()
+        for (name, parameter), theirs in zip(ours.named_parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-10, atol=1e-10, msg=name)
+            with torch.no_grad():
+                parameter.sub_(0.1)
+                theirs.sub_(0.1)
+    prune.remove(ours[0], "weight")
+    torch.testing.assert_close(net(x), ours(x), rtol=1e-12, atol=1e-12)
 
 
 class _Unread(nn.Module):

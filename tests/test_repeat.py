@@ -454,6 +454,12 @@ def test_bad_input_is_refused() -> None:
     sizes = iter([3, 4])
     with pytest.raises(sft.InputError, match="block 1"):
         Repeat(lambda: nn.Linear(3, next(sizes)), 2)
+    with pytest.raises(sft.InputError, match="not initialised yet"):
+        Repeat(lambda: nn.LazyConv2d(4, 3), 2)
+    with pytest.raises(sft.InputError, match=r"refuses an input of torch.float32 and shape \(3, 5\): RuntimeError"):
+        Repeat(lambda: nn.Linear(4, 4), 2)(torch.ones(3, 5))
+    with pytest.raises(sft.UnsupportedError, match="let its first operator not work in place"):
+        Repeat(lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(4, 4)), 2)(torch.ones(3, 4))
     net, _ = _net("scale")
     with pytest.raises(sft.InputError, match="floating"):
         net(torch.ones(3, 4, dtype=torch.int64))

@@ -37,6 +37,7 @@ _IN_PART_WHOLE: dict[str, _Function] = {
     "coordinates": lambda x, h, w: x * (torch.arange(h, dtype=x.dtype) / (h - 1))[:, None],
     "a constant image": lambda x, h, w: x + torch.full((h, w), 1 / w, dtype=x.dtype),
     "a constant": lambda x, h, w: x * torch.tensor([w / h], dtype=x.dtype),
+    "a truth value": lambda x, h, w: x + torch.tensor(h > w),
     "ends of a range": lambda x, h, w: x * torch.linspace(0.5 / w, 1 - 0.5 / w, w, dtype=x.dtype),
 }
 

@@ -52,6 +52,41 @@ def test_inputs_by_name() -> None:
         net(guide=guide)
 
 
+class _Guided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None, mode: str = "sum", *, flip: bool = False) -> Tensor:
+        y = self.conv(x.flip(3) if flip else x)
+        found: Tensor = y if scale is None else y * scale if mode == "product" else y + scale
+        return found
+
+
+def test_inputs_that_are_defaults_are_left_out() -> None:
+    model = seeded(_Guided)
+    x, scale = image(*_SHAPE), torch.tensor(0.3, dtype=torch.float64)
+    net = sft.compile(model, _SHAPE, options=_OPTIONS)
+    for given in ((None,), (None, "sum"), ()):
+        torch.testing.assert_close(net(x, *given), model(x, *given), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(net(x, None, flip=False), model(x))
+    torch.testing.assert_close(net(x, scale, "sum"), model(x, scale), rtol=1e-12, atol=1e-12)  # captured anew
+    with pytest.raises(sft.InputError, match="a constant belongs into the model"):
+        net(x, scale, "product")
+    with pytest.raises(sft.InputError, match="flip"):
+        net(x, flip=True)
+
+
+@pytest.mark.parametrize("value", [torch.tensor(0.3, dtype=torch.float64), torch.tensor(3)])
+@pytest.mark.parametrize("num_batch", [1, 2])
+def test_numbers_beside_an_image(num_batch: int, value: Tensor) -> None:
+    """Temperatures, noise levels: tensors without dimensions."""
+    model, x = seeded(_Guided), image(num_batch, 3, 12, 10)
+    for shape in ([x.shape, value], [x.shape, value.shape]):
+        net = sft.compile(model, shape, options=_OPTIONS)
+        torch.testing.assert_close(net(x, value), model(x, value), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at all tensors that it meets
 def test_torch_compile_leaves_it_as_it_is() -> None:
     model, net = _pair()

@@ -25,6 +25,7 @@ class Pad(Operator):
     """
 
     name: str = "pad"
+    is_sized: bool = True
 
     def amounts(self, node: Node, axis: int) -> tuple[int, int]:
         """Rows before and behind the image."""
@@ -76,7 +77,7 @@ class Pad(Operator):
             return [f"{node.label}: its rows wrap round in a form that is not taken apart; pad an image [N, C, ...] by no less than 0"]
         if any(flat[2 * graph.axes.count :]):
             return [f"{node.label}: pads channels ({flat}); only the image's axes can be padded in strips"]
-        if mode != "constant" and min(flat) < 0:
+        if mode != "constant" and any(amount < 0 for amount in flat if isinstance(amount, int)):  # others are known at a size
             return [f"{node.label}: crops with mode {mode!r}; crop before padding"]
         return []
 
@@ -86,6 +87,7 @@ class Wrapped(Pad):
     """The image with rows of the opposite border above and below it (circular padding of rows)."""
 
     name: str = "wrapped"
+    is_sized: bool = False
 
     def streamed_operands(self, node: Node, streamed: Collection[str]) -> tuple[str, ...]:
         return node.operands[:1]

@@ -8,7 +8,7 @@ start, and what the clones hold at the end are the buffers' next values.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sft.alone import alone
 from sft.analysis.attributes import Changes, attributes_kept, attributes_set
-from sft.errors import UnsupportedError
+from sft.analysis.quiet import quiet
+from sft.errors import InputError, UnsupportedError
 
 __all__ = ["BlockTrace", "Shape", "trace_block"]
 
@@ -52,6 +54,7 @@ class BlockTrace:
     device: torch.device
 
 
+@alone()
 def trace_block(
     block: nn.Module,
     x: Shape,
@@ -72,17 +75,16 @@ def trace_block(
         autocast: the type that autocast casts to, if it is on.
 
     Raises:
-        UnsupportedError: the block cannot be traced, or its output is not like its input.
+        InputError: the block itself refuses such an input.
+        UnsupportedError: it cannot be traced, or its output is not like its input.
     """
     _refuse_hooks(block)
     mode = FakeTensorMode()
     with torch.inference_mode(False), mode:
-        given = [
-            torch.empty(x.shape, dtype=x.dtype, device=device),
-            [torch.empty(p.shape, dtype=p.dtype, device=device) for p in params.values()],
-            [torch.empty(b.shape, dtype=b.dtype, device=device) for b in buffers.values()],
-            torch.empty(x.shape, dtype=x.dtype, device=device),
-        ]
+        image, gradient = (torch.empty(x.shape, dtype=x.dtype, device=device) for _ in range(2))
+        weights = {name: torch.empty(p.shape, dtype=p.dtype, device=device) for name, p in params.items()}
+        states = {name: torch.empty(b.shape, dtype=b.dtype, device=device) for name, b in buffers.items()}
+        given: list[Any] = [image, [*weights.values()], [*states.values()], gradient]
 
     def joint(value: Tensor, weights: Sequence[Tensor], states: Sequence[Tensor], gradient: Tensor) -> list[Tensor | None]:
         leaf = value.detach().requires_grad_()
@@ -104,7 +106,7 @@ def trace_block(
 
     off = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else contextlib.nullcontext()
     try:
-        with torch.inference_mode(False), mode, torch.no_grad(), off:
+        with torch.inference_mode(False), mode, torch.no_grad(), off, quiet():
             with attributes_kept(block) as changes:
                 first = make_fx(joint)(*given)
             if changes:
@@ -115,14 +117,28 @@ def trace_block(
     except UnsupportedError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-        raise UnsupportedError(
-            [
-                f"(the repeated block): it cannot be traced: {reason}. "
-                "Give it registered parameters and buffers alone, and let it take no decisions on their values"
-            ]
-        ) from error
+        with torch.inference_mode(False), mode, torch.no_grad(), _autocast(device, autocast), attributes_kept(block), quiet():
+            refused = _refusal(lambda: functional_call(block, {**weights, **states}, (image,)))
+        if refused is not None:
+            raise InputError(f"the repeated block refuses an input of {x.dtype} and shape {x.shape}: {refused}") from error
+        remedy = "Give it registered parameters and buffers alone, and let it take no decisions on their values"
+        if "in-place operation" in str(error):
+            remedy = "Its input is that of another block as well: let its first operator not work in place"
+        raise UnsupportedError([f"(the repeated block): it cannot be traced: {_first_line(error)}. {remedy}"]) from error
     return BlockTrace(graph=graph, params=tuple(params), buffers=tuple(buffers), device=device)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".")
+
+
+def _refusal(call: Callable[[], Any]) -> str | None:
+    """What eager PyTorch says to the input; ``None`` where it takes it."""
+    try:
+        call()
+    except Exception as error:  # a decision on values, which fake tensors do not have, is of a type of its own
+        return _first_line(error) if type(error) in (RuntimeError, ValueError, TypeError, IndexError) else None
+    return None
 
 
 def _refuse_next_call(first: torch.fx.GraphModule, later: torch.fx.GraphModule, changes: Changes) -> None:

@@ -151,7 +151,7 @@ class Program:
 
 
 def live_instructions(instructions: Sequence[Instruction], slots: Sequence[Sequence[Slot]], wanted: Collection[int]) -> list[bool]:
-    """Which instructions matter to the wanted storages, found from the end."""
+    """Which instructions matter to the wanted storages, found from the end; those that make and write nothing are checks, and stay."""
     needed = set(wanted)
     keep = [False] * len(instructions)
     for position in range(len(instructions) - 1, -1, -1):
@@ -164,7 +164,8 @@ def live_instructions(instructions: Sequence[Instruction], slots: Sequence[Seque
                 if slot.root in needed:
                     break
             else:
-                continue
+                if instruction.outputs or instruction.writes:
+                    continue
         keep[position] = True
         for slot in slots[position]:
             needed.add(slot.root)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from sft.errors import InputError
 
@@ -26,6 +27,8 @@ def stacked(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:
     template = make_block()
     if not isinstance(template, nn.Module):
         raise InputError(f"make_block must make an nn.Module, made {type(template).__name__}")
+    if any(is_lazy(tensor) for tensor in (*template.parameters(), *template.buffers())):
+        raise InputError("make_block makes a block whose parameters are not initialised yet; give its layers their number of channels")
     own = _tensors_of(template)
     stacks: dict[str, Tensor] = {
         name: torch.empty((num_blocks, *tensor.shape), dtype=tensor.dtype, device=tensor.device) for name, tensor in own.items()

@@ -251,7 +251,9 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
                     node = phases.rows[node.name].resolved(node, phases.graph.axes.of(shapes[operands[0]]))
                 shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
         nodes.append(replace(node, shape=shapes[node.name]))
-    return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes)))
+    last = phases.graph[phases.graph.outputs[0]]
+    beside = tuple((place, _numbers(value, symbols, last)) for place, value in phases.graph.beside)
+    return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes), beside=beside))
 
 
 def _resorted(phases: Phases, symbols: Mapping[sp.Symbol, int]) -> Phases:

@@ -21,7 +21,7 @@ class WeightsFile:
         durable: whether each generation survives a loss of power.
 
     Raises:
-        InputError: there is no such folder.
+        InputError: it is no path, or there is no such folder.
     """
 
     path: str | os.PathLike[str]
@@ -29,6 +29,8 @@ class WeightsFile:
     durable: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)) or not os.fspath(self.path) or isinstance(os.fspath(self.path), bytes):
+            raise InputError(f"weights file {self.path!r}: give the path of a file")
         folder = os.path.dirname(os.path.abspath(self.path))
         if not os.path.isdir(folder):
             raise InputError(f"weights file {os.fspath(self.path)!r}: there is no folder {folder!r}; make it first")

@@ -30,7 +30,7 @@ def remembered_captures(about: str = "") -> Iterator[None]:
 
     def remembered(model: nn.Module, shapes: Sequence[tuple[int, ...]], *arguments: Any, **keywords: Any) -> Capture:
         # A captured graph names parameters and does not hold them.
-        flags = [module.training for module in model.modules()], [parameter.requires_grad for parameter in model.parameters()]
+        flags = [module.training for module in model.modules()], [(name, value.requires_grad) for name, value in model.named_parameters()]
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         key = repr((about, type(model), model, flags, state, [len(shape) for shape in shapes], arguments, keywords))
         known = _KNOWN.setdefault(key, [])

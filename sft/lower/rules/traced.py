@@ -176,14 +176,14 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> _Trace:
                 continue
             if node.target is operator.getitem:
                 continue  # numbered with the call that it belongs to
-            value, target = node.meta["val"], node.target
+            value, target = node.meta.get("val"), node.target  # a check, as of a matrix for being singular, returns nothing
             if target in _VIEWS and not _only_splits(node.args[0].meta["val"].shape, value.shape):
                 target = aten._reshape_copy.default
             target = _ROOMY.get(target, target)
             has_many = isinstance(value, (tuple, list))
             made = {user.args[1]: user for user in node.users} if has_many else {0: node}
             results: list[_Result | None] = []
-            for position, tensor in enumerate(value if has_many else (value,)):
+            for position, tensor in enumerate(value if has_many else () if value is None else (value,)):
                 if position not in made or tensor is None:
                     results.append(None)
                     continue

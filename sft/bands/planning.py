@@ -282,7 +282,7 @@ def _descents(
     """Decisions with strips that get lower and lower: first with all states kept, then with few."""
     height = shares.height
     tallest = max(len(shares.rows(band, height)) for band in range(shares.num_bands))
-    batch_tile = min(options.batch_tile or problem.num_batch, problem.num_batch) if problem.splits_batch else problem.num_batch
+    batch_tile = problem.batch_tile(options.batch_tile or problem.num_batch)
 
     def choose(rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
         return banded_choices(

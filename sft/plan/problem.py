@@ -11,7 +11,7 @@ import sympy as sp
 import torch
 
 from sft.analysis.axes import COLUMNS, ROWS
-from sft.analysis.graph import Graph, Node, SizeNumber
+from sft.analysis.graph import Graph, Node, SizeNumber, refs_in
 from sft.analysis.masks import SEED
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
@@ -123,6 +123,17 @@ class Problem:
             if len(node.shape) >= self.graph.axes.rank or is_reduction or node.target == "sft.scale_shift":
                 found.add(node.name)
         return frozenset(found)
+
+    def batch_tile(self, wished: int | None) -> int:
+        """Batch elements that walk together, where so many were asked for (``None``: one)."""
+        return min(wished or 1, self.num_batch) if self.splits_batch and not self._batch_makes_weights else self.num_batch
+
+    @cached_property
+    def _batch_makes_weights(self) -> bool:
+        """Whether a streamed operator has a weight with as many entries as the batch: it may be made of all elements."""
+        nodes = (self.graph[name] for name in self.phases.streamed)
+        weights = {name for node in nodes for key in ("weight", "bias") for name in refs_in(node.argument(key))}
+        return not self.per_sample.isdisjoint(weights)
 
     def value_bytes(self, name: str) -> int:
         """Bytes of a whole value."""

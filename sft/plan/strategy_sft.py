@@ -96,7 +96,7 @@ def _choices(problem: Problem, parts: Parts, options: Options, grid: Grid) -> tu
                 nodes=names,
                 mode="tiled",
                 strip_rows=rows,
-                batch_tile=min(options.batch_tile or 1, problem.num_batch),
+                batch_tile=problem.batch_tile(options.batch_tile),
                 panel_cols=cols,
                 halo="recompute",
             )

@@ -50,7 +50,7 @@ class Tiling:
             height=max(map(problem.run_height, runs), default=1),
             width=width,
             panel_cols=cols,
-            batch_tile=min(options.batch_tile or 1, problem.num_batch) if problem.splits_batch else problem.num_batch,
+            batch_tile=problem.batch_tile(options.batch_tile),
             restart=restart and cols < width and halo == "carry",
         )
 

@@ -7,6 +7,7 @@ it varies along the image, it becomes an image that is read in strips, too (:mod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +31,21 @@ class Elementwise(Following):
         if any(image.layout != layout for image in images) or len({len(shape) for shape in held}) > 1:
             return False
         rank = len(held[0])
+        # Of an image of one row, or column, beside larger ones all of these need that row.
+        widest = max(images, key=lambda image: sum(extent != 1 for extent in self.axes.of(self.shape(image.node))))
+        is_outer = any(self._is_narrow(widest, image) for image in images)  # of a row and a column
         aligned: dict[str, str] = {}
         for name in dict.fromkeys(node.operands):
             base = name if name in self.images else self.unexpanded(name)
             side: str | None = base
             if name in self.images:
                 side = self.images[name].node
+                if is_outer and side == widest.node:
+                    side = self._expanded(node, side, broadcast(held, rank))
+                elif not is_outer and self._is_narrow(self.images[name], widest):
+                    side = self.image_beside(node, side, Image(widest.node, Layout.plain(rank)))
             elif varies(self.shape(base), layout, rank - self.axes.count):
-                side = self.image_beside(node, base, images[0])
+                side = self.image_beside(node, base, widest)
             elif not (layout.is_plain and len(layout.groups) == rank):
                 side = self._aligned(base, layout, rank)
             if side is None:
@@ -49,6 +57,20 @@ class Elementwise(Following):
             return False
         arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
         return self.put(replace(node, shape=shape, arguments=arguments), layout)
+
+    def _is_narrow(self, image: Image, widest: Image) -> bool:
+        """Whether an image has one row or column where another one has more."""
+        axes = (self.axes.of(self.shape(one.node)) for one in (image, widest))
+        return any(own == 1 != other for own, other in zip(*axes, strict=True))
+
+    def _expanded(self, reader: Node, name: str, shape: Sequence[Any]) -> str:
+        """A row or column repeated along the image, whole."""
+        expanded = f"{reader.name}__{name}_expanded"
+        size = (*self.shape(name)[: -self.axes.count], *shape[-self.axes.count :])
+        arguments = (("self", Ref(name)), ("size", size), ("implicit", False))
+        made = replace(self.nodes[name], name=expanded, target="aten.expand.default", shape=size, arguments=arguments, effect="")
+        self.nodes[expanded] = replace(made, kind="operator", module_path=reader.module_path)
+        return expanded
 
     def image_beside(self, reader: Node, name: str, image: Image) -> str | None:
         """What varies along an image without being one, as an image for ``reader``."""

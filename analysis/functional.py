@@ -21,6 +21,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
 
 from sft.analysis.casts import Cast, Casts, tensors_of, with_tensors
@@ -60,17 +61,10 @@ def functional(exported: ExportedProgram, casts: Casts | None = None) -> Functio
 def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
     program: ExportedProgram = exported.run_decompositions({})
     signature, nodes = program.graph_signature, tuple(program.graph.nodes)
-    written = set(signature.user_inputs_to_mutate)
-    return FunctionalProgram(
-        program=program,
-        nodes=nodes[:-1],
-        outputs=tuple(o for o in nodes[-1].args[0] if _name(o) not in signature.buffers_to_mutate and _name(o) not in written),
-        updates=dict(signature.buffers_to_mutate),
-    )
-
-
-def _name(value: Any) -> str | None:
-    return value.name if isinstance(value, fx.Node) else None
+    returned: Any = nodes[-1].args[0]
+    # By place: what is written to a buffer, or to an input, may be returned as well.
+    outputs = (o for o, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT)
+    return FunctionalProgram(program=program, nodes=nodes[:-1], outputs=tuple(outputs), updates=dict(signature.buffers_to_mutate))
 
 
 def rewritten(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram | None:

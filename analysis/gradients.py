@@ -20,21 +20,30 @@ def reached_by_gradients(graph: Graph) -> frozenset[str]:
 
 
 def with_buffers_kept(graph: Graph) -> Graph:
-    """A copy of each buffer whose old content is read where gradients pass: the buffer itself has its new content by then.
+    """A copy of each buffer whose old content is read in the backward pass: the buffer itself has its new content by then.
 
-    Running statistics are read by their own update alone, which has no gradient, and need none.
+    That is where gradients pass, and beside an image's strips, which are computed again with all that is computed with them. Running
+    statistics are read by their own update alone, which has no gradient, and need none.
     """
+
     updated = {path for _, path in graph.updates}
     reached = reached_by_gradients(graph)
+
+    def reads_again(node: Node) -> tuple[str, ...]:
+        """What of its operands is read in the backward pass."""
+        if node.target == "sft.beside":
+            return node.operands
+        return tuple(differentiable_operands(node)) if node.kind == "operator" and node.name in reached else ()
+
     kept: dict[str, str] = {}
     nodes: list[Node] = []
     for node in graph.nodes:
-        if kept and node.kind == "operator" and node.name in reached and differentiable_operands(node):
+        if kept and reads_again(node):
             swapped = tuple((name, map_refs(value, lambda ref: Ref(kept.get(ref, ref)))) for name, value in node.arguments)
             node = replace(node, arguments=swapped)
         nodes.append(node)
         readers = [graph[user] for user in graph.users[node.name]] if node.kind == "buffer" and node.target in updated else []
-        if any(user.name in reached and node.name in differentiable_operands(user) for user in readers):
+        if any(node.name in reads_again(user) for user in readers):
             kept[node.name] = f"{node.name}_before"
             arguments = (("self", Ref(node.name)), ("memory_format", None))
             nodes.append(replace(node, name=kept[node.name], kind="operator", target="aten.clone.default", arguments=arguments))

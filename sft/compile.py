@@ -208,6 +208,11 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
 
 def _check_model(model: nn.Module) -> None:
     """Refuse modules that cannot be looked into."""
+    if type(model).__call__ is not nn.Module.__call__ and not isinstance(model, (torch.fx.GraphModule, torch.jit.ScriptModule)):
+        raise InputError(
+            f"(the model itself): {type(model).__name__} has a `__call__` of its own, which would run around and inside of what is "
+            "compiled; move what it does into `forward`, or compile nn.Sequential(model)"
+        )
     for path, module in model.named_modules():
         where = f"{path or '(the model itself)'}: {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):

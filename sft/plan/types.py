@@ -49,9 +49,6 @@ class SegmentChoice:
     restart: bool = False
     streamed: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        _check_tiling(self)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentPlan:
@@ -105,7 +102,12 @@ class SegmentPlan:
     streamed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_tiling(self)
+        tiled = self.mode == "tiled"
+        least = {"strip_rows": tiled, "state_every": 1, "state_slots": 0, "batch_tile": tiled, "panel_cols": 0}
+        given = {name: getattr(self, name) for name in least}
+        wrong = [f"{name} is {given[name]}, expected at least {low:d}" for name, low in least.items() if given[name] < low]
+        if wrong or not self.nodes:
+            raise InputError(f"a segment of a plan: {'; '.join(wrong) or 'it has no operators'}")
 
     @property
     def backend(self) -> Literal["aten", "mixed"]:
@@ -249,18 +251,3 @@ class Plan:
             return record_of(cls, data)
         except InputError as error:
             raise InputError(f"cannot read the plan: {error}; make a new one with sft.plan(...)") from error
-
-
-def _check_tiling(segment: SegmentChoice | SegmentPlan) -> None:
-    """No number that a walk cannot be made of.
-
-    Raises:
-        InputError: there is one.
-    """
-    tiled = segment.mode == "tiled"
-    least = {"strip_rows": tiled, "state_every": 1, "state_slots": 0, "batch_tile": tiled, "panel_cols": 0}
-    wrong = [
-        f"{name} is {getattr(segment, name)}, expected at least {low:d}" for name, low in least.items() if getattr(segment, name) < low
-    ]
-    if wrong or not segment.nodes:
-        raise InputError(f"a segment of a plan: {'; '.join(wrong) or 'it has no operators'}")

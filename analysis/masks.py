@@ -7,7 +7,9 @@ ranks see parts of one mask:
 * ``sft.dropout``: an element-wise dropout, what ``nn.Dropout`` calls;
 * ``sft.mask``: ones where kept, zeros where dropped. ``nn.Dropout2d``, alpha dropout and stochastic depth draw one (``bernoulli``) of
   the value's shape, or of a small one, and compute with it in plain operators, which stay as they are. ``floor(keep + rand(shape))``,
-  as EfficientNets and ConvNeXts write it, is one, too.
+  as EfficientNets and ConvNeXts write it, is one, too;
+* ``sft.noise``: uniform, normal or exponential numbers, scaled and shifted: ``rand_like``, ``randn_like``, and what `uniform_`, `normal_`
+  and `exponential_` write into a value of the image's shape.
 
 The seed is a leaf of the graph, one integer.
 """
@@ -21,12 +23,12 @@ from sft.analysis.graph import Graph, Node, Ref
 from sft.analysis.repeated import drawing
 from sft.errors import UnsupportedError
 
-__all__ = ["MASK_TARGETS", "SEED", "with_positional_masks"]
+__all__ = ["DRAWN_TARGETS", "SEED", "with_positional_masks"]
 
 #: The name of the leaf.
 SEED = "sft_seed"
 #: Operators that draw.
-MASK_TARGETS = frozenset({"sft.dropout", "sft.mask"})
+DRAWN_TARGETS = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
 
 _DROPOUTS = frozenset({"aten.native_dropout.default", "aten.dropout.default"})
 #: Operators that only lend their shape to the draw, and their operand where they have one.
@@ -43,6 +45,10 @@ _BLANKS = frozenset(
         "aten.ones.default",
     }
 )
+#: Noise of another value's shape, and of a shape that is given.
+_LIKE = {"aten.rand_like.default": "uniform", "aten.randn_like.default": "normal"}
+_OF_A_SHAPE = {"aten.rand.default": "uniform", "aten.randn.default": "normal"}
+_FLOOR = "aten.floor.default"
 _OF_ANOTHER = frozenset({"aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default"})
 
 
@@ -54,8 +60,10 @@ def with_positional_masks(graph: Graph) -> Graph:
     """
     sites = 0
     nodes: list[Node] = []
+    floored = {found[0].name for node in graph.nodes if node.target == _FLOOR and (found := _floored(node, graph)) is not None}
     for node in graph.nodes:
-        drawn = _dropout(node, sites) or _mask(node, graph, sites) or drawing(node, Ref(SEED), sites)
+        noise = None if node.name in floored else _noise(node, graph, sites)
+        drawn = _dropout(node, sites) or _mask(node, graph, sites) or noise or drawing(node, Ref(SEED), sites)
         nodes.append(drawn or node)
         sites += drawn is not None
     if not sites:
@@ -68,7 +76,7 @@ def with_positional_masks(graph: Graph) -> Graph:
 def _dropout(node: Node, site: int) -> Node | None:
     if node.target not in _DROPOUTS or node.argument("train") is False:
         return None
-    return _drawn(node, "sft.dropout", node.argument("input"), node.argument("p"), site)
+    return _drawn(node, "sft.dropout", node.argument("input"), site, p=node.argument("p"))
 
 
 def _mask(node: Node, graph: Graph, site: int) -> Node | None:
@@ -77,16 +85,49 @@ def _mask(node: Node, graph: Graph, site: int) -> Node | None:
     elif node.target == "aten.bernoulli.default" and graph[node.argument("self").name].target == "aten.full.default":
         blank = graph[node.argument("self").name]
         keep = blank.argument("fill_value")
-    elif node.target == "aten.floor.default" and (found := _floored(node, graph)) is not None:
+    elif node.target == _FLOOR and (found := _floored(node, graph)) is not None:
         blank, keep = found
     else:
         return None
+    return _drawn(node, "sft.mask", _like(node, blank, "torch.empty_like(image).bernoulli_(p)"), site, p=1 - keep)
+
+
+def _noise(node: Node, graph: Graph, site: int) -> Node | None:
+    """Noise: numbers of a distribution, times a scale and plus a shift."""
+    scale, shift = 1.0, 0.0
+    if node.target in _LIKE:
+        distribution, remedy = _LIKE[node.target], ""
+    elif node.target in _OF_A_SHAPE:
+        distribution = _OF_A_SHAPE[node.target]
+        remedy = "torch.rand_like(image)" if distribution == "uniform" else "torch.randn_like(image)"
+    elif node.target == "aten.uniform.default":
+        distribution, remedy, shift = "uniform", "torch.rand_like(image)", float(node.argument("from", 0.0))
+        scale = float(node.argument("to", 1.0)) - shift
+    elif node.target == "aten.normal_functional.default":
+        distribution, remedy = "normal", "torch.randn_like(image)"
+        scale, shift = float(node.argument("std", 1.0)), float(node.argument("mean", 0.0))
+    elif node.target == "aten.exponential.default":
+        distribution, remedy, scale = "exponential", "torch.empty_like(image).exponential_()", 1 / float(node.argument("lambd", 1.0))
+    else:
+        return None
+    if not node.is_floating:
+        return None
+    blank = graph[node.argument("self").name] if node.operands else node
+    like = _like(node, blank, remedy) if node.target not in _LIKE else node.argument("self")
+    return _drawn(node, "sft.noise", like, site, distribution=distribution, scale=scale, shift=shift)
+
+
+def _like(node: Node, blank: Node, remedy: str) -> Ref | None:
+    """The value whose shape is drawn, ``None`` for a shape that is a constant.
+
+    Raises:
+        UnsupportedError: the shape follows the image without following one of its values.
+    """
     like = blank.argument("self") if blank.target in _OF_ANOTHER else None if _is_blank(blank) else Ref(blank.name)
     if like is None and not all(isinstance(extent, int) for extent in node.shape):
-        raise UnsupportedError(
-            [f"{node.label}: a mask of shape {node.shape} follows the image's size; draw it with torch.empty_like(image).bernoulli_(p)"]
-        )
-    return _drawn(node, "sft.mask", like, 1 - keep, site)
+        what = "a mask" if "bernoulli" in remedy else "noise"
+        raise UnsupportedError([f"{node.label}: {what} of shape {node.shape} follows the image's size; draw it with {remedy}"])
+    return like
 
 
 def _floored(node: Node, graph: Graph) -> tuple[Node, float] | None:
@@ -101,9 +142,9 @@ def _floored(node: Node, graph: Graph) -> tuple[Node, float] | None:
 
 
 def _is_blank(node: Node) -> bool:
-    return node.target in _BLANKS or node.target in ("aten.full.default", "aten.rand.default")
+    return node.target in _BLANKS or node.target in _OF_A_SHAPE or node.target == "aten.full.default"
 
 
-def _drawn(node: Node, target: str, operand: Ref | None, p: float, site: int) -> Node:
-    arguments: tuple[tuple[str, Any], ...] = (("self", operand), ("seed", Ref(SEED)), ("p", p), ("site", site))
+def _drawn(node: Node, target: str, operand: Ref | None, site: int, **how: Any) -> Node:
+    arguments: tuple[tuple[str, Any], ...] = (("self", operand), ("seed", Ref(SEED)), ("site", site), *how.items())
     return replace(node, target=target, arguments=arguments, effect="")

@@ -21,8 +21,9 @@ uses that a row refuses (attention of pixels to pixels, `cat` along the image, .
 PyTorch, where these fit the budget; `plan.explain()` lists them with the reason. What follows them is streamed again where it is still
 an image.
 
-**Refused** (`sft.UnsupportedError`): random numbers that do not follow positions (`torch.rand` in the model; dropout in all
-forms is fine), sizes that depend on values, operators that write into their operands where the exporter leaves such,
+**Refused** (`sft.UnsupportedError`): random numbers that do not follow positions (`torch.rand` of the image's size, `poisson`;
+dropout in all forms is fine, and so are `rand_like`, `randn_like`, and `uniform_`, `normal_` and `exponential_` into
+`empty_like`), sizes that depend on values, operators that write into their operands where the exporter leaves such,
 autograd functions with a backward of their own, in-place writes that autograd would not notice.
 """
 

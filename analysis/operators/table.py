@@ -12,7 +12,7 @@ from typing import Any
 
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.losses import ELEMENT_LOSSES
-from sft.analysis.masks import MASK_TARGETS
+from sft.analysis.masks import DRAWN_TARGETS
 from sft.analysis.operators.base import NextValue, Operator
 from sft.analysis.operators.borders import BorderRows, ChannelPad, Pad, Slice, Wrapped
 from sft.analysis.operators.pixelwise import (
@@ -189,6 +189,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.beside": Beside(),
     "sft.dropout": Drawn(name="dropout"),
     "sft.mask": Drawn(name="mask"),
+    "sft.noise": Drawn(name="noise"),
     **dict.fromkeys(sorted(ELEMENT_LOSSES), _ROW),
     **dict.fromkeys(("sft.one_hot", "sft.filled", "sft.cross_entropy", "sft.nll", "sft.label_weight"), _CHANNELS),
     **{f"aten.{name}_like.default": _CHANNELS for name in ("zeros", "ones", "full")},
@@ -217,7 +218,10 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
 
 #: Recurrent layers drop values between layers.
 _RECURRENT = frozenset({"aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
-_NO_ORDER = "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), other numbers outside the compiled model"
+_NO_ORDER = (
+    "draw masks with nn.Dropout or torch.empty_like(x).bernoulli_(p), noise with rand_like or randn_like, and other numbers outside the "
+    "compiled model"
+)
 _RANDOM = {
     **dict.fromkeys(
         (target.split(".")[1] for target in _RECURRENT), "its masks are its own; set its dropout to 0, with nn.Dropout between layers"
@@ -286,7 +290,7 @@ def refusal(node: Node, graph: Graph) -> str | None:
         return f"{node.label} has no exact rule; its running statistics are read elsewhere too, where the exporter loses their update"
     if any(isinstance(row, Convolution) for row in _rows(node.target)):
         kernel = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
-        if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(kernel)):
+        if any(graph[name].target in DRAWN_TARGETS for name in graph.ancestors(kernel)):
             return f"{node.label}: dropout on the kernel itself has no positions in the image; drop its input or its output"
     if node.effect == "draws" and _draws(node):
         name = node.target.removeprefix("aten.").split(".")[0]
@@ -309,6 +313,7 @@ def _draws(node: Node) -> bool:
 _CONSTANT = frozenset(
     {
         "sft.mask",
+        "sft.noise",
         "sft.label_weight",
         "sft.filled",
         NEXT,

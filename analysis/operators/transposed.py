@@ -9,7 +9,7 @@ from sft.analysis.access import AxisMap
 from sft.analysis.axes import ROWS, Axes
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.interval import Interval
-from sft.analysis.masks import MASK_TARGETS
+from sft.analysis.masks import DRAWN_TARGETS
 from sft.analysis.operators.base import Operator, entry
 
 __all__ = ["OverlapAdd", "Spread", "TransposedConvolution", "spread_of"]
@@ -100,7 +100,7 @@ class TransposedConvolution(Operator):
         names = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(name in streamed for name in names):
             return [f"{node.label}: the kernel is computed from the image; only parameters may be kernels"]
-        if any(graph[name].target in MASK_TARGETS for name in graph.ancestors(names)):
+        if any(graph[name].target in DRAWN_TARGETS for name in graph.ancestors(names)):
             return [f"{node.label}: dropout on the kernel itself; drop its input or its output"]
         if spread_of(node, ROWS).overlaps:
             return [f"{node.label}: its rows overlap"]

@@ -1,4 +1,4 @@
-"""The eager reference of a model with dropout: the same model with positional dropout in place of torch's.
+"""The eager reference of a model with dropout, or noise: the same model with positional ones in place of torch's.
 
 Eager PyTorch draws masks from a generator that every operator advances; ours follow positions, a seed and the site, the number of the
 random operator in the order in which they run. The seed is what the compiled model draws from torch's generator at each call.
@@ -7,6 +7,7 @@ random operator in the order in which they run. The seed is what the compiled mo
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from sft.kernels.dropout import PositionalDropout, positional_dropout
 from sft.kernels.mask_tile import Kind
+from sft.kernels.noise import Distribution, positional_noise
 from sft.kernels.philox import draw_seed
 
 __all__ = ["DropPath", "reseed", "seed_of", "with_positional_dropout"]
@@ -59,7 +61,7 @@ class _PositionalAlphaDropout(nn.Module):
 
 
 class _Sites:
-    """The number of the random operator that runs next; while the model runs, ``F.dropout`` is one, too."""
+    """The number of the random operator that runs next; while the model runs, ``F.dropout`` is one, too, and so is what draws noise."""
 
     def __init__(self) -> None:
         self.next = self.seed = 0
@@ -70,6 +72,10 @@ class _Sites:
         self.next = 0
         self._patches.append(pytest.MonkeyPatch())
         self._patches[-1].setattr(F, "dropout", self._dropout)
+        for name, distribution in _NOISE_LIKE.items():
+            self._patches[-1].setattr(torch, name, partial(self._noise_like, distribution))
+        for name, (distribution, place) in _NOISE_INTO.items():
+            self._patches[-1].setattr(Tensor, name, self._into(distribution, place))
 
     def end(self, *_: object) -> None:
         """After it, whether it succeeded or not."""
@@ -80,6 +86,26 @@ class _Sites:
             return input
         self.next += 1
         return positional_dropout(input, p, site=self.next - 1, seed=self.seed, kind="element")
+
+    def _noise_like(self, distribution: Distribution, like: Tensor) -> Tensor:
+        self.next += 1
+        return positional_noise(like, distribution, site=self.next - 1, seed=self.seed)
+
+    def _into(self, distribution: Distribution, place: Callable[..., tuple[float, float]]) -> Callable[..., Tensor]:
+        def draw(out: Tensor, *given: float) -> Tensor:
+            scale, shift = place(*given)
+            return out.copy_(self._noise_like(distribution, out) * scale + shift)
+
+        return draw
+
+
+_NOISE_LIKE: dict[str, Distribution] = {"rand_like": "uniform", "randn_like": "normal"}
+#: With what makes a scale and a shift of the arguments.
+_NOISE_INTO: dict[str, tuple[Distribution, Callable[..., tuple[float, float]]]] = {
+    "uniform_": ("uniform", lambda low=0.0, high=1.0: (high - low, low)),
+    "normal_": ("normal", lambda mean=0.0, std=1.0: (std, mean)),
+    "exponential_": ("exponential", lambda rate=1.0: (1 / rate, 0.0)),
+}
 
 
 class _InOrder(nn.Module):

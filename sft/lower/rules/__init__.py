@@ -14,7 +14,7 @@ from sft.lower.rules.casts import Cast, Detached
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.extremes import Extremes, Peak
 from sft.lower.rules.joins import Binary, Cat
-from sft.lower.rules.masks import Dropout, Mask
+from sft.lower.rules.masks import Dropout, Mask, Noise
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.places import MaxPoolPlaces, MaxUnpool
 from sft.lower.rules.products import Contracted
@@ -63,7 +63,13 @@ _ACTIVATION, _TRACED, _WHOLE = ResultActivation(), TracedPointwise(), TracedWhol
 #: Where a whole image is at hand, a reduction is not a running one; those that are not here are torch's own.
 _WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMean(), "moments": WholeMoments()}
 #: The same on strips and on whole tensors: what draws does so by position; repeated blocks are never on strips.
-_EVERYWHERE: dict[str, Rule] = {"sft.dropout": Dropout(), "sft.mask": Mask(), REPEAT: RepeatedBlocks(), NEXT: NextValue()}
+_EVERYWHERE: dict[str, Rule] = {
+    "sft.dropout": Dropout(),
+    "sft.mask": Mask(),
+    "sft.noise": Noise(),
+    REPEAT: RepeatedBlocks(),
+    NEXT: NextValue(),
+}
 
 
 def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:

@@ -1,4 +1,4 @@
-"""Dropout and drawn masks: the same on a strip and on a whole tensor, since a mask follows positions (see ``kernels/mask_tile.py``).
+"""Dropout, drawn masks and noise: the same on a strip and on a whole tensor, since a mask follows positions (see ``kernels/mask_tile.py``).
 
 The step knows everything about a mask but where the strip lies; that is bound when the program runs (the ``origin`` port), so strips of
 one signature still share their program. Nothing is saved for the backward pass, which evaluates the mask again.
@@ -16,12 +16,13 @@ from sft.analysis.graph import refs_in
 from sft.kernels.dropout import dropout, write_mask
 from sft.kernels.dropout_reference import reference_block
 from sft.kernels.mask_tile import MaskTile
+from sft.kernels.noise import Distribution, write_noise
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 from sft.memory import measure_peak
 
-__all__ = ["Dropout", "Mask"]
+__all__ = ["Dropout", "Mask", "Noise"]
 
 Extents = tuple[int, int, int, int]
 
@@ -39,7 +40,7 @@ class _Draw:
 
     extents: Extents
     site: int
-    p: float
+    p: float = 0.0
     column_px: int = 1
 
     def drop(self, x: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], *, out: torch.Tensor) -> None:
@@ -60,7 +61,19 @@ class _Draw:
     def mask(self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int]) -> None:
         """Write ones where kept, zeros where dropped."""
         shape = _as_image(tuple(out.shape))
-        tile = MaskTile(
+        write_mask(self._tile(shape, seed, origin), out.view(shape))
+
+    def noise(
+        self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], distribution: Distribution, scale: float, shift: float
+    ) -> None:
+        """Write numbers of a distribution."""
+        shape = _as_image(tuple(out.shape))
+        write_noise(self._tile(shape, seed, origin), distribution, out.view(shape))
+        if (scale, shift) != (1.0, 0.0):
+            out.mul_(scale).add_(shift)
+
+    def _tile(self, shape: Extents, seed: torch.Tensor, origin: tuple[int, int, int]) -> MaskTile:
+        return MaskTile(
             shape=shape,
             extents=self.extents,
             origin=self._place(origin),
@@ -70,7 +83,6 @@ class _Draw:
             p=self.p,
             kind="element",
         )
-        write_mask(tile, out.view(shape))
 
     def _place(self, origin: tuple[int, int, int]) -> tuple[int, int, int]:
         return (origin[0], origin[1], origin[2] * self.column_px)
@@ -86,7 +98,7 @@ def _draw_of(ctx: NodeContext) -> _Draw:
     node = ctx.node
     shape, streams = ctx.scope.shapes[node.name], node.name in ctx.scope.streamed
     column_px = math.prod(ctx.scope.axes.of(shape)[2:]) if streams else 1
-    return _Draw(_as_image(shape), node.argument("site"), node.argument("p"), column_px)
+    return _Draw(_as_image(shape), node.argument("site"), node.argument("p", 0.0), column_px)
 
 
 def _place(ctx: NodeContext) -> tuple[Slot, Slot]:
@@ -107,6 +119,15 @@ def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
 
 def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
     return _scratch_bytes(reference_block(_as_image(shape)), ctx.scope.dtype_of(ctx.node.name)) if 0 not in shape else 0
+
+
+@lru_cache(maxsize=256)
+def _noise_scratch_bytes(block: Extents, distribution: Distribution, dtype: torch.dtype) -> int:
+    """What drawing the noise of a block takes besides the result."""
+    out, seed = torch.empty(block, dtype=dtype, device="meta"), torch.zeros(1, dtype=torch.int64, device="cpu")
+    with measure_peak("meta") as peak:
+        _Draw(block, 0).noise(out, seed, (0, 0, 0), distribution, 1.0, 0.0)
+    return peak.num_bytes
 
 
 class Dropout(Rule):
@@ -146,3 +167,16 @@ class Mask(Rule):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         raise AssertionError("a mask has no gradient")
+
+
+class Noise(Mask):
+    """Drawn numbers; no gradient passes through them."""
+
+    def forward(self, ctx: NodeContext) -> Slot:
+        e, node = ctx.emitter, ctx.node
+        shape = ctx.out_shape if node.name in ctx.scope.streamed else ctx.side_shape(node.name)
+        dtype, distribution = ctx.scope.dtype_of(node.name), node.argument("distribution")
+        out = ctx.destination if ctx.destination is not None else e.empty(shape, dtype)
+        scratch_bytes = _noise_scratch_bytes(reference_block(_as_image(shape)), distribution, dtype) if 0 not in shape else 0
+        how = (distribution, node.argument("scale"), node.argument("shift"))
+        return e.call(_draw_of(ctx).noise, out, *_place(ctx), *how, writes=out, scratch_bytes=scratch_bytes)

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sft.alone import alone
 from sft.analysis.attributes import Changes, attributes_kept, attributes_set
 from sft.analysis.quiet import quiet
 from sft.errors import InputError, UnsupportedError
@@ -54,7 +53,6 @@ class BlockTrace:
     device: torch.device
 
 
-@alone()
 def trace_block(
     block: nn.Module,
     x: Shape,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sft.alone import alone
 from sft.analysis.repeated import Capturing, capturing
 from sft.deep.access import StackedAccess
 from sft.deep.calls import function_of
@@ -300,7 +301,8 @@ class Repeat(nn.Module):
         own = Shape(shape=tuple(x.shape), dtype=x.dtype)
         key = (own, tuple(params.items()), tuple(buffers.items()), modes, x.device, autocast, fingerprint(self.block))
         if key not in self._known.programs:
-            traced = trace_block(self.block, own, params, buffers, device=x.device, autocast=autocast)
+            with alone():
+                traced = trace_block(self.block, own, params, buffers, device=x.device, autocast=autocast)
             programs = lower_block(traced)
             shared = [name for name in programs.updated if name in shared_buffers(self.block)]
             if shared:

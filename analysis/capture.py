@@ -3,8 +3,8 @@
 ``torch.export`` traces the model on fake tensors whose height and width are symbols, so a 100,000 x 100,000 image costs
 no memory and one capture serves every size that satisfies the export's guards. :mod:`sft.analysis.functional` then removes
 in-place forms while keeping composite operators (``conv2d``, ``max_pool2d``) whole. Where the model fixes its own size the
-export makes the extents constant, and so does a second attempt where its solver fails on a size expression; such a capture
-serves that one size and the caller captures again for another.
+export makes the extents constant, and so does a second attempt where its solver fails on a size expression, or would take
+minutes (:mod:`sft.analysis.intricate`); such a capture serves that one size and the caller captures again for another.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from sft.analysis.exported import bounds_of, graph_of, guards_of, module_path_of
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
+from sft.analysis.intricate import intricate_sizes_refused
 from sft.analysis.loose import loose_tensors
 from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
@@ -215,7 +216,7 @@ def _export(
             if reason is not None:
                 wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
-            # The exporter's solver fails on some size expressions; the sizes at hand are still a capture, for themselves alone.
+            # The exporter's solver fails on some size expressions, or takes too long; the sizes at hand are still a capture.
             with contextlib.suppress(Exception):
                 return _exported(model, shapes, dtypes, device, None)
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -258,7 +259,8 @@ def _exported(
         inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    with on_whole_parameters(model, mode), grad_modes_followed(model), norms_by_shape(), bare_nodes(), quick:
+    limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
+    with on_whole_parameters(model, mode), grad_modes_followed(model), norms_by_shape(), bare_nodes(), quick, limited:
         exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
     _refuse_grad_modes(model, exported)
     _refuse_numbers(model, exported)

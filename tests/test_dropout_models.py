@@ -185,7 +185,7 @@ class _OnTheKernel(nn.Module):
 
 class _Noise(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.randn_like(x)
+        return x + torch.poisson(x.abs())
 
 
 class _Drawn(nn.Module):

@@ -117,10 +117,10 @@ def test_attention_runs_whole_and_streaming_goes_on_behind_it() -> None:
 def test_what_cannot_be_compiled_is_reported_and_not_raised() -> None:
     class Noisy(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x + torch.randn_like(x)
+            return x + torch.poisson(x.abs())
 
     found = sft.check(nn.Sequential(nn.Conv2d(3, 4, 3), Noisy()), (1, 3, 32, 32))
-    assert not found.ok and "1: randn_like" in found.problems[0]
+    assert not found.ok and "1: poisson" in found.problems[0]
     assert not sft.check(nn.Conv2d(3, 4, 3), (1, 5, 32, 32)).ok
 
 
@@ -216,8 +216,10 @@ class _BlockTransform(nn.Module):
         return z
 
 
-def test_as_many_channels_as_the_image_has_blocks_run_whole() -> None:
+def test_as_many_channels_as_the_image_has_blocks_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their number is a symbol, which was turned into an integer."""
+    assert_exact(_BlockTransform(), torch.randn(2, 3, 48, 32))
+    monkeypatch.setattr("sft.analysis.intricate._MOST_OPERATIONS", 200)  # else it is captured for this size
     report = assert_exact(_BlockTransform(), torch.randn(2, 3, 48, 32))
     assert any("linear" in note for note in report.plan.notes)
 

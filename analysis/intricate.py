@@ -1,0 +1,49 @@
+"""Sizes that are too intricate to be followed as symbols.
+
+Networks that cut images into windows reshape by rounded quotients of sizes, once more in every block, and `torch.export` asks SymPy about
+each: 1 s for the model at one size, minutes for it at any (timm's mobilevitv2_050: 0.9 s and 97 s). Such captures hold for hardly another
+size in the end. What decides is the length of the expressions, not a clock: of the networks in our zoo that stream, none has one of more
+than 52 operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+from unittest import mock
+
+import sympy as sp
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+__all__ = ["IntricateSizesError", "intricate_sizes_refused"]
+
+_MOST_OPERATIONS = 64
+
+
+class IntricateSizesError(Exception):
+    """The exporter asked about a size of many operations; the model is captured for one size instead."""
+
+
+@contextmanager
+def intricate_sizes_refused() -> Iterator[None]:
+    """A context in which the exporter gives up on such sizes.
+
+    Raises:
+        IntricateSizesError: out of the exporter, which may wrap it.
+    """
+    evaluate = ShapeEnv.evaluate_expr
+
+    def checked(self: ShapeEnv, expr: Any, *arguments: Any, **keywords: Any) -> Any:
+        if isinstance(expr, sp.Basic) and _num_operations(expr) > _MOST_OPERATIONS:
+            raise IntricateSizesError(f"a size of more than {_MOST_OPERATIONS} operations")
+        return evaluate(self, expr, *arguments, **keywords)
+
+    with mock.patch.object(ShapeEnv, "evaluate_expr", checked):
+        yield
+
+
+@lru_cache(maxsize=2**12)
+def _num_operations(expr: sp.Basic) -> int:
+    return int(expr.count_ops())

@@ -29,10 +29,14 @@ def bounds_of(program: ExportedProgram) -> tuple[tuple[sp.Symbol, int, int | Non
     bounds = []
     for symbol, interval in program.range_constraints.items():
         # The exporter's default lower bound of 2 only excludes the sizes 0 and 1, which it specialises.
-        low = int(interval.lower) if interval.lower.is_finite else 0
-        high = int(interval.upper) if interval.upper.is_finite and interval.upper < 2**62 else None
-        bounds.append((_plain_symbol(symbol), low, high))
+        low, high = _bound(interval.lower), _bound(interval.upper)
+        bounds.append((_plain_symbol(symbol), low or 0, None if high is None or high >= 2**62 else high))
     return tuple(bounds)
+
+
+def _bound(value: sp.Expr) -> int | None:
+    """A bound as a number; ``None`` for one of the several infinities."""
+    return int(value) if value.is_Integer else None
 
 
 def guards_of(program: ExportedProgram) -> tuple[sp.Basic, ...]:

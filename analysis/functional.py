@@ -25,6 +25,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
 
 from sft.analysis.casts import Cast, Casts, tensors_of, with_tensors
+from sft.errors import UnsupportedError
 
 __all__ = ["FunctionalProgram", "functional", "rewritten"]
 
@@ -54,6 +55,9 @@ def functional(exported: ExportedProgram, casts: Casts | None = None) -> Functio
     Args:
         exported: what ``torch.export`` made.
         casts: what autocast does, where it is on.
+
+    Raises:
+        UnsupportedError: a parameter is written into.
     """
     return rewritten(exported, casts) or _decomposed(exported)
 
@@ -62,6 +66,15 @@ def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
     program: ExportedProgram = exported.run_decompositions({})
     signature, nodes = program.graph_signature, tuple(program.graph.nodes)
     returned: Any = nodes[-1].args[0]
+    written = [spec.target for spec in signature.output_specs if spec.kind.name == "PARAMETER_MUTATION"]
+    if written:
+        raise UnsupportedError(
+            [
+                f"{path}: `forward` writes into this parameter, as an embedding with max_norm does; its gradient would be that of the "
+                "value before. Change it after the optimizer's step, under torch.no_grad"
+                for path in written
+            ]
+        )
     # By place: what is written to a buffer, or to an input, may be returned as well.
     outputs = (o for o, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT)
     return FunctionalProgram(program=program, nodes=nodes[:-1], outputs=tuple(outputs), updates=dict(signature.buffers_to_mutate))

@@ -169,6 +169,8 @@ def reshaped(layout: Layout, image: Sequence[Extent], shape: Sequence[Extent], a
             return None
         if part.dim in channels:
             hidden.append(part.dim)
+        elif not groups:
+            return None  # nothing is left of the value's shape
         else:
             groups[-1].append(part)
             parts.append(part)

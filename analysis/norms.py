@@ -33,8 +33,9 @@ _INSTANCE_NORM = "aten.instance_norm.default"
 _FROZEN_NORM = "aten._native_batch_norm_legit_no_training.default"
 _FROZEN_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps")
 
-#: Stands for the momentum of a BatchNorm with ``momentum=None``: one over the number of batches so far, which a buffer holds.
-CUMULATIVE = -1.0
+#: Stands for the momentum of a BatchNorm with ``momentum=None``, one over the number of batches so far, which a buffer holds: a number
+#: that nobody takes for one.
+CUMULATIVE = -1.2345e30
 
 
 def with_norms_apart(graph: Graph) -> Graph:

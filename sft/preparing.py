@@ -7,6 +7,7 @@ model's forward may look at (``sft.fingerprint``). A capture serves all sizes th
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -109,6 +110,10 @@ class Ready:
     beside: tuple[tuple[int, Any], ...]
     slabs: Slabs | None = None
     graphs: GraphStore | None = None
+
+
+#: Operators on images of so many axes, which PyTorch also takes without a batch.
+_OF_IMAGES = re.compile(r"aten\.(?:conv|(?:adaptive_)?(?:max|avg)_pool)(\d)d(?:_with_indices)?\.")
 
 
 class Preparation:
@@ -369,8 +374,9 @@ class Preparation:
             InputError: the input lacks the batch.
         """
         for node in graph.operators:
-            count = next((n for n in (1, 2, 3) if node.target.startswith(f"aten.conv{n}d.")), None)
-            if count is not None and len(node.shape) == count + 1:
+            found = _OF_IMAGES.match(node.target)
+            count = 0 if found is None else int(found[1])
+            if count and len(node.shape) == count + 1 and ("conv" in node.target or count > 1):
                 given = " and ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
 

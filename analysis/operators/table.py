@@ -309,6 +309,17 @@ def _draws(node: Node) -> bool:
     return True
 
 
+_POLYNOMIALS = ("chebyshev_polynomial_t", "chebyshev_polynomial_u", "chebyshev_polynomial_v", "chebyshev_polynomial_w")
+#: Operators that PyTorch gives no gradient, and that do not complain.
+_UNDIFFERENTIATED = (
+    "histc",
+    "special_airy_ai",
+    "special_spherical_bessel_j0",
+    *(f"special_bessel_{name}" for name in ("j0", "j1", "y0", "y1")),
+    *(f"special_{scaled}modified_bessel_{name}" for scaled in ("", "scaled_") for name in ("i0", "i1", "k0", "k1")),
+    *(f"special_{shifted}{name}" for shifted in ("", "shifted_") for name in _POLYNOMIALS),
+    *(f"special_{name}" for name in ("hermite_polynomial_h", "hermite_polynomial_he", "laguerre_polynomial_l", "legendre_polynomial_p")),
+)
 #: What comes out of these depends on no value that they read, or is not to.
 _CONSTANT = frozenset(
     {
@@ -318,7 +329,9 @@ _CONSTANT = frozenset(
         "sft.filled",
         NEXT,
         "aten.detach.default",
-        *(f"aten.{name}_like.default" for name in ("zeros", "ones", "full")),
+        *(f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty")),
+        *(f"aten.new_{name}.default" for name in ("zeros", "ones", "full", "empty")),
+        *(f"aten.{name}.{overload}" for name in _UNDIFFERENTIATED for overload in ("default", "n_scalar")),
     }
 )
 

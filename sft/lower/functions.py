@@ -120,7 +120,7 @@ def aligned(self: Tensor, shape: Sequence[int]) -> Tensor:
 
 def restored(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
     """An image in the order of dimensions that the model has it in."""
-    return self.permute(*order).clone(memory_format=torch.contiguous_format).view(tuple(shape))
+    return self.permute(tuple(order)).clone(memory_format=torch.contiguous_format).view(tuple(shape))
 
 
 def expanded(self: Tensor, channels: Sequence[int]) -> Tensor:

@@ -362,6 +362,8 @@ class TracedWhole(_Traced):
                 tuple(name in ctx.scope.requires_grad for name in names),
             )
         except RuntimeError as error:
+            if "SparseTensor" in str(error):
+                raise UnsupportedError([f"{ctx.node.label}: its gradient is sparse; leave out sparse=True"]) from error
             if "derivative" not in str(error):
                 raise
             raise UnsupportedError([f"{ctx.node.label}: {error}; put x.detach() in front of it, or use another operator"]) from error

@@ -46,11 +46,12 @@ def norms_by_shape() -> Iterator[None]:
         fits = isinstance(input, FakeTensor) and all(t is None or tuple(t.shape) == (input.shape[1],) for t in channels)
         if not fits or not (training or running_mean is not None):  # the formula knows what is wrong
             return formula(input, weight, bias, running_mean, running_var, training, momentum, eps, functional)
-        moments = torch.empty(input.shape[1] if training or input.device.type != "cpu" else 0, dtype=input.dtype, device=input.device)
+        num_kept = input.shape[1] if training or input.device.type != "cpu" else 0
+        mean, invstd = (torch.empty(num_kept, dtype=input.dtype, device=input.device) for _ in range(2))  # the exporter tells them apart
         if training and not functional and running_mean is not None and running_var is not None:
             running_mean.copy_(running_mean)  # they are written to, as far as anybody who watches can see
             running_var.copy_(running_var)
-        return _like(input), moments, moments, running_mean, running_var
+        return _like(input), mean, invstd, running_mean, running_var
 
     with mock.patch.object(decompositions, _FORMULA, result):
         yield

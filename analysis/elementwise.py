@@ -7,6 +7,7 @@ it varies along the image, it becomes an image that is read in strips, too (:mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -43,7 +44,7 @@ class Elementwise(Following):
                 if is_outer and side == widest.node:
                     side = self._expanded(node, side, broadcast(held, rank))
                 elif not is_outer and self._is_narrow(self.images[name], widest):
-                    side = self.image_beside(node, side, Image(widest.node, Layout.plain(rank)))
+                    side = self._narrow_beside(node, side, widest)
             elif varies(self.shape(base), layout, rank - self.axes.count):
                 side = self.image_beside(node, base, widest)
             elif not (layout.is_plain and len(layout.groups) == rank):
@@ -62,6 +63,19 @@ class Elementwise(Following):
         """Whether an image has one row or column where another one has more."""
         axes = (self.axes.of(self.shape(one.node)) for one in (image, widest))
         return any(own == 1 != other for own, other in zip(*axes, strict=True))
+
+    def _narrow_beside(self, reader: Node, name: str, widest: Image) -> str | None:
+        """An image of one row, or column, beside a wider one: a strip may need any of it, so it is a list of numbers first, and whole."""
+        narrow, wide = self.nodes[name], self.nodes[widest.node]
+        made = beside(f"{reader.name}__{name}", narrow, Layout.plain(len(narrow.shape)), wide, self.axes)
+        if made is None:
+            return None
+        shape = (math.prod(narrow.shape),)
+        whole = replace(narrow, name=f"{made.name}_whole", kind="operator", target="sft.aligned", shape=shape, effect="")
+        self.nodes[whole.name] = replace(whole, arguments=(("self", Ref(name)), ("shape", shape)), module_path=reader.module_path)
+        arguments = tuple((key, Ref(whole.name) if key == "self" else value) for key, value in made.arguments)
+        self.nodes[made.name] = replace(made, arguments=arguments, module_path=reader.module_path)
+        return made.name
 
     def _expanded(self, reader: Node, name: str, shape: Sequence[Any]) -> str:
         """A row or column repeated along the image, whole."""

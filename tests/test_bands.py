@@ -156,6 +156,20 @@ class Gated(nn.Module):
         return (x * weights).sum((2, 3)), torch.amax(x, (2, 3))
 
 
+class Noisy(nn.Module):
+    """Noise by position, dropout behind it, and an image of one column beside the whole one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = nn.functional.dropout(x + torch.randn_like(x), 0.3) * torch.rand_like(x[:, :1])
+        out: Tensor = self.last(x * x[..., :1] / (x.shape[2] / 7))
+        return out
+
+
 class Small(nn.Module):
     """A norm in training, a stride, an overlapping pool, dropout, an image and a vector for outputs."""
 
@@ -201,6 +215,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
     "unet-bands": (UNet, (2, 3, 35, 13), {"output": "band"}),
     "unet3d": (UNet3d, (1, 3, 18, 9, 10), {"output": "band"}),
     "gated": (Gated, (2, 3, 21, 10), {}),
+    "noisy": (Noisy, (2, 3, 21, 10), {}),
 }
 
 

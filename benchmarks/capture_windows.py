@@ -30,7 +30,7 @@ MODELS = {
     "coatnet_nano_rw_224": 224,
     "maxvit_pico_rw_256": 256,
 }
-HEADERS = [
+HEADERS = ["model", "px", "operators", "one size: s", "as captured: s", "for any size", "all followed: s", "then for any size"]
     "model",
     "px",
     "operators",

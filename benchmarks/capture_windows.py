@@ -31,15 +31,6 @@ MODELS = {
     "maxvit_pico_rw_256": 256,
 }
 HEADERS = ["model", "px", "operators", "one size: s", "as captured: s", "for any size", "all followed: s", "then for any size"]
-    "model",
-    "px",
-    "operators",
-    "one size s",
-    "as captured s",
-    "holds for other sizes",
-    "every size followed s",
-    "would hold for others",
-]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

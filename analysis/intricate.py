@@ -1,8 +1,8 @@
 """Sizes that are too intricate to be followed as symbols.
 
 Networks that cut images into windows reshape by rounded quotients of sizes, once more in every block, and `torch.export` asks SymPy about
-each: 1 s for the model at one size, minutes for it at any (timm's mobilevitv2_050: 0.9 s and 97 s). Such captures hold for hardly another
-size in the end. What decides is the length of the expressions, not a clock: reshapes that still stream, as pixels to channels by hand, ask
+each: 1 s for timm's mobilevitv2_050 at one size, two minutes for it at any (benchmarks/results, `capture-windows`). So it is captured again
+for each size. What decides is the length of the expressions, not a clock: reshapes that still stream, as pixels to channels by hand, ask
 about some 70 operations.
 """
 

@@ -98,7 +98,10 @@ def main() -> int:
         console.print(" | ".join(found[-1].cells()), markup=False)
     raw: dict[str, Any] = {"environment": environment(args.threads), "results": [asdict(one) for one in found]}
     table = Table(title="Capturing a model in training", headers=HEADERS, rows=[one.cells() for one in found])
-    notes = "Processor seconds of one thread; one capture of each kind, after one to warm up. Other work ran on the machine."
+    notes = (
+        "Processor seconds of one thread; one capture of each kind, in this order, after one to warm up. What is first to follow sizes "
+        "finds SymPy's caches empty. Other work ran on the machine."
+    )
     console.print(write_results(result_stem(args.out, "capture-windows"), raw, [table], notes, None))
     return 0
 

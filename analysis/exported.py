@@ -237,6 +237,9 @@ class _GraphBuilder:
     def _add_operator(self, fx_node: torch.fx.Node, value: Any) -> None:
         arguments = [(name, self._convert(argument)) for name, argument in _named_arguments(fx_node)]
         target = str(fx_node.target)
+        if target.startswith("aten.embedding_renorm"):
+            path = module_path_of(fx_node) or "(the model itself)"
+            self.problems.append(f"{path}: embedding: max_norm writes into its weights; scale them outside, under torch.no_grad")
         if target == REPEAT:
             arguments[-1] = ("which", self._repetitions[arguments[-1][1]])
         if target == "aten.copy.default" and all(_is_like(value, source) for source in fx_node.args[:2]):

@@ -104,3 +104,10 @@ def test_embeddings_that_write_or_are_sparse_are_refused(options: dict[str, Any]
     """The weight stayed as it was, and had no gradient."""
     with pytest.raises(sft.UnsupportedError, match=message):
         sft.compile(seeded(lambda: _LookedUp(**options)), [(3, 3, 9, 9), torch.tensor([1, 2, 2])])
+
+
+def test_weights_that_are_made_and_written_into_are_refused() -> None:
+    """The gradient of what made them was lost."""
+    places = torch.tensor([[1, 2], [0, 3]])
+    with pytest.raises(sft.UnsupportedError, match="max_norm writes into its weights"):
+        sft.compile(seeded(lambda: _Odd(lambda x: F.embedding(places, x, max_norm=1.0))), (5, 5))

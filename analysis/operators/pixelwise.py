@@ -196,7 +196,7 @@ class Cast(Operator):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn(Operator):
-    """Dropout and masks, whose bits follow positions."""
+    """Dropout, masks and noise, which follow positions."""
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (False, False)

@@ -254,8 +254,6 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
         numbers = tuple((key, _numbers(value, symbols, node)) for key, value in node.arguments)
         node = replace(node, arguments=numbers)
         operands = [name for name in node.operands if name in phases.streamed]
-        if node.name in phases.streamed and node.kind == "operator":
-            operands = [name for name in operands if name in phases.rows[node.name].streamed_operands(node, phases.streamed)]
         if node.name not in shapes:
             if node.name in phases.streamed and operands and phases.rows[node.name].role == "stream":
                 node, shapes[node.name] = _streamed_at_size(phases, node, symbols, [shapes[name] for name in operands])

@@ -114,7 +114,7 @@ class Search:
         weights = weights_to_stream(self.model, problem.graph, self.device, self.options)
         own = self.resident_bytes(streamable(self.model))
         check_step(self.model, own, self.budget_bytes)
-        return replace(problem, weights=weights, resident_bytes=own, memo={})
+        return replace(problem, weights=weights, resident_bytes=own)
 
     def _found(self, problem: Problem) -> tuple[Problem, Planned]:
         """The planner's plan: where none fits at first, one with less for repeated blocks."""

@@ -51,7 +51,7 @@ def _problem(size: int = 32) -> Problem:
 
 
 def _segment(problem: Problem, backend: Any, mode: Any = "tiled") -> Any:
-    problem = replace(problem, backend=backend, memo={})
+    problem = replace(problem, backend=backend)
     nodes = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
     choice = SegmentChoice(nodes=nodes, mode=mode, strip_rows=8 if mode == "tiled" else 0, batch_tile=1)
     (segment,) = build_region(problem, [choice]).segments

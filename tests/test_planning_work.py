@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -20,10 +21,16 @@ from examples.models import vgg16
 from sft.analysis.barenodes import bare_nodes
 from sft.analysis.capture import capture
 from sft.lower.emitter import Emitter
-from sft.lower.program import Slot
+from sft.lower.program import Program, Slot
+from sft.lower.step import StripKind
 from sft.pausing import cycles_kept
+from sft.plan.build import build_region
+from sft.plan.problem import Problem
+from sft.plan.types import SegmentChoice
+from sft.walk.segments import TiledSegment
 from tests.helpers.captured import numbered
 from tests.helpers.models import Residual, chain, image, seeded
+from tests.helpers.problems import problem_of
 
 _SHAPE = (1, 3, 64, 48)
 
@@ -242,3 +249,18 @@ def test_a_plan_leaves_nothing_of_its_search(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(sft.BudgetError):
         sft.plan(model, _SHAPE, budget=1)
     assert len(seen) == 2 and not any(problem.memo for problem in seen)
+
+
+def test_a_problem_that_differs_derives_its_own_programs() -> None:
+    """Programs of a training step are none of inference, and the other way round."""
+
+    def program_of(problem: Problem, kind: StripKind) -> Program:
+        choice = SegmentChoice(nodes=problem.phases.phases[0].streamed, mode="tiled", strip_rows=16, batch_tile=1)
+        segment = build_region(problem, (choice,)).segments[0]
+        assert isinstance(segment, TiledSegment)
+        return segment.program(kind, 1, segment.walks[0])
+
+    training = problem_of(chain(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 2, 3, padding=1)), _SHAPE, training=True)
+    inference = replace(training, requires_grad=frozenset())
+    assert program_of(inference, "joint").flops == 0
+    assert program_of(training, "joint").flops > program_of(inference, "forward").flops > 0

@@ -44,7 +44,8 @@ class Problem:
         backend: what runs parts of programs in its own way; ``None`` for ATen alone.
         skips_repeats: whether strips are left out that would make what a neighbour made.
         weights: the parameters that are streamed; ``None`` where all are resident.
-        memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples.
+        memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples. A problem
+            that differs in anything starts with none (``dataclasses.replace``).
     """
 
     phases: Phases
@@ -60,7 +61,7 @@ class Problem:
     backend: Backend | None = None
     skips_repeats: bool = False
     weights: StreamedWeights | None = None
-    memo: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def fits_host(self, num_bytes: int) -> bool:
         """Whether a step may take so many bytes of the host."""

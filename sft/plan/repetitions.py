@@ -76,4 +76,4 @@ def with_free_budgets(problem: Problem, num_bytes: Sequence[int]) -> Problem:
             node = replace(node, arguments=tuple((key, repeated if key == "which" else value) for key, value in node.arguments))
         nodes.append(node)
     graph = replace(problem.graph, nodes=tuple(nodes))
-    return replace(problem, phases=replace(problem.phases, graph=graph), memo={})
+    return replace(problem, phases=replace(problem.phases, graph=graph))

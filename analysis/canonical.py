@@ -8,7 +8,8 @@
 * ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
   (:mod:`sft.analysis.layernorms`); reductions over the image (:mod:`sft.analysis.reduced`), matrix products
   (:mod:`sft.analysis.products`) and losses (:mod:`sft.analysis.losses`) are taken apart;
-* pixels that become channels, and channels that become pixels, are ``sft.folded`` and ``sft.unfolded`` images;
+* pixels that become channels, and channels that become pixels, are ``sft.folded`` and ``sft.unfolded`` images, windows of pixels
+  that do are ``sft.im2col`` and ``sft.col2im`` (:mod:`sft.analysis.im2col`);
 * anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
 """
 
@@ -23,10 +24,11 @@ from sft.analysis.elementwise import Elementwise
 from sft.analysis.extents import broadcast, same
 from sft.analysis.following import PERMUTES, RESHAPES, Image
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
+from sft.analysis.im2col import col2im, im2col, windows_of_axis
 from sft.analysis.layernorms import LAYER_NORMS, layer_norm
 from sft.analysis.layout import Layout
 from sft.analysis.linears import linear
-from sft.analysis.losses import ELEMENT_LOSSES, LABEL_LOSSES, NONE, label_loss, of_elements, reduced_loss, reduction_of
+from sft.analysis.losses import ELEMENT_LOSSES, LABEL_LOSSES, NONE, label_loss, of_elements, reduced_loss, reduction_of, whole_loss
 from sft.analysis.operators import ALONG, ELEMENTWISE
 from sft.analysis.products import PRODUCTS, Factor, letters_of, product
 from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
@@ -38,7 +40,8 @@ _CONSTANTS = {"aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.defaul
 
 _EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 #: Operators that are followed, or become others.
-REWRITTEN = tuple(sorted({*PERMUTES, *RESHAPES, *_EXPANDS, *LAYER_NORMS, *REDUCTIONS, *PRODUCTS, "aten.linear.default"}))
+_WINDOWS = ("aten.im2col.default", "aten.col2im.default", "aten.unfold.default")
+REWRITTEN = tuple(sorted({*PERMUTES, *RESHAPES, *_EXPANDS, *LAYER_NORMS, *REDUCTIONS, *PRODUCTS, *_WINDOWS, "aten.linear.default"}))
 
 
 def canonical(graph: Graph) -> Graph:
@@ -65,7 +68,8 @@ class _Rewriting(Elementwise):
             return
         holds_image = any(name in self.images for name in node.operands)
         if not (holds_image and any(rewrite(node) for rewrite in self._rewrites_of(node))):
-            self.keep(node)
+            for part in whole_loss(node, [self.graph[name].shape for name in node.operands]):
+                self.keep(part)
 
     def _rewrites_of(self, node: Node) -> list[Callable[[Node], bool]]:
         """What may apply to a node, the most particular first."""
@@ -84,6 +88,7 @@ class _Rewriting(Elementwise):
             "aten.linear.default": self._linear,
             **dict.fromkeys(LAYER_NORMS, self._layer_norm),
             "aten.max_unpool2d.default": self._unpool,
+            **dict.fromkeys(_WINDOWS, self._windows),
             **dict.fromkeys(_EXPANDS, self._expand),
             **dict.fromkeys(PRODUCTS, self._product),
             "aten.broadcast_tensors.default": self._broadcast_tensors,
@@ -237,6 +242,21 @@ class _Rewriting(Elementwise):
         arguments = (("self", value), ("indices", indices), ("output_size", node.argument("output_size")[:1]))
         unpooled = replace(node, target="sft.max_unpool1d", shape=node.shape[:3], arguments=arguments)
         return self.put(unpooled, Layout((*Layout.plain(3).groups, ())))
+
+    def _windows(self, node: Node) -> bool:
+        """Windows as columns, or columns as windows."""
+        image = self.images[node.operands[0]]
+        held, count = self.nodes[image.node], self.axes.count
+        if node.target == "aten.unfold.default":
+            along = windows_of_axis(node, held, image.layout, self.axes)
+            return along is not None and self.put(*along)
+        if node.target == "aten.col2im.default":
+            columns = image.layout.groups == ((0,), (1,), tuple(range(2, 2 + count)))
+            parts, layout = col2im(node, held, self.axes) if columns else None, Layout.plain(len(node.shape))
+        else:
+            found = im2col(node, held, self.axes) if image.layout.is_plain else None
+            parts, layout = found or (None, image.layout)
+        return parts is not None and all([self.put(part, layout) for part in parts])
 
     def _product(self, node: Node) -> bool:
         """A matrix product over all pixels, or of every pixel's channels."""

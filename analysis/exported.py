@@ -16,6 +16,7 @@ import torch
 from torch.export import ExportedProgram
 
 from sft.analysis.axes import Axes
+from sft.analysis.extents import floor
 from sft.analysis.functional import FunctionalProgram
 from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, SizeNumber, refs_in
 from sft.analysis.repeated import NEXT, REPEAT, Repetition
@@ -73,16 +74,16 @@ def _plain_expr(expr: sp.Expr) -> sp.Expr:
 
 #: The exporter's own SymPy functions.
 _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
-    "FloorDiv": lambda a, b: sp.floor(a / b),
+    "FloorDiv": lambda a, b: floor(a / b),
     "CleanDiv": lambda a, b: a / b,
-    "CeilDiv": lambda a, b: sp.ceiling(a / b),
-    "PythonMod": lambda a, b: a - b * sp.floor(a / b),
-    "Mod": lambda a, b: a - b * sp.floor(a / b),
+    "CeilDiv": lambda a, b: floor((a + b - 1) / b),
+    "PythonMod": lambda a, b: a - b * floor(a / b),
+    "Mod": lambda a, b: a - b * floor(a / b),
     "IntTrueDiv": lambda a, b: a / b,
     "FloatTrueDiv": lambda a, b: a / b,
     "ToFloat": lambda a: a,
-    "TruncToInt": lambda a: sp.floor(a),  # of sizes, which are not negative
-    "FloorToInt": lambda a: sp.floor(a),
+    "TruncToInt": lambda a: floor(a),  # of sizes, which are not negative
+    "FloorToInt": lambda a: floor(a),
     "CeilToInt": lambda a: sp.ceiling(a),
     "Max": lambda *a: sp.Max(*a),
     "Min": lambda *a: sp.Min(*a),

@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy as sp
 
-__all__ = ["broadcast", "divided", "same", "split_factor"]
+__all__ = ["broadcast", "divided", "floor", "same", "split_factor"]
 
 
 def split_factor(extent: Any, shape: Sequence[Any]) -> int:
@@ -21,7 +21,18 @@ def split_factor(extent: Any, shape: Sequence[Any]) -> int:
 
 def divided(extent: Any, factor: int) -> Any:
     """Whole ``factor`` in an extent."""
-    return extent // factor if isinstance(extent, int) else sp.floor(extent / sp.Integer(factor)) if factor != 1 else extent
+    return extent // factor if isinstance(extent, int) else floor(extent / sp.Integer(factor)) if factor != 1 else extent
+
+
+def floor(value: sp.Expr) -> sp.Expr:
+    """The whole part of an expression, in one form for all that differ by a whole number.
+
+    >>> h = sp.Symbol("h", integer=True)
+    >>> floor((h - 1) / 2) + 1 == floor((h + 1) / 2)
+    True
+    """
+    number, rest = value.as_coeff_Add()
+    return sp.floor(rest + number % 1) + sp.floor(number) if number.is_Rational else sp.floor(value)
 
 
 def broadcast(shapes: Sequence[Sequence[Any]], rank: int) -> tuple[Any, ...]:

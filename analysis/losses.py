@@ -9,12 +9,15 @@ So a loss inside the compiled model needs neither the model's output nor its gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
+from sft.analysis.extents import broadcast
 from sft.analysis.graph import Node, Ref
 from sft.analysis.reduced import Chain, pooled
 
-__all__ = ["ELEMENT_LOSSES", "LABEL_LOSSES", "NONE", "label_loss", "of_elements", "reduced_loss", "reduction_of"]
+__all__ = ["ELEMENT_LOSSES", "LABEL_LOSSES", "NONE", "label_loss", "of_elements", "reduced_loss", "reduction_of", "whole_loss"]
 
 #: ``torch.nn._reduction``'s numbers.
 NONE, MEAN, SUM = 0, 1, 2
@@ -35,6 +38,7 @@ ELEMENT_LOSSES = frozenset(
         "poisson_nll_loss",
     )
 )
+_ROOMY = frozenset(f"aten.{name}.default" for name in ("mse_loss", "smooth_l1_loss", "binary_cross_entropy", "soft_margin_loss"))
 #: Losses that look up a channel of each pixel, and the operator on images that does.
 LABEL_LOSSES = {
     "aten.cross_entropy_loss.default": "sft.cross_entropy",
@@ -63,6 +67,18 @@ def reduced_loss(node: Node, each: Node, num_axes: int) -> tuple[Node, ...]:
     chain = Chain(node)
     pooled(chain, each, num_axes, range(len(each.shape) - num_axes), _MEAN if reduction_of(node) == MEAN else _SUM)
     return chain.finish()
+
+
+def whole_loss(node: Node, shapes: Sequence[Sequence[Any]]) -> tuple[Node, ...]:
+    """A loss of whole values, given their shapes: apart where torch returns a number in the room of all elements.
+
+    ATen computes those of these losses into their result, and reduces them there. So they are held as what they are, and let go.
+    """
+    if node.target not in _ROOMY or reduction_of(node) == NONE:
+        return (node,)
+    each = replace(of_elements(node), shape=broadcast(shapes, max(map(len, shapes))))
+    target = "aten.mean.default" if reduction_of(node) == MEAN else "aten.sum.default"
+    return each, replace(node, target=target, arguments=(("self", Ref(each.name)),))
 
 
 def label_loss(node: Node, image: Node, target: Node, num_axes: int) -> tuple[Node, ...]:

@@ -48,6 +48,7 @@ from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
 from sft.searching import Search
 from sft.sharded import Sharding
+from sft.surroundings import unwatched
 from sft.walk.region import Region
 
 __all__ = ["CallKind", "Captured", "Preparation", "Ready", "Shape", "Traced", "held"]
@@ -187,7 +188,7 @@ class Preparation:
         self._refuse_hooks()
         ready = self.ready.get(kind)
         if ready is None:
-            with autocast_off(kind.traced.device), cycles_kept():
+            with autocast_off(kind.traced.device), cycles_kept(), unwatched():
                 ready = self._plan(kind)
             _put(self.ready, kind, ready, _MAX_PLANS)
             _put(self.made, kind, ready.plan, _MAX_MADE)

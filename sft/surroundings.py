@@ -1,20 +1,22 @@
-"""What else may be around a call of a compiled model: transforms and tracers that would not see what it computes."""
+"""What else may be around a call of a compiled model: transforms and tracers that would not see what it computes, meters and counters."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from sft.alone import is_other_thread_alone
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["not_compiled", "positional_inputs", "refuse_batched", "refuse_failed", "refuse_tracing", "refuse_wrapping"]
+__all__ = ["not_compiled", "positional_inputs", "refuse_batched", "refuse_failed", "refuse_tracing", "refuse_wrapping", "unwatched"]
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
@@ -70,6 +72,19 @@ def refuse_failed(kept: Any) -> None:
         raise RuntimeError(
             "the backward pass of this call has failed before and took with it what was kept of the forward pass; call the model again"
         )
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Without the caller's dispatch modes (memory meters, counters of FLOPs): planning runs on fake tensors, of sizes that are symbols.
+
+    Modes that stand for torch's own machinery, such as fake tensors around everything, stay.
+    """
+    if any(mode.is_infra_mode() for mode in _get_current_dispatch_mode_stack()):
+        yield
+    else:
+        with _disable_current_modes():
+            yield
 
 
 def not_compiled(method: CallableT) -> CallableT:

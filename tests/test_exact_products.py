@@ -153,3 +153,37 @@ def test_products_of_pixels_with_pixels_run_whole(*, is_fused: bool) -> None:
     model = seeded(Attention).train()
     report = assert_exact(model, image(2, 3, 9, 7), options=sft.Options(tile=(3, None)), steps=1)
     assert [segment.mode for segment in report.plan.segments] == ["tiled", "whole", "tiled"]
+
+
+class _Queries(nn.Module):
+    """Learned matrices for each sample, which no sample makes: expanded, repeated, a parameter with an entry for each."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.before, self.bases = kind, nn.Conv2d(3, 4, 3, padding=1), nn.Parameter(torch.rand(1, 5, 4))
+        self.many = nn.Parameter(torch.rand(2, 5, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.before(x)
+        batch, _, height, width = y.shape
+        if self.kind == "a parameter":
+            scores: Tensor = torch.einsum("nkc,nchw->nkhw", self.many, y)
+            return scores
+        pixels = y.flatten(2)
+        bases = self.bases.repeat(batch, 1, 1) if self.kind == "repeated" else self.bases.expand(batch, -1, -1)
+        if self.kind != "made again":  # as in EMANet (Li et al., 2019): expectation and maximisation
+            attended: Tensor = bases.transpose(1, 2) @ (bases @ pixels).softmax(1)
+            return attended.view(batch, 4, height, width)
+        for _ in range(2):
+            shares = (bases @ pixels).softmax(1)
+            bases = (shares / (1e-6 + shares.sum(2, keepdim=True))) @ pixels.transpose(1, 2)
+        made: Tensor = bases.transpose(1, 2) @ shares
+        return made.view(batch, 4, height, width)
+
+
+@pytest.mark.parametrize("batch_tile", [None, 1])
+@pytest.mark.parametrize("kind", ["expanded", "repeated", "a parameter", "made again"])
+def test_learned_matrices_for_each_sample(kind: str, batch_tile: int | None) -> None:
+    options = sft.Options(tile=(4, None), batch_tile=batch_tile)
+    report = assert_exact(seeded(lambda: _Queries(kind)), image(2, 3, 13, 9), options=options, steps=1)
+    assert is_tiled(report.plan, "bmm", "matmul", "einsum")

@@ -18,7 +18,7 @@ from sft.analysis.interval import Interval
 from sft.sources import LabelSource
 
 from .helpers.exactness import assert_exact
-from .helpers.models import image
+from .helpers.models import image, seeded
 
 _CLASSES = 5
 
@@ -215,3 +215,29 @@ def test_labels_outside_the_classes_raise_and_change_nothing() -> None:
 def test_wrong_arguments(make: Callable[[], object], message: str) -> None:
     with pytest.raises(sft.InputError, match=message):
         make()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"])
+def test_losses_of_whole_values_are_within_the_budget(name: str, reduction: str) -> None:
+    """ATen returns some of their numbers in the room of all elements; as in a VQ-VAE, where codes are compared twice."""
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        if name == "binary_cross_entropy":
+            a, b = a.sigmoid(), b.sigmoid()
+        value: Tensor = getattr(F, name)(a, b, reduction=reduction)
+        return value
+
+    class Coded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.codes = nn.Conv2d(3, 4, 3, padding=1), nn.Embedding(7, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.conv(x).permute(0, 2, 3, 1).contiguous()
+            index = torch.argmin(z.view(-1, 4) @ self.codes.weight.t(), 1)
+            q = self.codes(index).view(z.shape)
+            return loss(q, z.detach()) + 0.25 * loss(z, q.detach())
+
+    assert_exact(seeded(Coded), image(2, 3, 12, 15))
+    assert_exact(seeded(Coded), image(2, 3, 12, 15), options=sft.Options(tile=(4, None)), steps=1)

@@ -66,3 +66,23 @@ def test_an_inverted_weight() -> None:
     for call in (model, net):
         with pytest.raises(RuntimeError, match="singular"):
             call(image(1, 3, 14, 12))
+
+
+@pytest.mark.parametrize("name", ["inverse", "solution", "determinant", "square root", "of the transpose"])
+def test_a_weight_that_lies_in_memory_by_columns(name: str) -> None:
+    """`torch.linalg.qr` returns such; a derivative asks for it."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = (torch.eye(4) + 0.1 * torch.rand(4, 4)).double()
+            self.weight = nn.Parameter((weight + weight.T).T if name == "of the transpose" else (weight + weight.T).t().contiguous().t())
+
+        def forward(self, x: Tensor) -> Tensor:
+            given = self.weight.T if name == "of the transpose" else self.weight
+            found = torch.linalg.det(given) if name == "of the transpose" else _FUNCTIONS[name](given)
+            return F.conv2d(x, self.weight[:, :3, None, None]) * found.sum()
+
+    model = seeded(Mixed)
+    assert name == "of the transpose" or model.weight.stride() == (1, 4)
+    assert_exact(model, image(2, 3, 10, 12), options=sft.Options(tile=(4, None)), steps=1)

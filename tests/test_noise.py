@@ -74,6 +74,67 @@ def test_noise_streams(name: str) -> None:
     assert not report.whole_reasons, report
 
 
+def _block(y: Tensor, drawn: Tensor) -> Tensor:
+    """DropBlock (Ghiasi et al., 2018), given uniform numbers for each pixel."""
+    keep = 1 - F.max_pool2d((drawn < 0.05).to(y.dtype), 3, 1, 1)
+    return y * keep * keep.numel() / keep.sum()
+
+
+#: Draws for an image without channels, and for the same with one.
+_WITHOUT_CHANNELS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "DropBlock": (lambda y: _block(y, torch.rand_like(y[:, 0])[:, None]), lambda y: _block(y, torch.rand_like(y[:, :1]))),
+    "of a mean": (lambda y: y + torch.randn_like(y.mean(1)).unsqueeze(1), lambda y: y + torch.randn_like(y.mean(1, keepdim=True))),
+    "dropout": (lambda y: y + F.dropout(y[:, 0], 0.3).unsqueeze(1), lambda y: y + F.dropout(y[:, :1], 0.3)),
+    "mask": (
+        lambda y: y * torch.empty_like(y[:, 0]).bernoulli_(0.7).unsqueeze(1),
+        lambda y: y * torch.empty_like(y[:, :1]).bernoulli_(0.7),
+    ),
+}
+
+
+@pytest.mark.parametrize("tile", [None, (5, None), (6, 7)])
+@pytest.mark.parametrize("name", _WITHOUT_CHANNELS)
+def test_an_image_without_channels_counts_as_one_with_one(name: str, tile: tuple[int, int | None] | None) -> None:
+    class Drawing(nn.Module):
+        def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.function, self.conv = function, nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.function(self.conv(x))
+
+    found = []
+    for function in _WITHOUT_CHANNELS[name]:
+        model = seeded(lambda: Drawing(function)).double()  # noqa: B023
+        net = sft.compile(model, (2, 3, 20, 17), options=sft.Options(tile=tile))
+        torch.manual_seed(4)
+        y = net(image(2, 3, 20, 17))
+        y.square().sum().backward()
+        found.append((y.detach(), model.conv.weight.grad))
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("tile", [(5, None), (6, 7)])
+def test_draws_for_several_dimensions_of_channels_run_whole(tile: tuple[int, int | None]) -> None:
+    class Stacked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            z: Tensor = y.view(2, 2, 2, *y.shape[2:])
+            return (z + torch.randn_like(z)).flatten(1, 2)
+
+    nets = [sft.compile(seeded(Stacked), (2, 3, 20, 17), options=sft.Options(tile=given)) for given in (None, tile)]
+    found = []
+    for net in nets:
+        torch.manual_seed(4)
+        found.append(net(image(2, 3, 20, 17)))
+    torch.testing.assert_close(found[0], found[1])
+    assert any("several dimensions of channels" in reason for reason in sft.check(seeded(Stacked), (2, 3, 20, 17)).whole_reasons)
+
+
 def test_noise_of_signals_and_volumes() -> None:
     class Noise(nn.Module):
         def __init__(self, conv: nn.Module) -> None:

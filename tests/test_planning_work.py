@@ -264,3 +264,28 @@ def test_a_problem_that_differs_derives_its_own_programs() -> None:
     inference = replace(training, requires_grad=frozenset())
     assert program_of(inference, "joint").flops == 0
     assert program_of(training, "joint").flops > program_of(inference, "forward").flops > 0
+
+
+def test_what_watches_the_first_call_does_not_see_its_planning() -> None:
+    """Planning runs on fake tensors, whose bytes are symbols; the meter sees what any later call holds, the counter what it computes."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x)
+            out = torch.zeros(y.shape[0], 4, 2 * y.shape[2], 2 * y.shape[3])
+            out[:, :, ::2, ::2] = y
+            return out
+
+    net, x = sft.compile(seeded(Spread).float(), _SHAPE), image(*_SHAPE).float()
+    found = []
+    with torch.no_grad():
+        for _ in range(2):
+            with sft.measure_peak("cpu") as peak, FlopCounterMode(display=False) as flops:
+                net(x)
+            found.append((peak.num_bytes, flops.get_total_flops()))
+    assert found[0] == found[1]
+    assert found[0][1] == 2 * 4 * 27 * 64 * 48

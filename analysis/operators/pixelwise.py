@@ -201,6 +201,11 @@ class Drawn(Operator):
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        if len(node.shape) > graph.axes.rank:
+            return [f"{node.label}: draws for several dimensions of channels; draw before these are split"]
+        return []
+
 
 def _varying(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
     """Operands that are no images and yet vary along the axes."""

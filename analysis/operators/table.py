@@ -15,6 +15,7 @@ from sft.analysis.losses import ELEMENT_LOSSES
 from sft.analysis.masks import DRAWN_TARGETS
 from sft.analysis.operators.base import NextValue, Operator
 from sft.analysis.operators.borders import BorderRows, ChannelPad, Pad, Slice, Wrapped
+from sft.analysis.operators.im2col import Col2im, Im2col
 from sft.analysis.operators.pixelwise import (
     Affine,
     AlongChannels,
@@ -160,6 +161,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
         ("aten.conv_transpose1d.default", "aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), TransposedConvolution()
     ),
     "sft.overlap_add": OverlapAdd(),
+    "sft.im2col": Im2col(),
+    "sft.col2im": Col2im(),
     "aten.pixel_shuffle.default": Unfolded(argument="upscale_factor"),
     "aten.pixel_unshuffle.default": Folded(argument="downscale_factor"),
     "sft.unfolded": Unfolded(),

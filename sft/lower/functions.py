@@ -238,6 +238,33 @@ def overlap_add(self: Tensor, bias: Tensor | None, groups: int, spread: Sequence
     return out if bias is None else out + bias.reshape(-1, *[1] * (out.dim() - 2))
 
 
+def im2col(self: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int], channels: Sequence[int]) -> Tensor:
+    """Windows of an image ``[N, channels..., axes...]``, their pixels as (the fastest) channels."""
+    first = self.dim() - len(kernel_size)
+    for axis, (kernel, step, spacing) in reversed(list(enumerate(zip(kernel_size, stride, dilation, strict=True)))):
+        # Pixels of windows along later axes stand in front of the axes already.
+        dim = axis - len(kernel_size)
+        count = (self.shape[dim] - spacing * (kernel - 1) - 1) // step + 1
+        places = [torch.arange(count, device=self.device) * step + spacing * tap for tap in range(kernel)]
+        self = torch.stack([self.index_select(dim, place) for place in places], first)
+    return self.reshape(self.shape[0], *channels, *self.shape[self.dim() - len(kernel_size) :])
+
+
+def col2im(self: Tensor, kernel_size: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Tensor:
+    """Windows ``[N, C * kernel..., axes...]`` put back where they lie, and summed where they overlap."""
+    batch, channels, *counts = self.shape
+    self = self.reshape(batch, channels // math.prod(kernel_size), *kernel_size, *counts)
+    for axis, (kernel, step, spacing) in enumerate(zip(kernel_size, stride, dilation, strict=True)):
+        dim, count = axis - len(kernel_size), self.shape[axis - len(kernel_size)]
+        extent = (count - 1) * step + spacing * (kernel - 1) + 1
+        sums = self.new_zeros((*self.shape[:2], *self.shape[3:dim], extent, *self.shape[self.dim() + dim + 1 :]))
+        for tap in range(kernel):
+            places = torch.arange(count, device=self.device) * step + spacing * tap
+            sums = sums.index_add(dim, places, self.select(2, tap))
+        self = sums
+    return self
+
+
 def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int]) -> Tensor:
     """Layer norm of each pixel's channels (Ba, Kiros, Hinton 2016; as ConvNeXt uses it)."""
     last, places = _last(self, dims)
@@ -348,6 +375,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.wrapped": wrapped,
     "sft.kernel_rows": kernel_rows,
     "sft.overlap_add": overlap_add,
+    "sft.im2col": im2col,
+    "sft.col2im": col2im,
     "sft.one_hot": one_hot,
     "sft.filled": filled,
     "sft.cross_entropy": cross_entropy,

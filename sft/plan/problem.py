@@ -127,14 +127,19 @@ class Problem:
 
     def batch_tile(self, wished: int | None) -> int:
         """Batch elements that walk together, where so many were asked for (``None``: one)."""
-        return min(wished or 1, self.num_batch) if self.splits_batch and not self._batch_makes_weights else self.num_batch
+        return min(wished or 1, self.num_batch) if self.splits_batch and not self._wants_the_batch else self.num_batch
 
     @cached_property
-    def _batch_makes_weights(self) -> bool:
-        """Whether a streamed operator has a weight with as many entries as the batch: it may be made of all elements."""
-        nodes = (self.graph[name] for name in self.phases.streamed)
+    def _wants_the_batch(self) -> bool:
+        """Whether a streamed operator reads what cannot be cut with the batch.
+
+        A weight with as many entries may be made of all elements; matrices for each sample may be parameters, or made of some.
+        """
+        nodes = [self.graph[name] for name in self.phases.streamed]
         weights = {name for node in nodes for key in ("weight", "bias") for name in refs_in(node.argument(key))}
-        return not self.per_sample.isdisjoint(weights)
+        matrices = {name for node in nodes if node.target == "sft.mixed" for name in refs_in(node.argument("matrix"))}
+        many = {name for name in matrices if self.shapes[name][0] == self.num_batch > 1}
+        return not self.per_sample.isdisjoint(weights) or not many <= self.per_sample
 
     def value_bytes(self, name: str) -> int:
         """Bytes of a whole value."""

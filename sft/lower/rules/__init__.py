@@ -13,6 +13,7 @@ from sft.lower.rules.borders import Pad, Slice
 from sft.lower.rules.casts import Cast, Detached
 from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
 from sft.lower.rules.extremes import Extremes, Peak
+from sft.lower.rules.im2col import Col2im, Im2col
 from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask, Noise
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
@@ -32,6 +33,8 @@ _RULES: dict[str, Rule] = {
     "convolution": Convolution(),
     "transposed_convolution": TransposedConvolution(),
     "overlap_add": OverlapAdd(),
+    "im2col": Im2col(),
+    "col2im": Col2im(),
     "max_pool": MaxPool(),
     "max_pool_places": MaxPoolPlaces(),
     "max_unpool": MaxUnpool(),

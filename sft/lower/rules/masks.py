@@ -36,16 +36,18 @@ class _Draw:
         site: the number of the random operator in the model.
         p: probability of a drop.
         column_px: pixels of a column: the extent of a third axis.
+        has_channels: whether the second dimension is channels; else it is rows already.
     """
 
     extents: Extents
     site: int
     p: float = 0.0
     column_px: int = 1
+    has_channels: bool = True
 
     def drop(self, x: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], *, out: torch.Tensor) -> None:
         """Write ``x`` times mask times scale."""
-        shape = _as_image(tuple(x.shape))
+        shape = self.as_image(tuple(x.shape))
         dropout(
             x.view(shape),
             origin=self._place(origin),
@@ -60,17 +62,21 @@ class _Draw:
 
     def mask(self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int]) -> None:
         """Write ones where kept, zeros where dropped."""
-        shape = _as_image(tuple(out.shape))
+        shape = self.as_image(tuple(out.shape))
         write_mask(self._tile(shape, seed, origin), out.view(shape))
 
     def noise(
         self, out: torch.Tensor, seed: torch.Tensor, origin: tuple[int, int, int], distribution: Distribution, scale: float, shift: float
     ) -> None:
         """Write numbers of a distribution."""
-        shape = _as_image(tuple(out.shape))
+        shape = self.as_image(tuple(out.shape))
         write_noise(self._tile(shape, seed, origin), distribution, out.view(shape))
         if (scale, shift) != (1.0, 0.0):
             out.mul_(scale).add_(shift)
+
+    def as_image(self, shape: tuple[int, ...]) -> Extents:
+        """A part of the value as samples, channels, rows and columns."""
+        return _as_image(shape, self.has_channels)
 
     def _tile(self, shape: Extents, seed: torch.Tensor, origin: tuple[int, int, int]) -> MaskTile:
         return MaskTile(
@@ -88,17 +94,19 @@ class _Draw:
         return (origin[0], origin[1], origin[2] * self.column_px)
 
 
-def _as_image(shape: tuple[int, ...]) -> Extents:
+def _as_image(shape: tuple[int, ...], has_channels: bool) -> Extents:
     """Any value as samples, channels, rows and columns: what ``positional_dropout`` sees in it."""
-    padded = (*shape, 1, 1, 1)
-    return (padded[0], padded[1], padded[2], math.prod(shape[3:]))
+    padded = (*shape, 1, 1, 1) if has_channels else (shape[0], 1, *shape[1:])
+    return (padded[0], padded[1], padded[2], math.prod(padded[3:]))
 
 
 def _draw_of(ctx: NodeContext) -> _Draw:
     node = ctx.node
     shape, streams = ctx.scope.shapes[node.name], node.name in ctx.scope.streamed
-    column_px = math.prod(ctx.scope.axes.of(shape)[2:]) if streams else 1
-    return _Draw(_as_image(shape), node.argument("site"), node.argument("p", 0.0), column_px)
+    axes = ctx.scope.axes
+    column_px = math.prod(axes.of(shape)[2:]) if streams else 1
+    has_channels = not streams or len(shape) >= axes.rank
+    return _Draw(_as_image(shape, has_channels), node.argument("site"), node.argument("p", 0.0), column_px, has_channels)
 
 
 def _place(ctx: NodeContext) -> tuple[Slot, Slot]:
@@ -118,7 +126,7 @@ def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
 
 
 def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
-    return _scratch_bytes(reference_block(_as_image(shape)), ctx.scope.dtype_of(ctx.node.name)) if 0 not in shape else 0
+    return _scratch_bytes(reference_block(_draw_of(ctx).as_image(shape)), ctx.scope.dtype_of(ctx.node.name)) if 0 not in shape else 0
 
 
 @lru_cache(maxsize=256)
@@ -177,6 +185,6 @@ class Noise(Mask):
         shape = ctx.out_shape if node.name in ctx.scope.streamed else ctx.side_shape(node.name)
         dtype, distribution = ctx.scope.dtype_of(node.name), node.argument("distribution")
         out = ctx.destination if ctx.destination is not None else e.empty(shape, dtype)
-        scratch_bytes = _noise_scratch_bytes(reference_block(_as_image(shape)), distribution, dtype) if 0 not in shape else 0
+        scratch_bytes = _noise_scratch_bytes(reference_block(_draw_of(ctx).as_image(shape)), distribution, dtype) if 0 not in shape else 0
         how = (distribution, node.argument("scale"), node.argument("shift"))
         return e.call(_draw_of(ctx).noise, out, *_place(ctx), *how, writes=out, scratch_bytes=scratch_bytes)

@@ -11,6 +11,7 @@ only wants the forward drops the ones that nobody reads.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,6 +46,9 @@ def _in_own_bytes(overload: Any) -> Callable[..., torch.Tensor]:
     return made
 
 
+#: Determinants, solutions and the like: some factorise the transpose of what lies in memory by rows, and their derivatives ask again
+#: whether it did. A parameter may lie there by columns (as ``torch.linalg.qr`` returns it), and so may a transpose.
+_MATRICES = re.compile(r"linalg_(?!vector_norm)|det\b|_solve|cholesky|inverse")
 #: Operators that resize a tensor as large as their operand, and leave it the room where the result is smaller.
 _ROOMY = {aten.im2col.default: _in_own_bytes(aten.im2col.out), aten.col2im.default: _in_own_bytes(aten.col2im.out)}
 
@@ -350,7 +354,9 @@ class TracedWhole(_Traced):
     def forward(self, ctx: NodeContext) -> Slot:
         names = tuple(dict.fromkeys(ctx.node.operands))
         slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.whole(name) for name in names]
-        if self._is_foreign(ctx):
+        if self._is_foreign(ctx) and _MATRICES.search(ctx.node.target):
+            slots = [self._by_rows(ctx, slot) for slot in slots]
+        elif self._is_foreign(ctx):
             slots = [self._contiguous(ctx, slot) if self._is_made(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
         try:
             trace = _trace_whole(
@@ -393,7 +399,9 @@ class TracedWhole(_Traced):
 
     @staticmethod
     def _contiguous(ctx: NodeContext, slot: Slot) -> Slot:
-        if len(slot.shape) not in CHANNELS_LAST:
-            return slot
+        return TracedWhole._by_rows(ctx, slot) if len(slot.shape) in CHANNELS_LAST else slot
+
+    @staticmethod
+    def _by_rows(ctx: NodeContext, slot: Slot) -> Slot:
         keywords = {"memory_format": torch.contiguous_format}
         return ctx.emitter.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)

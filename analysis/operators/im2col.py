@@ -1,0 +1,60 @@
+"""Windows beside each other as channels, and channels put back where windows lie (:mod:`sft.analysis.im2col`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sft.analysis.access import AxisMap
+from sft.analysis.axes import Axes
+from sft.analysis.graph import Node
+from sft.analysis.operators.base import Operator, entry
+from sft.analysis.operators.transposed import Spread
+
+__all__ = ["Col2im", "Im2col", "windows_along"]
+
+
+def windows_along(node: Node, axis: int) -> Spread:
+    """How windows lie along an axis: that of row ``i`` on the rows from ``i * stride`` on."""
+    names = ("kernel", "stride", "dilation")
+    return Spread(**{name: entry(node.argument("kernel_size" if name == "kernel" else name), axis) for name in names})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Im2col(Operator):
+    """The pixels of every window as channels (``unfold``); there is no border."""
+
+    name: str = "im2col"
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        windows = windows_along(node, axis)
+        return AxisMap(scale=windows.stride, last=windows.span - 1)
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        windows = windows_along(node, axis)
+        return (extent - windows.span) // windows.stride + 1
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Col2im(Operator):
+    """Windows put back where they lie, summed where they overlap (``fold``)."""
+
+    name: str = "col2im"
+    is_phased: bool = True
+
+    def access(self, node: Node, axis: int) -> AxisMap:
+        return windows_along(node, axis).access
+
+    def extent(self, node: Node, axis: int, extent: int) -> int:
+        return windows_along(node, axis).extent(extent)
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))

@@ -8,6 +8,9 @@ value with a global value of phase ``p`` belongs to phase ``p + 1``.
 An operator that cannot stream runs in the tail of its phase, on whole tensors. If what comes out is an image of the same size, it is
 streamed again from there on: it is a source of the next phase, as an input is of the first.
 
+Images stream together, so many samples at a time. Where inputs have different numbers of samples (one reference for all), those with
+most are images, and the others whole tensors.
+
 What follows from no input (a weight in another type, a mask drawn from the seed) waits for no image: it runs first, in a phase that
 streams nothing.
 """
@@ -59,8 +62,7 @@ def find_phases(graph: Graph) -> Phases:
     Raises:
         UnsupportedError: listing every operator without an exact rule, with its module path and a remedy.
     """
-    axes = graph.axes
-    streamed = {node.name for node in graph.nodes if node.kind == "input" and axes.are_of(node.shape)}
+    streamed = _streamed_inputs(graph)
     rows: dict[str, Operator] = {}
     reasons: dict[str, str] = {}
     problems: list[str] = []
@@ -83,6 +85,13 @@ def find_phases(graph: Graph) -> Phases:
     if problems:
         raise UnsupportedError(problems)
     return _sorted(graph, frozenset(streamed), rows, reasons)
+
+
+def _streamed_inputs(graph: Graph) -> set[str]:
+    """The inputs that are images, with as many samples as any of them has."""
+    images = [node for node in graph.nodes if node.kind == "input" and graph.axes.are_of(node.shape)]
+    num_batch = max((node.shape[0] for node in images), default=0)
+    return {node.name for node in images if node.shape[0] == num_batch}
 
 
 def _is_image_like(graph: Graph, node: Node, operands: Collection[str]) -> bool:

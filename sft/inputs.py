@@ -137,9 +137,23 @@ def resolve_inputs(
             problems.append(str(error))
     if not problems and not any(given.shape for given in found):
         problems.append("input 0 has no dimensions; batch it with x[None]")
+    if not problems:
+        problems = _lone_sources(found)
     if problems:
         raise InputError("; ".join(problems))
     return tuple(found)
+
+
+def _lone_sources(inputs: Sequence[Given]) -> list[str]:
+    """What is wrong with images that are read in strips, but have fewer samples than another: these are whole tensors to the model."""
+    axes = Axes.of_inputs([given.shape for given in inputs])
+    counts = [given.shape[0] if axes.are_of(given.shape) else 0 for given in inputs]
+    return [
+        f"input {position} has {count} sample(s), another image {max(counts)}: only images with as many are read or written in strips; "
+        f"give a tensor on the model's device, or {max(counts)} samples"
+        for position, (given, count) in enumerate(zip(inputs, counts, strict=True))
+        if 0 < count < max(counts) and (given.source is not None or given.make_sink is not None)
+    ]
 
 
 def lacking_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:

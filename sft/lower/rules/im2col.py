@@ -37,9 +37,19 @@ class _Windows:
     along: tuple[Spread, ...]
 
     @classmethod
-    def of(cls, along: Sequence[Spread], windows: Sequence[Interval], pixels: Sequence[Interval]) -> _Windows:
-        """Of these rows and columns of windows on these of the image."""
-        return cls(tuple(tuple(a.landings(w, p)) for a, w, p in zip(along, windows, pixels, strict=True)), tuple(along))
+    def made(cls, ctx: NodeContext, operand: str) -> _Windows:
+        """Those that are computed, of the rows and columns read."""
+        return cls._of(ctx, ctx.spans(operand))
+
+    @classmethod
+    def read(cls, ctx: NodeContext, operand: str) -> _Windows:
+        """Those that are read, on the rows and columns computed."""
+        return cls._of(ctx, [(windows, pixels) for pixels, windows in ctx.spans(operand)])
+
+    @classmethod
+    def _of(cls, ctx: NodeContext, spans: Sequence[tuple[Interval, Interval]]) -> _Windows:
+        along = tuple(windows_along(ctx.node, axis) for axis in range(len(spans)))
+        return cls(tuple(tuple(a.landings(*span)) for a, span in zip(along, spans, strict=True)), along)
 
     def gather(self, image: Tensor, windows: Tensor) -> None:
         """Copy the image into windows, ``[N, channels..., windows...]``; pixels that are not in this part stay what they are."""
@@ -99,22 +109,16 @@ class Im2col(Rule):
     saves_input = False
     in_place = True
 
-    @staticmethod
-    def _windows(ctx: NodeContext, operand: str) -> _Windows:
-        spans = ctx.spans(operand)
-        along = [windows_along(ctx.node, axis) for axis in range(len(spans))]
-        return _Windows.of(along, [part for part, _ in spans], [read for _, read in spans])
-
     def forward(self, ctx: NodeContext) -> Slot:
         (operand,) = refs_in(ctx.node.argument("self"))
         out = ctx.destination or ctx.emitter.empty(ctx.out_shape, ctx.scope.dtype_of(ctx.node.name))
-        return ctx.emitter.call(self._windows(ctx, operand).gather, ctx.strip(operand), out, writes=out)
+        return ctx.emitter.call(_Windows.made(ctx, operand).gather, ctx.strip(operand), out, writes=out)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image = ctx.node.argument("self")
         (operand,) = refs_in(image)
         sums = ctx.emitter.zeros(ctx.strip(operand).shape, sum_dtype(grad.dtype))
-        ctx.add_grad(image, _scatter(ctx, grad, self._windows(ctx, operand), sums), owned=True)
+        ctx.add_grad(image, _scatter(ctx, grad, _Windows.made(ctx, operand), sums), owned=True)
 
 
 class Col2im(Rule):
@@ -123,12 +127,6 @@ class Col2im(Rule):
     saves_input = False
     in_place = True
 
-    @staticmethod
-    def _windows(ctx: NodeContext, operand: str) -> _Windows:
-        spans = ctx.spans(operand)
-        along = [windows_along(ctx.node, axis) for axis in range(len(spans))]
-        return _Windows.of(along, [read for _, read in spans], [part for part, _ in spans])
-
     def forward(self, ctx: NodeContext) -> Slot:
         e, (operand,) = ctx.emitter, refs_in(ctx.node.argument("self"))
         dtype = ctx.scope.dtype_of(ctx.node.name)
@@ -136,7 +134,7 @@ class Col2im(Rule):
         out = ctx.destination if ctx.destination is not None and wide == dtype else e.empty(ctx.out_shape, wide)
         e.call(aten.zero_.default, out, writes=out)
         if not ctx.reads_nothing(operand):
-            _scatter(ctx, ctx.strip(operand), self._windows(ctx, operand), out)
+            _scatter(ctx, ctx.strip(operand), _Windows.read(ctx, operand), out)
         return e.cast(out, dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
@@ -145,5 +143,5 @@ class Col2im(Rule):
         if ctx.reads_nothing(operand):
             return
         windows = ctx.emitter.zeros(ctx.strip(operand).shape, grad.dtype)
-        ctx.emitter.call(self._windows(ctx, operand).gather, grad, windows, writes=windows)
+        ctx.emitter.call(_Windows.read(ctx, operand).gather, grad, windows, writes=windows)
         ctx.add_grad(image, windows, owned=True)

@@ -116,6 +116,7 @@ class Engine:
         """The weights of the model, if they were taken to be streamed."""
         return StreamedParameters.known(self.model)
 
+    @alone()
     def stream_weights(self) -> StreamedParameters | None:
         """Take the weights to stream them, where that was asked for, or the last plan says so; ``None`` where they stay resident.
 
@@ -157,30 +158,9 @@ class Engine:
         return self.party
 
     def _run(self, inputs: Sequence[Any], input_grad: Any) -> Any:
-        if self.preparation.options.streams_weights:
-            self.stream_weights()
-        if self.streamed_weights is not None:
-            self.streamed_weights.check()
-        with alone():
-            given, lacking = self._resolve(inputs, input_grad)
-            kind = self._kind_of(given, lacking)
-        if self.party is not None:
-            traced = kind.traced
-            same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, traced.dtypes, traced.training_flags)
-            self.party.agree((*same, traced.autocast, traced.default_dtype), "call all ranks of one image with the same inputs and modes")
-        ready = self.preparation.prepare(kind)
-        if self.party is not None:  # where a run is cut, and so what is sent, depends on the budget
-            cuts = [(segment.mode, segment.nodes[-1]) for segment in ready.plan.segments]
-            rows = ready.plan.mesh and [rank.rows for rank in ready.plan.mesh.ranks]
-            remedy = "their plans cut the model, or the image, at other places: compile with the same budget and options on all ranks"
-            self.party.agree((cuts, rows), remedy)
-        self.last_plan = ready.plan
-        if ready.plan.streamed_weights and self.streamed_weights is None:
-            taken = self.stream_weights()
-            assert taken is not None
-            self.preparation.ready[replace(kind, weights_revision=taken.revision)] = ready
-        generator_state = torch.get_rng_state()
-        leaves = self._bind(ready, given)
+        # Ranks wait for each other while they make ready, and have one thread that does.
+        with alone() if self.party is None else contextlib.nullcontext():
+            ready, leaves, generator_state = self._made_ready(inputs, input_grad)
         self.last_reading = leaves.reading if leaves.sources else None
         self.last_skipping = leaves.skipping if ready.plan.skips_repeats else None
         graph = ready.captured.capture.graph
@@ -204,6 +184,33 @@ class Engine:
         for place, value in ready.beside:
             returned.insert(place, value)
         return pytree.tree_unflatten(returned, ready.captured.capture.out_spec)
+
+    def _made_ready(self, inputs: Sequence[Any], input_grad: Any) -> tuple[Ready, Leaves, torch.Tensor]:
+        """What a call runs, on which tensors, and the state of torch's generator before it drew the call's seed."""
+        if self.preparation.options.streams_weights:
+            self.stream_weights()
+        if self.streamed_weights is not None:
+            self.streamed_weights.check()
+        with alone():
+            given, lacking = self._resolve(inputs, input_grad)
+            kind = self._kind_of(given, lacking)
+        if self.party is not None:
+            traced = kind.traced
+            same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, traced.dtypes, traced.training_flags)
+            self.party.agree((*same, traced.autocast, traced.default_dtype), "call all ranks of one image with the same inputs and modes")
+        ready = self.preparation.prepare(kind)
+        if self.party is not None:  # where a run is cut, and so what is sent, depends on the budget
+            cuts = [(segment.mode, segment.nodes[-1]) for segment in ready.plan.segments]
+            rows = ready.plan.mesh and [rank.rows for rank in ready.plan.mesh.ranks]
+            remedy = "their plans cut the model, or the image, at other places: compile with the same budget and options on all ranks"
+            self.party.agree((cuts, rows), remedy)
+        self.last_plan = ready.plan
+        if ready.plan.streamed_weights and self.streamed_weights is None:
+            taken = self.stream_weights()
+            assert taken is not None
+            self.preparation.ready[replace(kind, weights_revision=taken.revision)] = ready
+        generator_state = torch.get_rng_state()
+        return ready, self._bind(ready, given), generator_state
 
     @alone()
     def _bind(self, ready: Ready, inputs: Sequence[Given]) -> Leaves:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier, Event, Thread
 from typing import Any
 
@@ -71,3 +72,24 @@ def test_being_alone_ends_with_the_block() -> None:
         raise KeyError
     with ThreadPoolExecutor(1) as thread:
         assert not thread.submit(is_other_thread_alone).result()
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_threads_that_call_first_stream_the_weights_once(is_file: bool, tmp_path: Path) -> None:
+    """Weights move to where they are streamed from at the first call."""
+    for number in range(4):
+        model = seeded(Residual).eval()
+        x, begin = image(1, 3, 16, 24), Barrier(_NUM_THREADS)
+        expected = model(x).detach()
+        weights = sft.WeightsFile(tmp_path / f"{number}.safetensors") if is_file else "stream"
+        net = sft.compile(model, x.shape, options=sft.Options(weights=weights, tile=(4, None)))
+
+        def call(_: int, net: Any = net, begin: Barrier = begin) -> torch.Tensor:
+            begin.wait()
+            with torch.no_grad():
+                y: torch.Tensor = net(x)  # noqa: B023
+            return y
+
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            for found in threads.map(call, range(_NUM_THREADS)):
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

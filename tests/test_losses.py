@@ -241,3 +241,19 @@ def test_losses_of_whole_values_are_within_the_budget(name: str, reduction: str)
 
     assert_exact(seeded(Coded), image(2, 3, 12, 15))
     assert_exact(seeded(Coded), image(2, 3, 12, 15), options=sft.Options(tile=(4, None)), steps=1)
+
+
+@pytest.mark.parametrize("tile", [None, (4, None)])
+def test_weights_of_classes_counted_in_the_batch(tile: tuple[int, int | None] | None) -> None:
+    def loss(y: Tensor, labels: Tensor, minlength: int = 4) -> Tensor:
+        counts = torch.bincount(labels.flatten(), minlength=minlength)
+        return F.cross_entropy(y, labels, weight=1 / (counts + 1.0).to(y.dtype))
+
+    model, x, labels = seeded(lambda: nn.Conv2d(3, 4, 3, padding=1)), image(2, 3, 14, 12), torch.randint(0, 4, (2, 14, 12))
+    net = sft.compile(sft.nn.WithLoss(model, loss), [x.shape, labels], options=sft.Options(tile=tile))
+    found = [torch.autograd.grad(value, model.weight)[0] for value in (net(x, labels), loss(model(x), labels))]
+    torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
+    with pytest.raises(
+        sft.UnsupportedError, match="bincount.*: its size depends on the numbers; give minlength, above the largest of them"
+    ):
+        sft.compile(sft.nn.WithLoss(model, lambda y, t: loss(y, t, 0)), [x.shape, labels])

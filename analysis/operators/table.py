@@ -291,6 +291,8 @@ def refusal(node: Node, graph: Graph) -> str | None:
     """Why an operator cannot run at all, whole tensors or not, and what to do; ``None`` if it can."""
     if node.target == "aten.instance_norm.default" and node.argument("use_input_stats") and node.argument("running_mean") is not None:
         return f"{node.label} has no exact rule; its running statistics are read elsewhere too, where the exporter loses their update"
+    if node.target == "aten.bincount.default" and node.shape != (node.argument("minlength", 0),):
+        return f"{node.label}: its size depends on the numbers; give minlength, above the largest of them"
     if any(isinstance(row, Convolution) for row in _rows(node.target)):
         kernel = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(graph[name].target in DRAWN_TARGETS for name in graph.ancestors(kernel)):

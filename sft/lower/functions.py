@@ -298,6 +298,18 @@ def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
     return v * (g / (v * v).sum(dims, keepdim=dim != -1).sqrt())
 
 
+def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """How often each number below ``minlength`` occurs; torch's own has as many entries as the largest number asks for."""
+    self = self.reshape(-1)
+    if weights is None:
+        return torch.zeros(minlength, dtype=torch.int64, device=self.device).index_add(
+            0, self.long(), torch.ones_like(self, dtype=torch.int64)
+        )
+    weights = weights.detach().reshape(-1)
+    weights = weights if weights.dtype == torch.float32 else weights.double()
+    return weights.new_zeros(minlength).index_add(0, self.long(), weights)
+
+
 def one_hot(self: Tensor, num_classes: int) -> Tensor:
     """Labels ``[N, 1, axes...]`` as channels of zeros and a one, ``[N, num_classes, axes...]``."""
     classes = torch.arange(num_classes, device=self.device).view(num_classes, *[1] * (self.dim() - 2))
@@ -377,6 +389,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.overlap_add": overlap_add,
     "sft.im2col": im2col,
     "sft.col2im": col2im,
+    "aten.bincount.default": bincount,
     "sft.one_hot": one_hot,
     "sft.filled": filled,
     "sft.cross_entropy": cross_entropy,

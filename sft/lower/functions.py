@@ -300,14 +300,12 @@ def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
 
 def bincount(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
     """How often each number below ``minlength`` occurs; torch's own has as many entries as the largest number asks for."""
-    self = self.reshape(-1)
+    places = self.reshape(-1).long()
     if weights is None:
-        return torch.zeros(minlength, dtype=torch.int64, device=self.device).index_add(
-            0, self.long(), torch.ones_like(self, dtype=torch.int64)
-        )
-    weights = weights.detach().reshape(-1)
-    weights = weights if weights.dtype == torch.float32 else weights.double()
-    return weights.new_zeros(minlength).index_add(0, self.long(), weights)
+        weights = torch.ones_like(places)
+    elif weights.dtype != torch.float32:
+        weights = weights.double()
+    return weights.new_zeros(minlength).index_add(0, places, weights.detach().reshape(-1))
 
 
 def one_hot(self: Tensor, num_classes: int) -> Tensor:

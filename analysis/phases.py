@@ -88,8 +88,9 @@ def find_phases(graph: Graph) -> Phases:
 
 
 def _streamed_inputs(graph: Graph) -> set[str]:
-    """The inputs that are images, with as many samples as any of them has."""
+    """The inputs that are images, with as many samples as any of them has; a single pixel beside larger ones is none."""
     images = [node for node in graph.nodes if node.kind == "input" and graph.axes.are_of(node.shape)]
+    images = [node for node in images if any(extent != 1 for extent in graph.axes.of(node.shape))] or images
     num_batch = max((node.shape[0] for node in images), default=0)
     return {node.name for node in images if node.shape[0] == num_batch}
 

@@ -45,6 +45,21 @@ def test_images_apart(tile: tuple[int, int | None] | None) -> None:
     assert_exact(model, image(2, 3, 16, 14), image(3, 3, 16, 14), options=sft.Options(tile=tile), steps=1)
 
 
+_PIXELS: dict[str, Callable[[Any, Tensor, Tensor], Any]] = {
+    "passed on": lambda m, x, pixel: m.encoder(x) + m.encoder(pixel),
+    "as it is": lambda m, x, pixel: m.encoder(x) * pixel.mean(1, keepdim=True),
+    "channels last": lambda m, x, pixel: (m.encoder(x).permute(0, 2, 3, 1) * pixel.mean(1, keepdim=True).permute(0, 2, 3, 1)).tanh(),
+}
+
+
+@pytest.mark.parametrize("tile", [None, (4, None), (6, 7)])
+@pytest.mark.parametrize("batches", [(2, 2), (2, 1), (1, 1)])
+@pytest.mark.parametrize("name", _PIXELS)
+def test_an_input_of_one_pixel(name: str, batches: tuple[int, int], tile: tuple[int, int | None] | None) -> None:
+    model = seeded(lambda: _Two(_PIXELS[name])).eval()
+    assert_exact(model, image(batches[0], 3, 16, 14), image(batches[1], 3, 1, 1), options=sft.Options(tile=tile), steps=1)
+
+
 def test_a_reference_with_a_gradient_of_its_own() -> None:
     model = seeded(lambda: _Two(_CASES["one encoder"]))
     x, other = image(2, 3, 16, 14), image(1, 3, 16, 14)

@@ -43,6 +43,14 @@ __all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_l
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
+#: What to do about what the exporter says, by words of its errors.
+_REMEDIES = {
+    "tensor subclasses": "numbers leave torch there; compute with tensors, or outside of the compiled model",
+    "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
+    "DynamicOutputShape": "the size of what this operator makes depends on values; compute it outside of the compiled model",
+}
+_LEAVE = "control flow that depends on tensor values must move out of `forward`"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
@@ -227,12 +235,9 @@ def _export(
                         "with torch.export.register_dataclass or torch.utils._pytree.register_pytree_node, or return a tuple or a dict"
                     ]
                 ) from error
-            raise UnsupportedError(
-                [
-                    f"{type(model).__name__}: torch.export cannot follow the model ({type(error).__name__}: {first_line}); "
-                    "control flow that depends on tensor values must move out of `forward`"
-                ]
-            ) from error
+            said = f"{type(error).__name__}: {first_line}"
+            remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), _LEAVE)
+            raise UnsupportedError([f"{type(model).__name__}: torch.export cannot follow the model ({said}); {remedy}"]) from error
 
 
 #: What torch.export says to a class that is not registered.
@@ -320,7 +325,8 @@ def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: 
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             message = str(error).strip().splitlines() or [""]
             # Data-dependent control flow fails on fake tensors too, but says so in its own type.
-            is_own = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError) and "Fake" not in message[0]
+            is_own = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
+            is_own = is_own and not any(word in message[0] for word in ("Fake", "tensor subclasses"))
             return message[0] or None if is_own else None
         except Exception:
             return None

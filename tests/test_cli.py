@@ -103,6 +103,9 @@ def test_inputs_may_be_whole_numbers(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["plan", *net, "--compare", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert not next(row for row in rows if row["strategy"] == "auto")["error"]
+    apart = (net[0], *(word for shape in net[2:] for word in ("--input", shape)))
+    assert main(["plan", *apart, "--json"]) == 0
+    assert sft.Plan.from_json(capsys.readouterr().out) == printed
 
 
 def test_compare_has_a_line_for_each_strategy(capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,3 +189,21 @@ def test_such_tensors_are_what_they_are_at_each_call() -> None:
     check()
     model.heads[0].stride = (2, 2)
     check()
+
+
+# --- values that leave torch -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("then", "words"),
+    [
+        (lambda _, y: y * float(y.detach().numpy().mean()), "numbers leave torch there; compute with tensors"),
+        (lambda _, y: y * torch.cov(y.flatten(2)[0]).mean(), "aten.equal.default.*; this operator looks at values"),
+        (lambda _, y: torch.linalg.lstsq(y.flatten(2)[0].T, y.flatten(2)[0].T[:, :1])[0], "the size of what this operator makes"),
+        (lambda _, y: y if y.mean() > 0 else -y, "control flow that depends on tensor values must move out"),
+    ],
+    ids=["numpy", "decides", "sizes", "control flow"],
+)
+def test_what_looks_at_values_is_refused_with_what_to_do(then: Callable[[Any, Tensor], Any], words: str) -> None:
+    with pytest.raises(sft.UnsupportedError, match=f"cannot follow the model .*{words}"):
+        sft.compile(_Model(then), _SHAPE)

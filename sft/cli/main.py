@@ -191,6 +191,7 @@ def _add_model(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> No
     parser.add_argument(
         "--input",
         nargs="+",
+        action="extend",
         required=is_needed,
         metavar="SHAPE",
         help="such as 1x3x20480x20480; 4x512:int64 for whole numbers; one for each input",

@@ -178,15 +178,26 @@ class _RegionFunction(torch.autograd.Function):
         if not torch.is_grad_enabled():
             return (None, None, None, *found)
         # create_graph=True. Torch's own once_differentiable lets gradients through as constants where the incoming gradient is one.
-        delayed: Any = torch._C._functions.DelayedError(_TWICE, len(found) + len(watched))
-        given = delayed(*(None if grad is None else grad.detach().requires_grad_() for grad in found), *watched)
-        return (None, None, None, *(given if isinstance(given, tuple) else (given,))[: len(found)])
+        leaves = [None if grad is None else grad.detach().requires_grad_() for grad in found]
+        given: Any = _Once.apply(len(leaves), *leaves, *watched)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        return (None, None, None, *given)
 
 
-_TWICE = (
-    b"a compiled model's gradient cannot be differentiated again (create_graph=True): its backward pass recomputes strips outside of "
-    b"autograd; use the plain model for gradient penalties and Hessians"
-)
+class _Once(torch.autograd.Function):
+    """Gradients as they are, which cannot be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        raise UnsupportedError(
+            [
+                "(the compiled model): its gradient cannot be differentiated again (create_graph=True), as its backward pass recomputes "
+                "strips outside of autograd; use the plain model for gradient penalties and Hessians"
+            ]
+        )
 
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -108,8 +108,8 @@ class Engine:
         return self.preparation.with_question(budget_bytes, options).prepare(kind).plan
 
     def phases(self) -> Phases:
-        """The sorted graph of the last capture."""
-        return self.preparation.captured[-1].phases
+        """The sorted graph of what was planned last."""
+        return next(reversed(self.preparation.ready.values())).captured.phases
 
     @property
     def streamed_weights(self) -> StreamedParameters | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +19,9 @@ from torch import nn
 
 from sft.alone import alone
 from sft.analysis.capture import Capture, attribute_of, capture, outputs_channels_last
-from sft.analysis.following import PERMUTES
+from sft.analysis.following import PERMUTES, RESHAPES
 from sft.analysis.gradients import reached_by_gradients
-from sft.analysis.graph import Graph
+from sft.analysis.graph import Graph, Node
 from sft.analysis.operators import differentiable_operands
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
@@ -42,7 +42,7 @@ from sft.options import Options
 from sft.outputs import Destination
 from sft.pausing import cycles_kept
 from sft.plan.describe import describe
-from sft.plan.problem import Problem, at_size
+from sft.plan.problem import Problem, at_size, with_numbers
 from sft.plan.rates import Rates
 from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
@@ -100,6 +100,20 @@ class Captured:
     traced: Traced
     #: whether the model permutes dimensions itself, which may leave an image with its channels last
     permutes: bool
+    #: the graph as it was captured, where it reshapes images in a way of which it depends on their size whether rows stay rows
+    as_captured: Graph | None = None
+
+    def at(self, symbols: Mapping[Any, int]) -> Captured:
+        """What is known at one size, if that is more than at all sizes.
+
+        ``x.view(n, c, h // 2, w // 2)`` of what a convolution with a stride of 2 made: that has ``(h + 1) // 2`` rows.
+        """
+        if self.as_captured is None:
+            return self
+        graph = in_terms_of_the_table(with_numbers(self.as_captured, symbols))
+        phases = find_phases(graph)
+        better = len(phases.whole_reasons) < len(self.phases.whole_reasons)
+        return replace(self, capture=replace(self.capture, graph=graph), phases=phases) if better else self
 
 
 @dataclass(frozen=True)
@@ -111,6 +125,12 @@ class Ready:
     beside: tuple[tuple[int, Any], ...]
     slabs: Slabs | None = None
     graphs: GraphStore | None = None
+
+
+def _is_whole_reshape(node: Node, phases: Phases) -> bool:
+    """Whether an image is reshaped as a whole."""
+    graph = phases.graph
+    return node.target in RESHAPES and any(name in phases.streamed or graph[name].target == "sft.restored" for name in node.operands)
 
 
 #: Operators on images of so many axes, which PyTorch also takes without a batch.
@@ -217,6 +237,7 @@ class Preparation:
 
     def _plan_captured(self, kind: CallKind) -> Ready:
         captured, symbols = self._capture(kind)
+        captured = captured.at(symbols)
         inputs = captured.phases.graph.inputs
         phases = at_size(captured.phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
         graph = phases.graph
@@ -362,7 +383,9 @@ class Preparation:
         permutes = any(node.target in PERMUTES for node in found.graph.operators)
         try:
             in_terms = replace(found, graph=in_terms_of_the_table(found.graph))
-            return Captured(in_terms, find_phases(in_terms.graph), traced, permutes)
+            phases = find_phases(in_terms.graph)
+            is_open = bool(found.bounds) and any(_is_whole_reshape(node, phases) for node in phases.graph.operators)
+            return Captured(in_terms, phases, traced, permutes, found.graph if is_open else None)
         except TypeError as error:  # SymPy has no type of its own for it
             if not any_size or "truth value of Relational" not in str(error):
                 raise

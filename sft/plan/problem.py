@@ -21,7 +21,7 @@ from sft.lower.context import grad_dtype_of
 from sft.plan.chain.link import Link
 from sft.walk.weights import StreamedWeights
 
-__all__ = ["Problem", "at_size"]
+__all__ = ["Problem", "at_size", "with_numbers"]
 
 MadeT = TypeVar("MadeT")
 
@@ -273,16 +273,24 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
     return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes), beside=beside))
 
 
+def with_numbers(graph: Graph, symbols: Mapping[sp.Symbol, int]) -> Graph:
+    """A graph at one size.
+
+    Raises:
+        UnsupportedError: a size depends on values.
+    """
+    nodes = (
+        replace(node, shape=_numbers(node.shape, symbols, node), arguments=_numbers(node.arguments, symbols, node)) for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
+
+
 def _resorted(phases: Phases, symbols: Mapping[sp.Symbol, int]) -> Phases:
     """The graph sorted anew where an operator that streams at other sizes does not stream at this one."""
     sized = [name for name, row in phases.rows.items() if row.is_sized]
     if not sized:
         return phases
-    nodes = (
-        replace(node, shape=_numbers(node.shape, symbols, node), arguments=_numbers(node.arguments, symbols, node))
-        for node in phases.graph.nodes
-    )
-    graph = replace(phases.graph, nodes=tuple(nodes))
+    graph = with_numbers(phases.graph, symbols)
     return find_phases(graph) if any(phases.rows[name].problems(graph[name], graph, phases.streamed) for name in sized) else phases
 
 

@@ -190,6 +190,10 @@ class _Rewriting(Elementwise):
         """Make images of what is joined to one, and varies along it without being one."""
         image = self.only_image(node)
         first_axis = len(self.shape(image.node)) - self.axes.count
+        place = image.layout.place(node.argument("dim", 0))
+        if place is None or not 1 <= place < first_axis:
+            return False
+        found: dict[str, Image] = {}
         for name in (name for name in dict.fromkeys(node.operands) if name not in self.images):
             shape, base = self.shape(name), self.unexpanded(name)
             if len(shape) != len(image.layout.groups) or not varies(shape, image.layout, first_axis):
@@ -200,7 +204,8 @@ class _Rewriting(Elementwise):
             side = self.image_beside(node, base if is_plain else name, image)
             if side is None:
                 return False
-            self.images[name] = Image(side, image.layout)
+            found[name] = Image(side, image.layout)
+        self.images.update(found)
         return True
 
     def _put_along(

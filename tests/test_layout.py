@@ -246,3 +246,22 @@ def test_joined_along_one_of_several_dimensions_of_channels(num_groups: int, dim
     model = _JoinsGroups(num_groups, dim if dim > 0 else 1 - len(shape), transposed=transposed)
     assert_exact(model, torch.randn(shape), options=sft.Options(tile=(4, None)), steps=1)
     assert_exact(model, torch.randn(shape), options=sft.Options(strategy="none"), steps=1)
+
+
+def test_a_token_joined_to_a_list_of_pixels_is_no_image() -> None:
+    """As in VOLO (Yuan et al., 2021): what came out whole, channels last, looks like an image of other axes."""
+
+    class Classed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.places = nn.Conv2d(3, 6, 3, padding=1), nn.Parameter(torch.rand(1, 14, 10, 6))
+            self.token, self.norm, self.head = nn.Parameter(torch.rand(1, 1, 6)), nn.LayerNorm(6), nn.Linear(6, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.conv(x).permute(0, 2, 3, 1).roll(1, 1) + self.places
+            tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), y.reshape(x.shape[0], -1, 6)], 1)
+            found: Tensor = self.head(self.norm(tokens)[:, 0]) + tokens.mean(1)[:, :2]
+            return found
+
+    for batch in (1, 2):
+        assert_exact(Classed(), torch.rand(batch, 3, 14, 10), options=sft.Options(tile=(4, None)), steps=1)

@@ -63,6 +63,9 @@ def functional(exported: ExportedProgram, casts: Casts | None = None) -> Functio
 
 
 def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
+    for node in exported.graph_module.graph.nodes:
+        if (view := _view_of(node)) is not None:
+            (node.target, node.args), node.kwargs = view, {}
     program: ExportedProgram = exported.run_decompositions({})
     signature, nodes = program.graph_signature, tuple(program.graph.nodes)
     returned: Any = nodes[-1].args[0]
@@ -78,6 +81,23 @@ def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
     # By place: what is written to a buffer, or to an input, may be returned as well.
     outputs = (o for o, spec in zip(returned, signature.output_specs, strict=True) if spec.kind is OutputKind.USER_OUTPUT)
     return FunctionalProgram(program=program, nodes=nodes[:-1], outputs=tuple(outputs), updates=dict(signature.buffers_to_mutate))
+
+
+def _view_of(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:
+    """The view that an operator hands on without saying so: the exporter takes it for a copy, which writes do not reach."""
+    if node.op != "call_function":
+        return None
+    if node.target is aten.dropout.default:
+        operand, p, train = _all_arguments(node)
+        return None if train and p else (aten.alias.default, (operand,))
+    if node.target is aten.type_as.default:
+        given, made = tensors_of(node)[0].meta["val"], node.meta["val"]
+        return (aten.alias.default, node.args[:1]) if given.dtype == made.dtype and given.device == made.device else None
+    if node.target is aten.einsum.default and len(operands := tensors_of(node)) == 1:
+        before, _, after = str(node.args[0]).replace(" ", "").partition("->")
+        is_permutation = before.isalpha() and len(set(before)) == len(before) and sorted(before) == sorted(after)
+        return (aten.permute.default, (operands[0], [before.index(letter) for letter in after])) if is_permutation else None
+    return None
 
 
 def rewritten(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram | None:

@@ -204,6 +204,13 @@ def test_budget_too_small() -> None:
         sft.compile(copy.deepcopy(model), shape, budget=int(0.9 * needed))(image(*shape))
 
 
+def test_a_budget_too_small_for_a_model_that_computes_nothing() -> None:
+    x = torch.ones(1, 3, 64, 64)
+    with pytest.raises(sft.BudgetError, match="a step needs 48") as caught:
+        sft.compile(nn.Identity(), x.shape, budget="1KiB")
+    assert torch.equal(sft.compile(nn.Identity(), x.shape, budget=caught.value.needed_bytes)(x), x)
+
+
 def test_the_smallest_budget_is_exact_and_smaller_than_the_largest() -> None:
     model = seeded(lambda: Around(chain(nn.MaxPool2d(3, 2, 1), nn.Conv2d(4, 4, 3, padding=1))))
     shape = (1, 3, 96, 64)

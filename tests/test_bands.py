@@ -170,6 +170,20 @@ class Noisy(nn.Module):
         return out
 
 
+class Mixed(nn.Module):
+    """A value that strips read, and operators on whole tensors, which lay out its gradient in their own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.last = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.stem(x)
+        flow = torch.tanh(self.last(y)).permute(0, 2, 3, 1)
+        warped = nn.functional.grid_sample(y, flow, align_corners=False)
+        return flow, y.cumsum(2), torch.einsum("nchw,nchv->nhwv", y, y), warped
+
+
 class Small(nn.Module):
     """A norm in training, a stride, an overlapping pool, dropout, an image and a vector for outputs."""
 
@@ -216,6 +230,8 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
     "unet3d": (UNet3d, (1, 3, 18, 9, 10), {"output": "band"}),
     "gated": (Gated, (2, 3, 21, 10), {}),
     "noisy": (Noisy, (2, 3, 21, 10), {}),
+    "mixed": (Mixed, (1, 3, 19, 22), {}),
+    "mixed-batch": (Mixed, (2, 3, 19, 12), {}),
 }
 
 

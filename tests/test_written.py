@@ -93,3 +93,39 @@ def test_a_call_of_its_own_is_refused_where_it_would_run_twice() -> None:
     torch.testing.assert_close(sft.compile(nn.Sequential(model), x.shape)(x), model(x))
     traced = torch.fx.symbolic_trace(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()).double())  # whose class has one, too, for its tracebacks
     torch.testing.assert_close(sft.compile(traced, x.shape)(x), traced(x))
+
+
+_HANDED_ON: dict[str, Callable[[Any, Tensor], Any]] = {
+    "dropout that drops nothing": lambda conv, x: (y := conv(x)) + nn.functional.dropout(y, 0.0).relu_(),
+    "dropout in evaluation": lambda conv, x: (y := conv(x)) + nn.functional.dropout(y, 0.3, training=False).mul_(2),
+    "the same type": lambda conv, x: (y := conv(x)) + y.type_as(x).relu_(),
+    "a product of one": lambda conv, x: (y := conv(x)) + torch.einsum("nchw->nhwc", y).relu_().permute(0, 3, 1, 2),
+}
+
+
+@pytest.mark.parametrize("name", _HANDED_ON)
+def test_what_is_written_into_operands_that_are_handed_on(name: str) -> None:
+    """These return what they are given, and do not say so."""
+    assert_exact(seeded(lambda: _Writing(_HANDED_ON[name])), image(2, 3, 14, 12), options=sft.Options(tile=(5, None)), steps=1)
+
+
+_THROUGH_VIEWS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "windows": (lambda y: y.unfold(2, 3, 3)[..., 1].zero_(), "`forward` writes in place into windows"),
+    "strides": (
+        lambda y: torch.as_strided(y, y.shape, y.stride()).relu_(),
+        "`forward` writes in place through as_strided",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _THROUGH_VIEWS)
+def test_writes_through_views_that_torch_does_not_follow_are_refused(name: str) -> None:
+    write, words = _THROUGH_VIEWS[name]
+
+    def function(conv: Any, x: Tensor) -> Any:
+        y = conv(x)
+        write(y)
+        return y
+
+    with pytest.raises(sft.UnsupportedError, match=words):
+        sft.compile(_Writing(function), (1, 3, 20, 22))

@@ -10,6 +10,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import sympy as sp
+
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.losses import ELEMENT_LOSSES
 from sft.analysis.masks import DRAWN_TARGETS
@@ -293,6 +295,10 @@ def refusal(node: Node, graph: Graph) -> str | None:
         return f"{node.label} has no exact rule; its running statistics are read elsewhere too, where the exporter loses their update"
     if node.target == "aten.bincount.default" and node.shape != (node.argument("minlength", 0),):
         return f"{node.label}: its size depends on the numbers; give minlength, above the largest of them"
+    if node.target == "aten.as_strided_scatter.default":
+        return f"{node.label}: `forward` writes in place through as_strided; write into a slice of the tensor"
+    if node.target == "aten.unfold_backward.default" and not _covers(node):
+        return f"{node.label}: `forward` writes in place into windows (unfold) that may leave out pixels; write into a slice of the tensor"
     if any(isinstance(row, Convolution) for row in _rows(node.target)):
         kernel = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(graph[name].target in DRAWN_TARGETS for name in graph.ancestors(kernel)):
@@ -303,6 +309,12 @@ def refusal(node: Node, graph: Graph) -> str | None:
     if node.effect == "writes":
         return f"{node.label} writes into its operands; use the form that returns a new tensor"
     return None
+
+
+def _covers(node: Node) -> bool:
+    """Whether the windows of an ``unfold`` that is written through lie side by side and have all pixels: else torch forgets the others."""
+    extent, size = node.argument("input_sizes")[node.argument("dim")], node.argument("size")
+    return bool(node.argument("step") == size and sp.simplify(sp.floor(sp.sympify(extent) / size) * size - extent) == 0)
 
 
 def _draws(node: Node) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, cast
@@ -31,6 +31,7 @@ from sft.walk.machine import Handle, Machine
 from sft.walk.order import Move
 from sft.walk.region import Region, Tape
 from sft.walk.values import Gradients, Values
+from sft.walk.whole import WholeSegment
 
 __all__ = ["BandRegion", "with_rows"]
 
@@ -75,7 +76,7 @@ class BandRegion(Region):
         for name in [name for name in outputs if name in self.layout.kept_in_bands]:
             held = self.layout.held[name]
             if held.rows[self.band] != held.own[self.band]:
-                value = self._rows(name, outputs[name], self.dtypes[name])
+                value = self._rows(name, outputs[name])
                 part = machine.allocate(self.output_shape(name), self.dtypes[name], zero=False, contiguous=name in self.contiguous)
                 own.copy(part, value.view(machine, held.own[self.band]))
                 outputs[name] = part
@@ -95,7 +96,7 @@ class BandRegion(Region):
             reads=self._reads_from_outside,
             makes=self.makes,
             returned=self._returned,
-            rows=lambda name, handle, is_gradient: self._rows(name, handle, (self.grad_dtypes if is_gradient else self.dtypes)[name]),
+            rows=lambda name, handle, is_gradient: self._grad_rows(name, handle) if is_gradient else self._rows(name, handle),
         )
 
     @property
@@ -110,7 +111,14 @@ class BandRegion(Region):
         readers = (index for index, reads in enumerate(self._reads_from_outside) if name in reads and self._differentiated[index])
         return next(readers, None)
 
-    def _rows(self, name: str, handle: Handle, dtype: Any) -> Rows:
+    def _grad_rows(self, name: str, handle: Handle) -> Rows:
+        """This band's buffer of a value's gradient; what differentiates on whole tensors makes it in a layout of its own."""
+        readers = (segment for segment, reads in zip(self.segments, self._reads_from_outside, strict=True) if name in reads)
+        rows = self._rows(name, handle)
+        is_dense = rows.is_dense and not any(isinstance(reader, WholeSegment) for reader in readers)
+        return replace(rows, dtype=self.grad_dtypes[name], is_dense=is_dense)
+
+    def _rows(self, name: str, handle: Handle) -> Rows:
         """This band's buffer of a value."""
         axes, shape = self.graph.axes, self.whole_shapes[name]
         is_contiguous = name in self.contiguous or len(shape) not in (4, 5)
@@ -120,7 +128,7 @@ class BandRegion(Region):
             handle=handle,
             first_row=held.rows[self.band].start,
             shape=shape,
-            dtype=dtype,
+            dtype=self.dtypes[name],
             axes=axes,
             is_dense=lead == 1 and not held.is_whole,  # others made those, in a layout of their own
         )
@@ -148,7 +156,7 @@ class BandRegion(Region):
         if name not in self.layout.kept_in_bands or held is None or held.rows[self.band] == held.own[self.band]:
             return grad
         wide = machine.allocate(self.shapes[name], self.grad_dtypes[name], zero=True)
-        machine.add(self._rows(name, wide, self.grad_dtypes[name]).view(machine, held.own[self.band]), grad)
+        machine.add(self._rows(name, wide).view(machine, held.own[self.band]), grad)
         return wide
 
     def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients, borrowed: set[str]) -> None:
@@ -186,19 +194,19 @@ class BandRegion(Region):
 
     def _complete(self, machine: Machine, name: str, handle: Handle) -> None:
         """Make a gradient complete where it is needed: in the owner's rows, or everywhere."""
-        held, dtype = self.layout.held.get(name), self.grad_dtypes[name]
+        held = self.layout.held.get(name)
         own = cast(BandMachine, machine)
         if held is not None:
             if held.lent and name not in self._crossing.returned:
                 sends = {t.target: t.rows for t in held.lent if t.source == self.band}
                 receives = {t.source: t.rows for t in held.lent if t.target == self.band}
-                own.comm.exchange(own, self._rows(name, handle, dtype), sends, receives, adds=True)
+                own.comm.exchange(own, self._grad_rows(name, handle), sends, receives, adds=True)
             if held.is_summed and held.is_whole:
                 mine = held.own[self.band]
                 others = range(len(held.own))
                 sends = {band: mine for band in others if band != self.band and mine}
                 receives = {band: held.own[band] for band in others if band != self.band and held.own[band]}
-                own.comm.exchange(own, self._rows(name, handle, dtype), sends, receives, adds=False)
+                own.comm.exchange(own, self._grad_rows(name, handle), sends, receives, adds=False)
         elif name in self.layout.summed and name not in self.synchronized:
             self._sum(machine, {name: handle}, "band", "globals")
 

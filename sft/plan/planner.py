@@ -292,12 +292,13 @@ def _smallest(survey: Survey) -> list[Candidate]:
 
 def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> BudgetError:
     needed = problem.resident_bytes + smallest.projection.peak_bytes
-    worst = max(smallest.region.segments, key=lambda s: sum(problem.value_bytes(n) for n in s.scope.outputs + s.scope.sources))
-    first, last = worst.scope.names[0], worst.scope.names[-1]
+    scopes = [segment.scope for segment in smallest.region.segments]
+    worst = max(scopes, key=lambda s: sum(problem.value_bytes(n) for n in s.outputs + s.sources), default=None)
+    between = f"; segment {problem.graph[worst.names[0]].label} .. {problem.graph[worst.names[-1]].label}" if worst else ""
     return BudgetError(
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
-        f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and strips; "
-        f"segment {problem.graph[first].label} .. {problem.graph[last].label}). "
+        f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and "
+        f"strips{between}). "
         f"Raise the budget to {needed} bytes, give a smaller input, "
         f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}{_of_repeats(problem)}{_of_weights(problem, needed)}"
         "or leave out options that force strategy, tile, state_every or state_slots.",

@@ -1,8 +1,9 @@
 """What `forward` sets of its modules' attributes while it is traced, and what that means for later calls.
 
 A trace runs `forward` once, on tensors that do not exist; whatever it leaves in attributes is no use to anybody and is taken back. A size
-that is kept there, or a feature map to look at, changes nothing in what is computed. A counter may: then the next call computes something
-else, which a captured graph cannot. So where numbers or strings have changed the model is traced again as it would be then.
+that is kept there, or a feature map to look at, changes nothing in what is computed. A counter may, or a submodule that is put into another
+mode: then the next call computes something else, which a captured graph cannot. So where numbers or strings have changed the model is
+traced again as it would be then. Parameters that `forward` freezes, or thaws, would be differentiated as before; that is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from sft.errors import UnsupportedError
 
 __all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "own_attributes"]
 
@@ -36,8 +39,8 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[Changes]:
     """Put back what is set meanwhile; the dictionary gets what the first call changes plain attributes to, which were plain before."""
-    held = [(module, dict(own_attributes(module)), _contents(module)) for module in model.modules()]
-    watching = Watching([(module, {**before, **contents}) for module, before, contents in held])
+    held = [(module, _watched(module), _contents(module)) for module in model.modules()]
+    watching = Watching([(module, {**before, **contents}) for module, before, contents in held], _frozen(model))
     try:
         with model.register_forward_hook(watching):
             yield watching.changes
@@ -53,15 +56,23 @@ def attributes_kept(model: nn.Module) -> Iterator[Changes]:
 class Watching:
     """A hook that looks at a model when its first call ends: the exporter puts numbers back itself."""
 
-    def __init__(self, before: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
-        self._before, self._is_over, self.changes = before, False, Changes()
+    def __init__(self, before: Sequence[tuple[nn.Module, Mapping[str, Any]]], frozen: frozenset[str]) -> None:
+        self._before, self._frozen, self._is_over, self.changes = before, frozen, False, Changes()
 
-    def __call__(self, *_: Any) -> None:
+    def __call__(self, model: nn.Module, *_: Any) -> None:
         if self._is_over:
             return
         self._is_over = True
+        changed = sorted(self._frozen ^ _frozen(model))
+        if changed:
+            raise UnsupportedError(
+                [
+                    f"{name}: `forward` sets requires_grad of this parameter; set it outside of `forward`, before the call"
+                    for name in changed
+                ]
+            )
         for module, before in self._before:
-            for name, value in own_attributes(module):
+            for name, value in _watched(module).items():
                 old = before.get(name, value)
                 if value is not old and _is_plain(value) and _is_plain(old) and value != old:
                     self.changes[module, name] = copy(value)
@@ -78,6 +89,16 @@ def attributes_set(changes: Changes) -> Iterator[None]:
     finally:
         for (module, name), value in held.items():
             vars(module)[name] = value
+
+
+def _watched(module: nn.Module) -> dict[str, Any]:
+    """The attributes that `forward` may set."""
+    return {**dict(own_attributes(module)), "training": module.training}
+
+
+def _frozen(model: nn.Module) -> frozenset[str]:
+    """The parameters without a gradient."""
+    return frozenset(name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad)
 
 
 def _contents(module: nn.Module) -> Mapping[str, Any]:

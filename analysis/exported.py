@@ -14,6 +14,7 @@ from typing import Any
 import sympy as sp
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import CustomObjArgument
 
 from sft.analysis.axes import Axes
 from sft.analysis.extents import floor
@@ -159,6 +160,9 @@ class _GraphBuilder:
         """Take over one node."""
         value: Any = fx_node.meta.get("val")
         if fx_node.op == "placeholder":
+            if isinstance(value, CustomObjArgument):
+                self.problems += [_object_read(user) for user in fx_node.users]
+                return
             kind, target = self._leaves.get(fx_node.name, ("input", fx_node.name))
             self._add(fx_node.name, kind, target, value)
         elif isinstance(value, (torch.SymInt, int, float, torch.SymFloat, bool, torch.SymBool)):
@@ -360,6 +364,14 @@ def _effect(overload: Any) -> Effect:
     if overload._schema.is_mutable:
         return "writes"
     return "draws" if torch.Tag.nondeterministic_seeded in overload.tags else ""
+
+
+def _object_read(fx_node: torch.fx.Node) -> str:
+    """What is said of an operator that reads what is no tensor."""
+    return (
+        f"{module_path_of(fx_node) or '(the model itself)'}: {fx_node.name} reads an object that is no tensor, such as a torch.Generator; "
+        "compute that outside of the compiled model, as a buffer or an input"
+    )
 
 
 def module_path_of(fx_node: torch.fx.Node) -> str:

@@ -207,3 +207,51 @@ def test_such_tensors_are_what_they_are_at_each_call() -> None:
 def test_what_looks_at_values_is_refused_with_what_to_do(then: Callable[[Any, Tensor], Any], words: str) -> None:
     with pytest.raises(sft.UnsupportedError, match=f"cannot follow the model .*{words}"):
         sft.compile(_Model(then), _SHAPE)
+
+
+def test_a_generator_is_refused() -> None:
+    own = torch.Generator().manual_seed(1)
+    for then in (
+        lambda _, y: y + torch.randn(4, 1, 1, generator=torch.Generator().manual_seed(1)),
+        lambda _, y: y + torch.randn(4, 1, 1, generator=own),
+    ):
+        with pytest.raises(sft.UnsupportedError, match=r"randn reads an object that is no tensor, such as a torch\.Generator"):
+            sft.compile(_Model(then), _SHAPE)
+
+
+# --- modes and gradients that forward sets -------------------------------------------------------------------------
+
+
+def _turned(model: Any, y: Tensor) -> Tensor:
+    found: Tensor = model.norm(y)
+    model.norm.train(not model.norm.training)
+    return found
+
+
+def _kept_frozen(model: Any, y: Tensor) -> Tensor:
+    model.norm.eval()
+    found: Tensor = model.norm(y)
+    return found
+
+
+def test_a_submodule_that_changes_its_mode_each_time_is_refused() -> None:
+    model: Any = _Model(_turned, norm=nn.BatchNorm2d(4))
+    with pytest.raises(sft.UnsupportedError, match="norm: `forward` sets training, to False, and computes something else at the next call"):
+        sft.compile(model, _SHAPE)
+    assert model.norm.training
+
+
+def test_a_submodule_that_is_put_into_one_mode_is_exact() -> None:
+    assert_exact(seeded(lambda: _Model(_kept_frozen, norm=nn.BatchNorm2d(4))).train(), image(*_SHAPE), options=sft.Options(tile=(5, None)))
+
+
+def test_parameters_that_forward_freezes_are_refused() -> None:
+    def then(model: Any, y: Tensor) -> Tensor:
+        model.last.weight.requires_grad_(False)
+        found: Tensor = model.last(y)
+        return found
+
+    model: Any = _Model(then, last=nn.Conv2d(4, 2, 3))
+    with pytest.raises(sft.UnsupportedError, match="weight: `forward` sets requires_grad of this parameter; set it outside"):
+        sft.compile(model, _SHAPE)
+    assert model.last.weight.requires_grad

@@ -89,6 +89,7 @@ class _Rewriting(Elementwise):
             **dict.fromkeys(LAYER_NORMS, self._layer_norm),
             "aten.max_unpool2d.default": self._unpool,
             **dict.fromkeys(_WINDOWS, self._windows),
+            "aten.pad.default": self._pad,
             **dict.fromkeys(_EXPANDS, self._expand),
             **dict.fromkeys(PRODUCTS, self._product),
             "aten.broadcast_tensors.default": self._broadcast_tensors,
@@ -172,6 +173,9 @@ class _Rewriting(Elementwise):
             extents = {place: node.shape[dim] for dim, place in zip(dims, found, strict=True)} if not goes else {}
             shape = [extents.get(place, extent) for place, extent in enumerate(held) if not (goes and place in found)]
             return self._put_along(node, after, (name, argument), tuple(shape))
+        if node.target == "aten.slice.Tensor" and not layout.is_plain:
+            sliced = tuple(node.shape[dims[0]] if place == found[0] else extent for place, extent in enumerate(held))
+            return self._put_along(node, layout, (name, argument), sliced)
         if goes and sorted(found) == list(range(first_axis, len(held))) and after.is_plain and len(after.groups) == first_axis:
             return self._put_along(node, None, (name, argument))
         return False
@@ -247,6 +251,21 @@ class _Rewriting(Elementwise):
         arguments = (("self", value), ("indices", indices), ("output_size", node.argument("output_size")[:1]))
         unpooled = replace(node, target="sft.max_unpool1d", shape=node.shape[:3], arguments=arguments)
         return self.put(unpooled, Layout((*Layout.plain(3).groups, ())))
+
+    def _pad(self, node: Node) -> bool:
+        """Padding of an image that the model holds in another order of dimensions (channels last)."""
+        image = self.images[node.operands[0]]
+        held, flat, rank = self.shape(image.node), node.argument("pad"), len(image.layout.groups)
+        amounts = {image.layout.place(rank - 1 - at): (flat[2 * at], flat[2 * at + 1]) for at in range(len(flat) // 2)}
+        padded = {place: pair for place, pair in amounts.items() if pair != (0, 0)}
+        axes = range(len(held) - self.axes.count, len(held))
+        if image.layout.is_plain or not all(place in axes for place in padded):
+            return False
+        pairs = [padded.get(place, (0, 0)) for place in axes]
+        shape = (*held[: axes.start], *(low + held[place] + high for place, (low, high) in zip(axes, pairs, strict=True)))
+        own = tuple(amount for pair in reversed(pairs) for amount in pair)
+        arguments = (("self", Ref(image.node)), ("pad", own), *(pair for pair in node.arguments if pair[0] not in ("self", "pad")))
+        return self.put(replace(node, shape=shape, arguments=arguments), image.layout)
 
     def _windows(self, node: Node) -> bool:
         """Windows as columns, or columns as windows."""

@@ -8,15 +8,21 @@ from typing import Any
 
 import sympy as sp
 
-__all__ = ["broadcast", "divided", "floor", "same", "split_factor"]
+__all__ = ["broadcast", "divided", "floor", "same", "split_factors"]
 
 
-def split_factor(extent: Any, shape: Sequence[Any]) -> int:
-    """How many pixels of an axis become a dimension of their own, where a shape has ``extent / factor, factor`` side by side; else 1."""
-    for size, factor in pairwise(shape):
-        if isinstance(factor, int) and factor > 1 and size == divided(extent, factor) and not (isinstance(extent, int) and extent % factor):
-            return factor
-    return 1
+def split_factors(extent: Any, shape: Sequence[Any]) -> list[int]:
+    """How many pixels of an axis may become a dimension of their own: where a shape has ``extent / factor, factor`` side by side; else 1.
+
+    >>> split_factors(12, (2, 4, 4, 3, 4, 6))  # rows in three fours, if the fours before them are those of something else
+    [3, 4, 1]
+    """
+    found = [
+        factor
+        for size, factor in pairwise(shape)
+        if isinstance(factor, int) and factor > 1 and size == divided(extent, factor) and not (isinstance(extent, int) and extent % factor)
+    ]
+    return [*dict.fromkeys(found), 1]
 
 
 def divided(extent: Any, factor: int) -> Any:

@@ -8,12 +8,13 @@ and ``sft.unfolded`` images. Whoever needs a value as the model has it gets it r
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sft.analysis.extents import divided, split_factor
+from sft.analysis.extents import divided, split_factors
 from sft.analysis.graph import Graph, Node, Ref, map_refs
 from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
 
@@ -121,21 +122,20 @@ class Following:
         """The image with those pixels as channels that a reshape to the shape of ``node`` takes apart; ``None`` if it takes none."""
         old = self.nodes[image.node]
         first_axis, extents = len(old.shape) - self.axes.count, self.axes.of(old.shape)
-        factors = tuple(split_factor(extent, node.shape) for extent in extents)
-        if all(factor == 1 for factor in factors):
-            return None
-        name = f"{node.name}__folded"
-        shape = (*old.shape[:first_axis], *factors, *(divided(e, f) for e, f in zip(extents, factors, strict=True)))
-        self.nodes[name] = replace(
-            node, name=name, target="sft.folded", shape=shape, arguments=(("self", Ref(image.node)), ("factors", factors))
-        )
         groups = []
         for group in image.layout.groups:
             apart: list[int] = []
             for dim in group:
                 apart += [dim] if dim < first_axis else [dim + self.axes.count, dim]
             groups.append(tuple(apart))
-        return Image(name, Layout(tuple(groups)))
+        layout = Layout(tuple(groups))
+        for factors in itertools.product(*(split_factors(extent, node.shape) for extent in extents)):
+            shape = (*old.shape[:first_axis], *factors, *(divided(e, f) for e, f in zip(extents, factors, strict=True)))
+            if any(factor != 1 for factor in factors) and reshaped(layout, shape, node.shape, self.axes) is not None:
+                name, arguments = f"{node.name}__folded", (("self", Ref(image.node)), ("factors", factors))
+                self.nodes[name] = replace(node, name=name, target="sft.folded", shape=shape, arguments=arguments)
+                return Image(name, layout)
+        return None
 
     def keep(self, node: Node) -> None:
         """Take an operator over as it is, on the model's own values."""

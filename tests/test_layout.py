@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import sft
 from sft.analysis.axes import Axes
@@ -217,9 +219,9 @@ class _BlockTransform(nn.Module):
 
 
 def test_as_many_channels_as_the_image_has_blocks() -> None:
-    """Their number is a symbol, which was turned into an integer; at one size it is one."""
+    """Their number is a symbol, which was turned into an integer."""
     report = assert_exact(_BlockTransform(), torch.randn(2, 3, 48, 32))
-    assert not any("linear" in note for note in report.plan.notes)
+    assert any("linear" in note for note in report.plan.notes)
 
 
 class _JoinsGroups(nn.Module):
@@ -265,3 +267,47 @@ def test_a_token_joined_to_a_list_of_pixels_is_no_image() -> None:
 
     for batch in (1, 2):
         assert_exact(Classed(), torch.rand(batch, 3, 14, 10), options=sft.Options(tile=(4, None)), steps=1)
+
+
+_BORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "padded": lambda t: F.pad(t, (0, 0, 1, 2, 3, 0)),
+    "cropped by a padding": lambda t: F.pad(t, (0, 0, -1, 2, 3, -2)),
+    "reflected": lambda t: F.pad(t.permute(0, 3, 2, 1), (1, 1, 2, 2), mode="reflect").permute(0, 3, 2, 1),
+    "cropped": lambda t: t[:, 1:, 2:-1],
+    "every other row": lambda t: t[:, ::2, 1::3],
+}
+
+
+class _Between(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.first, self.norm, self.last = function, nn.Conv2d(3, 6, 3, padding=1), nn.LayerNorm(6), nn.Conv2d(6, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(self.function(self.norm(self.first(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2))
+        return found
+
+
+@pytest.mark.parametrize("tile", [(5, None), (4, 3)])
+@pytest.mark.parametrize("name", _BORDERS)
+def test_borders_of_images_with_channels_last(name: str, tile: tuple[int, int | None]) -> None:
+    model = _Between(_BORDERS[name])
+    assert not sft.check(model, (2, 3, 18, 14)).whole_reasons
+    assert_exact(model, torch.rand(2, 3, 18, 14), options=sft.Options(tile=tile), steps=1)
+
+
+@pytest.mark.parametrize("size", [(18, 14), (16, 12)])
+def test_windows_of_an_image_padded_to_a_multiple(size: tuple[int, int]) -> None:
+    """As the Swin Transformer cuts windows (Liu et al., ICCV 2021)."""
+
+    def function(t: Tensor) -> Tensor:
+        batch, height, width, channels = t.shape
+        t = F.pad(t, (0, 0, 0, -width % 4, 0, -height % 4))
+        rows, columns = t.shape[1] // 4, t.shape[2] // 4
+        windows = t.view(batch, rows, 4, columns, 4, channels).permute(0, 1, 3, 2, 4, 5).contiguous().softmax(-1)
+        t = windows.permute(0, 1, 3, 2, 4, 5).contiguous().view(batch, rows * 4, columns * 4, channels)
+        return t[:, :height, :width].contiguous()
+
+    model = _Between(function)
+    assert not sft.check(model, (2, 3, *size)).whole_reasons
+    assert_exact(model, torch.rand(2, 3, *size), options=sft.Options(tile=(5, None)), steps=1)

@@ -176,6 +176,22 @@ def test_a_rank_that_hangs_is_named_within_the_timeout(ranks: Ranks) -> None:
     assert any("rank 2 does not answer" in message for message in answers[:2]), answers
 
 
+def _leaves_out_a_backward_pass(rank: int) -> str:
+    """One rank's own loss raised, and its loop went on with the next step."""
+    net = _net(timeout_seconds=5.0)
+    y = net(image(*_SHAPE))
+    with pytest.raises(sft.RankError) as caught:
+        net(image(*_SHAPE)) if rank == 1 else y.sum().backward()
+    assert all(parameter.grad is None for parameter in net.parameters())
+    return str(caught.value)
+
+
+def test_a_rank_that_begins_the_next_step_too_early(ranks: Ranks) -> None:
+    """It took rows of the others' backward pass for an answer, and the process aborted."""
+    messages = ranks.run(_leaves_out_a_backward_pass)
+    assert all("does not answer" in message for message in messages), messages
+
+
 def _disagrees(rank: int) -> None:
     net = _net()
     with pytest.raises(sft.InputError, match="call all ranks of one image with the same inputs"):

@@ -110,7 +110,7 @@ class ProcessLink:
         me = members.index(self._place)
         for other in range(1, len(members)):
             if me in (0, other):
-                self.wait(self.post(over, "globals", [Message(0 if me else other, tensor, is_sent=me == 0)]))
+                self.wait(self.post(over, "control", [Message(0 if me else other, tensor, is_sent=me == 0)]))
 
     def gathered(self, over: Over, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's tensor, in order; a control message."""
@@ -120,7 +120,7 @@ class ProcessLink:
         for distance in range(1, count):
             target, source = (me + distance) % count, (me - distance) % count
             messages = [Message(target, tensor, is_sent=True), Message(source, found[source], is_sent=False)]
-            self.wait(self.post(over, "globals", messages))
+            self.wait(self.post(over, "control", messages))
         return found
 
     @contextmanager
@@ -211,5 +211,6 @@ def _new_groups(store: Any, place: int, count: int, timeout: timedelta, device: 
         return dict.fromkeys(TOPICS, dist.ProcessGroupGloo(store, place, count, timeout))
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
-    prefixed = {topic: dist.distributed_c10d.PrefixStore(topic, store) for topic in TOPICS}
-    return {topic: dist.ProcessGroupNCCL(part, place, count, options) for topic, part in prefixed.items()}
+    prefixed = {topic: dist.distributed_c10d.PrefixStore(topic, store) for topic in TOPICS if topic != "control"}
+    groups: dict[Topic, Any] = {topic: dist.ProcessGroupNCCL(part, place, count, options) for topic, part in prefixed.items()}
+    return {**groups, "control": groups["globals"]}  # there a message of another size ends in an error, or in the timeout

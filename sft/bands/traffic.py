@@ -17,10 +17,11 @@ __all__ = ["TOPICS", "Link", "Message", "Over", "Topic", "Traffic"]
 
 #: The ranks that share an image, those that have the same band of other images, or all of the mesh.
 Over = Literal["band", "replica", "mesh"]
-#: What is sent: rows of images and of their gradients, global values and their gradients, gradients of parameters.
-Topic = Literal["rows", "globals", "parameters"]
+#: What is sent: rows of images and of their gradients, global values and their gradients, gradients of parameters; and what ranks agree on
+#: before and behind a step, so that one that begins a step never takes what another still sends of the last for an answer.
+Topic = Literal["rows", "globals", "parameters", "control"]
 
-TOPICS: tuple[Topic, ...] = ("rows", "globals", "parameters")
+TOPICS: tuple[Topic, ...] = ("rows", "globals", "parameters", "control")
 
 
 def _nothing() -> dict[Topic, int]:

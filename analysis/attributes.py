@@ -115,7 +115,9 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, around: tuple[Any, ...] = ()) -> bool:
+    """Whether a value is plain, or a container of plain ones that does not contain itself."""
     if isinstance(value, (list, tuple, dict)):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
+        held = value.values() if isinstance(value, dict) else value
+        return not any(value is other for other in around) and all(_is_plain(item, (*around, value)) for item in held)
     return type(value) in PLAIN

@@ -108,6 +108,7 @@ def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = 
     if builder.problems:
         raise UnsupportedError(builder.problems)
     known = {guard.lhs: guard.rhs for guard in guards_of(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
+    known |= dict(found for node in builder.nodes.values() if (found := _counted(node)) is not None)
     nodes = tuple(_simplified(node, known) if known else node for node in builder.nodes.values())
     inputs = [node.shape for node in nodes if node.kind == "input"]
     graph = Graph(
@@ -118,6 +119,12 @@ def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = 
         beside=tuple(builder.beside),
     )
     return graph.without_dead_operators()
+
+
+def _counted(node: Node) -> tuple[sp.Basic, sp.Integer] | None:
+    """How many counts `bincount` makes, as the exporter calls them, and as the model says that there are no more."""
+    least = dict(node.arguments).get("minlength", 0) if node.target == "aten.bincount.default" else 0
+    return (node.shape[0], sp.Integer(least)) if least and isinstance(node.shape[0], sp.Symbol) else None
 
 
 def _simplified(node: Node, known: dict[sp.Basic, sp.Integer]) -> Node:

@@ -58,6 +58,7 @@ class Following:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.axes = graph, graph.axes
+        self._depends = graph.descendants(graph.inputs)
         self.nodes: dict[str, Node] = {}
         self.images: dict[str, Image] = {}
 
@@ -143,8 +144,16 @@ class Following:
         kept = replace(node, arguments=arguments)
         self.nodes[node.name] = kept
         images = [self.nodes[self.images[name].node] for name in node.operands if name in self.images]
-        if self._is_image_of(kept, images):
+        if self._is_image_of(kept, images) or (not images and node.name in self._depends and self._is_spread(kept)):
             self.images[node.name] = Image(node.name, Layout.plain(len(node.shape)))
+
+    def _is_spread(self, node: Node) -> bool:
+        """Whether a value that no image makes is as large as one: a vector of channels, or a pixel, that was expanded or interpolated."""
+        if len(node.shape) < self.axes.rank or all(extent == 1 for extent in self.axes.of(node.shape)):
+            return False
+        size = (node.shape[0], *self.axes.of(node.shape))
+        sizes = {(shape[0], *self.axes.of(shape)) for shape in (self.shape(image.node) for image in self.images.values())}
+        return size in sizes
 
     def _is_image_of(self, node: Node, images: Sequence[Node]) -> bool:
         """Whether a value may lie as an image does: anything with as many dimensions, along which images vary."""

@@ -7,11 +7,16 @@ part of what a plan is made for: with another fingerprint the model is captured 
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import functools
 import types
+from collections import deque
 from collections.abc import Collection
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,14 +27,17 @@ __all__ = ["Fingerprint", "fingerprint"]
 #: Comparable and hashable; equal fingerprints mean that the model's code would run the same way.
 Fingerprint = tuple[Any, ...]
 
+#: Arrays that are looked at at each call.
+_MOST_BYTES = 1 << 16
+
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
 
 
 def fingerprint(model: nn.Module) -> Fingerprint:
     """Types, plain attributes, tensor shapes and sharing of all modules of ``model``.
 
-    Of containers also which tensors and modules they hold. Attributes that are none of these, nor numbers, strings, functions or types, are
-    not looked at.
+    Of containers, dataclasses and namespaces also what they hold, tensors and modules among it; of NumPy arrays the numbers, or of large
+    ones which array it is. Attributes that are none of these, nor numbers, strings, functions or types, are not looked at.
 
     >>> model = nn.BatchNorm2d(3)
     >>> before = fingerprint(model)
@@ -45,7 +53,7 @@ class _Reader:
     """Reads modules; the same object has the same number, which tells which names share a tensor."""
 
     def __init__(self, registered: Collection[int]) -> None:
-        self._registered, self._numbers = registered, dict[int, int]()
+        self._registered, self._numbers, self._open = registered, dict[int, int](), set[int]()
 
     def of_module(self, path: str, module: nn.Module, *, is_loose: bool = False) -> Fingerprint:
         """A module; a loose one is in a container, where PyTorch does not know of it."""
@@ -66,7 +74,7 @@ class _Reader:
         return (*found, tensor.data_ptr()) if is_loose and type(tensor) in (torch.Tensor, nn.Parameter) else found
 
     def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
-        if isinstance(value, (*PLAIN, *_CALLABLES)):
+        if isinstance(value, (*PLAIN, *_CALLABLES, Enum)):
             return value if type(value) is not float or value == value else "nan"
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value, is_loose=is_loose)
@@ -74,8 +82,28 @@ class _Reader:
             if id(value) in self._registered or id(value) in self._numbers:
                 return self._number(value)
             return tuple(self.of_module(path, module, is_loose=True) for path, module in value.named_modules())
-        if isinstance(value, (tuple, list)):
+        if isinstance(value, bytearray):
+            return bytes(value)
+        if isinstance(value, np.ndarray):
+            numbers = value.tobytes() if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject else id(value)
+            return value.shape, value.dtype.str, numbers
+        if id(value) in self._open:
+            return self._number(value)  # it contains itself
+        self._open.add(id(value))
+        try:
+            return self._of_container(value)
+        finally:
+            self._open.remove(id(value))
+
+    def _of_container(self, value: Any) -> Any:
+        if isinstance(value, (tuple, list, deque)):
             return (type(value), *(self._of_value(item, is_loose=True) for item in value))
+        if isinstance(value, (set, frozenset)):
+            return type(value), frozenset(self._of_value(item, is_loose=True) for item in value)
+        if dataclasses.is_dataclass(value):
+            value = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        elif isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+            value = vars(value)
         if isinstance(value, dict):
             return (dict, *((self._of_value(key), self._of_value(item, is_loose=True)) for key, item in value.items()))
         return None

@@ -184,6 +184,22 @@ class Mixed(nn.Module):
         return flow, y.cumsum(2), torch.einsum("nchw,nchv->nhwv", y, y), warped
 
 
+class Spread(nn.Module):
+    """Pixels and vectors that are spread over the image, pass operators there, and meet it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.pools = nn.Conv2d(3, 4, 3, padding=1), nn.ModuleList(nn.Conv2d(4, 4, 1) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, size = self.stem(x), x.shape[2:]
+        pooled = (pool(nn.functional.adaptive_avg_pool2d(y, cells)) for pool, cells in zip(self.pools, (1, 2, 3), strict=True))
+        y = y + sum(nn.functional.interpolate(each, size, mode="bilinear") for each in pooled)
+        mean = y.mean((2, 3), keepdim=True).expand_as(y)
+        out: Tensor = nn.functional.gelu(mean) * y + torch.relu(y.amax((2, 3))[:, :, None, None].expand(-1, -1, *size))
+        return out
+
+
 class Small(nn.Module):
     """A norm in training, a stride, an overlapping pool, dropout, an image and a vector for outputs."""
 
@@ -231,6 +247,8 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], dict[str, Any]
     "gated": (Gated, (2, 3, 21, 10), {}),
     "noisy": (Noisy, (2, 3, 21, 10), {}),
     "mixed": (Mixed, (1, 3, 19, 22), {}),
+    "spread": (Spread, (1, 3, 19, 22), {}),
+    "spread-batch": (Spread, (2, 3, 19, 10), {"output": "band"}),
     "mixed-batch": (Mixed, (2, 3, 19, 12), {}),
 }
 

@@ -243,6 +243,20 @@ def test_losses_of_whole_values_are_within_the_budget(name: str, reduction: str)
     assert_exact(seeded(Coded), image(2, 3, 12, 15), options=sft.Options(tile=(4, None)), steps=1)
 
 
+def test_counts_beside_a_loss() -> None:
+    """Their number is known from the model alone."""
+
+    def loss(y: Tensor, labels: Tensor) -> Any:
+        confusion = torch.bincount(3 * y.argmax(1).flatten() + labels.flatten(), minlength=9)
+        shares = torch.bincount(labels.flatten(), weights=y.detach().amax(1).flatten(), minlength=3)
+        return F.cross_entropy(y, labels), confusion, shares / shares.sum()
+
+    model, x, labels = seeded(lambda: nn.Conv2d(3, 3, 3, padding=1)), image(2, 3, 14, 12), torch.randint(0, 3, (2, 14, 12))
+    net = sft.compile(sft.nn.WithLoss(model, loss), [x.shape, labels], options=sft.Options(tile=(4, None)))
+    for found, expected in zip(net(x, labels), loss(model(x), labels), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("tile", [None, (4, None)])
 def test_weights_of_classes_counted_in_the_batch(tile: tuple[int, int | None] | None) -> None:
     def loss(y: Tensor, labels: Tensor, minlength: int = 4) -> Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import dataclasses
 import io
 import pickle
+from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,6 +134,45 @@ def test_a_model_that_changes_after_its_first_step(what: str) -> None:
         _train(module, optimizer, 1)
     assert_same_grads(net, model)
     assert_same_state(net, model)
+
+
+@dataclasses.dataclass
+class _Settings:
+    factor: float = 1.0
+
+
+class _Held(nn.Module):
+    """What `forward` reads of containers of many kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.names, self.queue = nn.Conv2d(3, 2, 3), {"one"}, deque([1.0])
+        self.array, self.bytes, self.settings = np.ones(1), bytearray(b"\x01"), _Settings()
+        self.given = argparse.Namespace(factor=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = len(self.names) * self.queue[0] * float(self.array[0]) * self.bytes[0] * self.settings.factor * self.given.factor
+        found: Tensor = self.conv(x) * scale
+        return found
+
+
+_CHANGES: dict[str, Callable[[_Held], object]] = {
+    "set": lambda m: m.names.add("two"),
+    "queue": lambda m: m.queue.__setitem__(0, 3.0),
+    "array": lambda m: m.array.fill(3.0),
+    "bytes": lambda m: m.bytes.__setitem__(0, 3),
+    "dataclass": lambda m: setattr(m.settings, "factor", 3.0),
+    "namespace": lambda m: setattr(m.given, "factor", 3.0),
+}
+
+
+@pytest.mark.parametrize("what", _CHANGES)
+def test_what_changes_inside_of_attributes_is_noticed(what: str) -> None:
+    model, net = pair(_Held)
+    for module in (model, net):
+        module(image(*SHAPE))
+        _CHANGES[what](cast(_Held, module))
+    torch.testing.assert_close(net(image(*SHAPE)), model(image(*SHAPE)), rtol=1e-10, atol=1e-10)
 
 
 def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

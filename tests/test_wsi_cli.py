@@ -398,3 +398,8 @@ def test_the_doctor_finds_everything_here(capsys: pytest.CaptureFixture[str]) ->
     told, _ = _said(capsys)
     assert told["torch"] == torch.__version__ and told["safetensors"]
     assert all(told[name] for name in ("tifffile", "imagecodecs", "simplejpeg", "zarr", "scikit-image", "shapely"))
+
+
+def test_no_command_is_a_wrong_use(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "subcommand" in capsys.readouterr().err

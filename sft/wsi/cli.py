@@ -13,6 +13,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal, TextIO
 
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if world.local_rank > 0:
                 warnings.simplefilter("ignore")
             parser, run = _parser()
-            for option, value in zip(given, [*given[1:], ""], strict=True):
+            for option, value in zip_longest(given, given[1:], fillvalue=""):
                 if option == "--config" or option.startswith("--config="):
                     _check_file(Path(option.partition("=")[2] or value))
             found = parser.parse_args(given)

@@ -10,6 +10,7 @@ minutes (:mod:`sft.analysis.intricate`); such a capture serves that one size and
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -266,12 +267,21 @@ def _exported(
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
     with on_whole_parameters(model, mode), grad_modes_followed(model), norms_by_shape(), bare_nodes(), quick, limited:
-        exported = torch.export.export(model, inputs, dynamic_shapes=dynamic, strict=False)
+        exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
     _refuse_grad_modes(model, exported)
     _refuse_numbers(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     with bare_nodes():
         return functional(exported, Casts(device.type) if is_cast else None)
+
+
+def _as_parameters(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:
+    """What is said of each input, those that `forward` takes as one (``*inputs``) together."""
+    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
+    if dynamic is None or inspect.Parameter.VAR_POSITIONAL not in kinds:
+        return dynamic
+    place = kinds.index(inspect.Parameter.VAR_POSITIONAL)
+    return (*dynamic[:place], dynamic[place:])
 
 
 def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:

@@ -366,11 +366,12 @@ class _Compiled:
         """The plan for these inputs, given as a call would give them or as shapes (of tensors on the device)."""
         if inputs and all(isinstance(value, torch.Tensor) or is_readable(value) for value in inputs):
             return self._sft_engine.plan_for_inputs(inputs, input_grad)
-        wanted = _shapes(inputs[0] if len(inputs) == 1 else inputs)
+        given = inputs[0] if len(inputs) == 1 else inputs
+        wanted = _shapes(given)
         shapes = [tuple(extent for extent in shape if extent is not None) for shape in wanted]
         if shapes != list(wanted):
             raise InputError(f"plan_for needs every extent, got {inputs!r}")
-        return self._sft_engine.plan_for_shapes(shapes)
+        return self._sft_engine.plan_for_shapes(shapes, _dtypes(given))
 
     def __prepare_scriptable__(self) -> Any:
         """What ``torch.jit.script`` asks for."""

@@ -289,3 +289,48 @@ def test_what_watches_the_first_call_does_not_see_its_planning() -> None:
             found.append((peak.num_bytes, flops.get_total_flops()))
     assert found[0] == found[1]
     assert found[0][1] == 2 * 4 * 27 * 64 * 48
+
+
+class _Compared(nn.Module):
+    """A model that takes its inputs as one, as a training loss around a model does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, first: Tensor, *others: Tensor) -> Tensor:
+        found: Tensor = self.conv(first)
+        for other in others:
+            found = found - self.conv(other)
+        return found
+
+
+@pytest.mark.parametrize("name", ["a loss", "several"])
+def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Each size was captured, as the exporter was told of one input for each and found one parameter."""
+    preparing, captures = import_module("sft.preparing"), []
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        captures.append(arguments)
+        return capture(*arguments, **keywords)
+
+    monkeypatch.setattr(preparing, "capture", counted)
+    model = sft.nn.WithLoss(seeded(lambda: nn.Conv2d(3, 4, 3, padding=1)), nn.functional.cross_entropy) if name == "a loss" else _Compared()
+    model = model.double()
+
+    def inputs_of(size: tuple[int, int]) -> tuple[Tensor, ...]:
+        labels = (torch.arange(size[0] * size[1]) % 4).view(1, *size)
+        return (
+            (image(1, 3, *size), labels)
+            if name == "a loss"
+            else (image(1, 3, *size), image(1, 3, *size, seed=1), image(1, 3, *size, seed=2))
+        )
+
+    net: Any = sft.compile(model, [tuple(x.shape) if x.is_floating_point() else x for x in inputs_of((32, 24))])
+    for size in ((32, 24), (48, 20), (17, 31)):
+        torch.testing.assert_close(net(*inputs_of(size)), model(*inputs_of(size)), rtol=1e-11, atol=1e-11)
+        given = [tuple(x.shape) if x.is_floating_point() else x for x in inputs_of(size)]
+        assert net.plan_for(*given) == net.plan
+    assert len(captures) == 1
+    with pytest.raises(sft.InputError, match="the model refuses an input of shape 1x3x32x24, 1x"):
+        net(inputs_of((32, 24))[0], *inputs_of((17, 31))[1:])

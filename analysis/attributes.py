@@ -40,9 +40,9 @@ def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def attributes_kept(model: nn.Module) -> Iterator[Changes]:
     """Put back what is set meanwhile; the dictionary gets what the first call changes plain attributes to, which were plain before."""
     held = [(module, _watched(module), _contents(module)) for module in model.modules()]
-    watching = Watching([(module, {**before, **contents}) for module, before, contents in held], _frozen(model))
+    watching = Watching([(module, {**before, **contents}) for module, before, contents in held])
     try:
-        with model.register_forward_hook(watching):
+        with model.register_forward_pre_hook(watching), model.register_forward_hook(watching):
             yield watching.changes
     finally:
         for module, before, contents in held:
@@ -54,13 +54,21 @@ def attributes_kept(model: nn.Module) -> Iterator[Changes]:
 
 
 class Watching:
-    """A hook that looks at a model when its first call ends: the exporter puts numbers back itself."""
+    """A hook that looks at a model when its first call begins, and when it ends: the exporter puts numbers back itself.
 
-    def __init__(self, before: Sequence[tuple[nn.Module, Mapping[str, Any]]], frozen: frozenset[str]) -> None:
-        self._before, self._frozen, self._is_over, self.changes = before, frozen, False, Changes()
+    Whoever traces a model has other tensors in the place of its parameters by then.
+    """
 
-    def __call__(self, model: nn.Module, *_: Any) -> None:
+    def __init__(self, before: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
+        self._before, self._is_over, self.changes = before, False, Changes()
+        self._frozen: frozenset[str] = frozenset()
+
+    def __call__(self, model: nn.Module, inputs: tuple[Any, ...], *outputs: Any) -> None:
+        """Before the call, which has no outputs yet, and behind it."""
         if self._is_over:
+            return
+        if not outputs:
+            self._frozen = _frozen(model)
             return
         self._is_over = True
         changed = sorted(self._frozen ^ _frozen(model))

@@ -19,6 +19,7 @@ from sft.analysis.graph import Graph
 from sft.analysis.phases import Phases
 from sft.bands.mesh import LiveMesh, MeshShape, refuse_on_mesh
 from sft.bands.party import Party
+from sft.captured import Shape, Traced
 from sft.deep.parameters import StreamedParameters
 from sft.errors import InputError
 from sft.execute.function import Leaves, run_region
@@ -34,7 +35,7 @@ from sft.options import Options
 from sft.outputs import Destination, HostOutputs
 from sft.placing import refuse_streaming
 from sft.plan.types import Plan
-from sft.preparing import CallKind, Preparation, Ready, Shape, Traced, held
+from sft.preparing import CallKind, Preparation, Ready, held
 from sft.sharded import Sharding
 from sft.walk.region import Region
 

@@ -7,8 +7,7 @@ model's forward may look at (``sft.fingerprint``). A capture serves all sizes th
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,30 +18,28 @@ from torch import nn
 
 from sft.alone import alone
 from sft.analysis.capture import Capture, attribute_of, capture, outputs_channels_last
-from sft.analysis.following import PERMUTES, RESHAPES
 from sft.analysis.gradients import reached_by_gradients
-from sft.analysis.graph import Graph, Node
+from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
-from sft.analysis.passes import in_terms_of_the_table
-from sft.analysis.phases import Phases, find_phases
+from sft.analysis.phases import Phases
 from sft.analysis.preparation import COMPUTING_WEIGHTS, dropping_channels, is_gathering
 from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
+from sft.captured import Captured, Shape, Traced
 from sft.errors import InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
 from sft.execute.graphs import CudaRecorder, GraphStore, GraphTurn, repeated_programs
 from sft.execute.room import HostRoom
 from sft.execute.slab import Slabs
-from sft.fingerprint import Fingerprint
 from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination
 from sft.pausing import cycles_kept
 from sft.plan.describe import describe
-from sft.plan.problem import Problem, at_size, with_numbers
+from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
 from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
@@ -51,28 +48,14 @@ from sft.sharded import Sharding
 from sft.surroundings import unwatched
 from sft.walk.region import Region
 
-__all__ = ["CallKind", "Captured", "Preparation", "Ready", "Shape", "Traced", "held"]
+__all__ = ["CallKind", "Preparation", "Ready", "held"]
 
 _LOG = logging.getLogger("sft")
-Shape = tuple[int, ...]
 
 #: Captures and plans that are kept; an attribute that changes at every call must not fill the memory.
 _MAX_CAPTURES, _MAX_PLANS = 16, 128
 #: Plans without programs, which images of ever new sizes have looked for in the next epoch, too.
 _MAX_MADE = 1024
-
-
-@dataclass(frozen=True)
-class Traced:
-    """What a capture is made for, besides the inputs' shapes."""
-
-    dtypes: tuple[torch.dtype, ...]
-    lacking_channels: tuple[bool, ...]
-    device: torch.device
-    autocast: torch.dtype | None
-    default_dtype: torch.dtype
-    training_flags: tuple[bool, ...]
-    fingerprint: Fingerprint
 
 
 @dataclass(frozen=True)
@@ -94,29 +77,6 @@ class CallKind:
 
 
 @dataclass(frozen=True)
-class Captured:
-    capture: Capture
-    phases: Phases
-    traced: Traced
-    #: whether the model permutes dimensions itself, which may leave an image with its channels last
-    permutes: bool
-    #: the graph as it was captured, where it reshapes images in a way of which it depends on their size whether rows stay rows
-    as_captured: Graph | None = None
-
-    def at(self, symbols: Mapping[Any, int]) -> Captured:
-        """What is known at one size, if that is more than at all sizes.
-
-        ``x.view(n, c, h // 2, w // 2)`` of what a convolution with a stride of 2 made: that has ``(h + 1) // 2`` rows.
-        """
-        if self.as_captured is None:
-            return self
-        graph = in_terms_of_the_table(with_numbers(self.as_captured, symbols))
-        phases = find_phases(graph)
-        better = len(phases.whole_reasons) < len(self.phases.whole_reasons)
-        return replace(self, capture=replace(self.capture, graph=graph), phases=phases) if better else self
-
-
-@dataclass(frozen=True)
 class Ready:
     plan: Plan
     region: Region
@@ -125,16 +85,6 @@ class Ready:
     beside: tuple[tuple[int, Any], ...]
     slabs: Slabs | None = None
     graphs: GraphStore | None = None
-
-
-def _is_whole_reshape(node: Node, phases: Phases) -> bool:
-    """Whether an image is reshaped as a whole."""
-    graph = phases.graph
-    return node.target in RESHAPES and any(name in phases.streamed or graph[name].target == "sft.restored" for name in node.operands)
-
-
-#: Operators on images of so many axes, which PyTorch also takes without a batch.
-_OF_IMAGES = re.compile(r"aten\.(?:conv|(?:adaptive_)?(?:max|avg)_pool)(\d)d(?:_with_indices)?\.")
 
 
 class Preparation:
@@ -368,7 +318,7 @@ class Preparation:
         with dropping_channels(self.model, traced.lacking_channels):
             found = self._captured(kind, any_size=True) or self._captured(kind, any_size=False)
         assert found is not None
-        self._refuse_unbatched(found.capture.graph, kind.shapes)
+        found.refuse_unbatched(kind.shapes)
         symbols = found.capture.bind(kind.shapes)
         if symbols is None:
             sizes = ", ".join("x".join(map(str, shape)) for shape in kind.shapes)
@@ -380,29 +330,12 @@ class Preparation:
         """The model in terms of the table; ``None`` where no rule decides for any size what it does, as for a padding by a remainder."""
         traced = kind.traced
         found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast, any_size=any_size)
-        permutes = any(node.target in PERMUTES for node in found.graph.operators)
         try:
-            in_terms = replace(found, graph=in_terms_of_the_table(found.graph))
-            phases = find_phases(in_terms.graph)
-            is_open = bool(found.bounds) and any(_is_whole_reshape(node, phases) for node in phases.graph.operators)
-            return Captured(in_terms, phases, traced, permutes, found.graph if is_open else None)
+            return Captured.of(found, traced)
         except TypeError as error:  # SymPy has no type of its own for it
             if not any_size or "truth value of Relational" not in str(error):
                 raise
             return None
-
-    def _refuse_unbatched(self, graph: Graph, shapes: Sequence[Shape]) -> None:
-        """PyTorch takes an image without a batch for most of its layers; our axes would be one short.
-
-        Raises:
-            InputError: the input lacks the batch.
-        """
-        for node in graph.operators:
-            found = _OF_IMAGES.match(node.target)
-            count = 0 if found is None else int(found[1])
-            if count and len(node.shape) == count + 1 and ("conv" in node.target or count > 1):
-                given = " and ".join("x".join(map(str, shape)) for shape in shapes)
-                raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
 
     def _requires_grad(self, kind: CallKind, phases: Phases, capture: Capture) -> frozenset[str]:
         """Values that need a gradient.

@@ -1,0 +1,107 @@
+"""A model that was captured: its graph in the terms of the operator table, its phases, and what it was captured for.
+
+A capture holds for many sizes. What is known of all of them may be less than what is known of each: then the graph is rewritten anew, in
+numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from sft.analysis.capture import Capture
+from sft.analysis.following import PERMUTES, RESHAPES
+from sft.analysis.graph import Graph, Node
+from sft.analysis.passes import in_terms_of_the_table
+from sft.analysis.phases import Phases, find_phases
+from sft.errors import InputError
+from sft.fingerprint import Fingerprint
+from sft.plan.problem import with_numbers
+
+__all__ = ["Captured", "Shape", "Traced"]
+
+Shape = tuple[int, ...]
+
+#: Operators on images of so many axes, which PyTorch also takes without a batch.
+_OF_IMAGES = re.compile(r"aten\.(?:conv|(?:adaptive_)?(?:max|avg)_pool)(\d)d(?:_with_indices)?\.")
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What a capture is made for, besides the inputs' shapes."""
+
+    dtypes: tuple[torch.dtype, ...]
+    lacking_channels: tuple[bool, ...]
+    device: torch.device
+    autocast: torch.dtype | None
+    default_dtype: torch.dtype
+    training_flags: tuple[bool, ...]
+    fingerprint: Fingerprint
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A model that was captured.
+
+    Attributes:
+        capture: with its graph in the terms of the operator table.
+        phases: of this graph.
+        traced: what it was captured for.
+        permutes: whether the model permutes dimensions itself, which may leave an image with its channels last.
+        as_captured: the graph as it was captured, where it reshapes images in a way of which their size says whether rows stay rows.
+    """
+
+    capture: Capture
+    phases: Phases
+    traced: Traced
+    permutes: bool
+    as_captured: Graph | None = None
+
+    @classmethod
+    def of(cls, capture: Capture, traced: Traced) -> Captured:
+        """A capture as the exporter wrote it.
+
+        Raises:
+            UnsupportedError: it has an operator without a rule.
+            TypeError: a rule decides by a size that is a symbol.
+        """
+        graph = in_terms_of_the_table(capture.graph)
+        phases = find_phases(graph)
+        is_open = bool(capture.bounds) and any(_is_whole_reshape(node, phases) for node in phases.graph.operators)
+        permutes = any(node.target in PERMUTES for node in capture.graph.operators)
+        return cls(replace(capture, graph=graph), phases, traced, permutes, capture.graph if is_open else None)
+
+    def at(self, symbols: Mapping[Any, int]) -> Captured:
+        """What is known at one size, if that is more than at all sizes.
+
+        ``x.view(n, c, h // 2, w // 2)`` of what a convolution with a stride of 2 made: that has ``(h + 1) // 2`` rows.
+        """
+        if self.as_captured is None:
+            return self
+        graph = in_terms_of_the_table(with_numbers(self.as_captured, symbols))
+        phases = find_phases(graph)
+        better = len(phases.whole_reasons) < len(self.phases.whole_reasons)
+        return replace(self, capture=replace(self.capture, graph=graph), phases=phases) if better else self
+
+    def refuse_unbatched(self, shapes: Sequence[Shape]) -> None:
+        """PyTorch takes an image without a batch for most of its layers; our axes would be one short.
+
+        Raises:
+            InputError: the input lacks the batch.
+        """
+        for node in self.capture.graph.operators:
+            found = _OF_IMAGES.match(node.target)
+            count = 0 if found is None else int(found[1])
+            if count and len(node.shape) == count + 1 and ("conv" in node.target or count > 1):
+                given = " and ".join("x".join(map(str, shape)) for shape in shapes)
+                raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
+
+
+def _is_whole_reshape(node: Node, phases: Phases) -> bool:
+    """Whether an image is reshaped as a whole."""
+    graph = phases.graph
+    return node.target in RESHAPES and any(name in phases.streamed or graph[name].target == "sft.restored" for name in node.operands)

@@ -256,12 +256,12 @@ class _Rewriting(Elementwise):
         """Padding of an image that the model holds in another order of dimensions (channels last)."""
         image = self.images[node.operands[0]]
         held, flat, rank = self.shape(image.node), node.argument("pad"), len(image.layout.groups)
-        amounts = {image.layout.place(rank - 1 - at): (flat[2 * at], flat[2 * at + 1]) for at in range(len(flat) // 2)}
-        padded = {place: pair for place, pair in amounts.items() if pair != (0, 0)}
+        amounts = ((rank - 1 - at, (flat[2 * at], flat[2 * at + 1])) for at in range(len(flat) // 2))
+        padded = [(image.layout.place(dim), pair) for dim, pair in amounts if pair != (0, 0)]
         axes = range(len(held) - self.axes.count, len(held))
-        if image.layout.is_plain or not all(place in axes for place in padded):
+        if image.layout.is_plain or not all(place in axes for place, _ in padded):
             return False
-        pairs = [padded.get(place, (0, 0)) for place in axes]
+        pairs = [dict(padded).get(place, (0, 0)) for place in axes]
         shape = (*held[: axes.start], *(low + held[place] + high for place, (low, high) in zip(axes, pairs, strict=True)))
         own = tuple(amount for pair in reversed(pairs) for amount in pair)
         arguments = (("self", Ref(image.node)), ("pad", own), *(pair for pair in node.arguments if pair[0] not in ("self", "pad")))

@@ -27,7 +27,7 @@ from sft.analysis.attributes import Changes, attributes_set
 from sft.analysis.axes import Axes
 from sft.analysis.barenodes import bare_nodes
 from sft.analysis.casts import Casts
-from sft.analysis.exported import bounds_of, graph_of, guards_of, module_path_of
+from sft.analysis.exported import bounds_of, graph_of, guards_of, module_path_of, ties_of, with_sizes
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph
@@ -157,11 +157,13 @@ def _captured(
     constants = _constants(program, model, loose)
     places = {id(tensor): path for path, tensor in loose.items()}
     unnamed = f"a tensor of {type(model).__name__}"
+    graph = graph_of(found, repeated.repetitions)
+    ties = ties_of(graph, shapes)
     return Capture(
-        graph=graph_of(found, repeated.repetitions),
+        graph=with_sizes(graph, ties),
         out_spec=program.call_spec.out_spec,
-        bounds=bounds_of(program),
-        guards=guards_of(program),
+        bounds=tuple((ties.get(symbol, symbol), low, high) for symbol, low, high in bounds_of(program)),
+        guards=tuple(guard.xreplace(ties) for guard in guards_of(program)),
         shapes=tuple(shapes),
         constants={name: value.detach().to(device) for name, value in constants.items()},
         differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},

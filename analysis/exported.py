@@ -6,7 +6,7 @@ Only :mod:`sft.analysis.capture` uses this; they and :mod:`sft.analysis.function
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -23,7 +23,7 @@ from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, SizeNumber, refs_
 from sft.analysis.repeated import NEXT, REPEAT, Repetition
 from sft.errors import UnsupportedError
 
-__all__ = ["bounds_of", "graph_of", "guards_of", "module_path_of"]
+__all__ = ["bounds_of", "graph_of", "guards_of", "module_path_of", "ties_of", "with_sizes"]
 
 
 def bounds_of(program: ExportedProgram) -> tuple[tuple[sp.Symbol, int, int | None], ...]:
@@ -109,16 +109,14 @@ def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = 
         raise UnsupportedError(builder.problems)
     known = {guard.lhs: guard.rhs for guard in guards_of(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
     known |= dict(found for node in builder.nodes.values() if (found := _counted(node)) is not None)
-    nodes = tuple(_simplified(node, known) if known else node for node in builder.nodes.values())
-    inputs = [node.shape for node in nodes if node.kind == "input"]
     graph = Graph(
-        nodes=nodes,
+        nodes=tuple(builder.nodes.values()),
         outputs=tuple(builder.outputs),
         updates=tuple(builder.updates),
-        axes=Axes.of_inputs(inputs),
+        axes=Axes.of_inputs([node.shape for node in builder.nodes.values() if node.kind == "input"]),
         beside=tuple(builder.beside),
     )
-    return graph.without_dead_operators()
+    return with_sizes(graph, known).without_dead_operators()
 
 
 def _counted(node: Node) -> tuple[sp.Basic, sp.Integer] | None:
@@ -127,8 +125,8 @@ def _counted(node: Node) -> tuple[sp.Basic, sp.Integer] | None:
     return (node.shape[0], sp.Integer(least)) if least and isinstance(node.shape[0], sp.Symbol) else None
 
 
-def _simplified(node: Node, known: dict[sp.Basic, sp.Integer]) -> Node:
-    """A node with numbers for sizes that a guard has fixed: of an extent split by ``view`` the exporter knows no factor otherwise."""
+def with_sizes(graph: Graph, known: Mapping[Any, Any]) -> Graph:
+    """The graph with other expressions for some sizes; of an extent split by ``view`` the exporter knows no factor otherwise."""
 
     def simple(value: Any) -> Any:
         if isinstance(value, SizeNumber):
@@ -138,8 +136,30 @@ def _simplified(node: Node, known: dict[sp.Basic, sp.Integer]) -> Node:
             return int(found) if found.is_Integer else found
         return type(value)(simple(item) for item in value) if isinstance(value, (tuple, list)) else value
 
-    arguments = tuple((name, simple(value)) for name, value in node.arguments)
-    return replace(node, shape=simple(node.shape), arguments=arguments)
+    if not known:
+        return graph
+    nodes = (
+        replace(node, shape=simple(node.shape), arguments=tuple((name, simple(value)) for name, value in node.arguments))
+        for node in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes), beside=simple(graph.beside))
+
+
+def ties_of(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[sp.Symbol, sp.Symbol]:
+    """The sizes of images that are those of an image before, as long as a capture is for such: labels, masks, the other of a pair.
+
+    The exporter has a symbol for each. Where operators do not compare them (a loss that looks up labels), it does not see that they are
+    one, and what follows would be of neither's size.
+    """
+    found: dict[sp.Symbol, sp.Symbol] = {}
+    first: dict[tuple[int, int], sp.Symbol] = {}
+    for name, shape in zip(graph.inputs, shapes, strict=True):
+        if not graph.axes.are_of(shape):
+            continue
+        for axis, (symbol, extent) in enumerate(zip(graph.axes.of(graph[name].shape), graph.axes.of(shape), strict=True)):
+            if isinstance(symbol, sp.Symbol) and (other := first.setdefault((axis, extent), symbol)) is not symbol:
+                found[symbol] = other
+    return found
 
 
 class _GraphBuilder:

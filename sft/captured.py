@@ -16,6 +16,7 @@ import torch
 from sft.analysis.capture import Capture
 from sft.analysis.following import PERMUTES, RESHAPES
 from sft.analysis.graph import Graph, Node
+from sft.analysis.operators import ELEMENTWISE
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
 from sft.errors import InputError
@@ -52,7 +53,7 @@ class Captured:
         phases: of this graph.
         traced: what it was captured for.
         permutes: whether the model permutes dimensions itself, which may leave an image with its channels last.
-        as_captured: the graph as it was captured, where it reshapes images in a way of which their size says whether rows stay rows.
+        as_captured: the graph as it was captured, where it reshapes or changes images of which their size says whether they are such.
     """
 
     capture: Capture
@@ -71,7 +72,7 @@ class Captured:
         """
         graph = in_terms_of_the_table(capture.graph)
         phases = find_phases(graph)
-        is_open = bool(capture.bounds) and any(_is_whole_reshape(node, phases) for node in phases.graph.operators)
+        is_open = bool(capture.bounds) and any(_is_whole(node, phases) for node in phases.graph.operators)
         permutes = any(node.target in PERMUTES for node in capture.graph.operators)
         return cls(replace(capture, graph=graph), phases, traced, permutes, capture.graph if is_open else None)
 
@@ -101,7 +102,8 @@ class Captured:
                 raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
 
 
-def _is_whole_reshape(node: Node, phases: Phases) -> bool:
-    """Whether an image is reshaped as a whole."""
-    graph = phases.graph
-    return node.target in RESHAPES and any(name in phases.streamed or graph[name].target == "sft.restored" for name in node.operands)
+def _is_whole(node: Node, phases: Phases) -> bool:
+    """Whether an image is reshaped as a whole, or changed element by element."""
+    if node.target not in RESHAPES | ELEMENTWISE or phases.rows[node.name].role != "whole":
+        return False
+    return any(name in phases.streamed or phases.graph[name].target == "sft.restored" for name in node.operands)

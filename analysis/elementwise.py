@@ -67,15 +67,12 @@ class Elementwise(Following):
     def _narrow_beside(self, reader: Node, name: str, widest: Image) -> str | None:
         """An image of one row, or column, beside a wider one: a strip may need any of it, so it is a list of numbers first, and whole."""
         narrow, wide = self.nodes[name], self.nodes[widest.node]
-        is_pixel = all(extent == 1 for extent in self.axes.of(narrow.shape))
-        made = None if is_pixel else beside(f"{reader.name}__{name}", narrow, Layout.plain(len(narrow.shape)), wide, self.axes)
-        if made is None and not is_pixel:
-            return None
-        shape = narrow.shape if made is None else (math.prod(narrow.shape),)
-        whole = replace(narrow, name=f"{reader.name}__{name}_whole", kind="operator", target="sft.aligned", shape=shape, effect="")
-        self.nodes[whole.name] = replace(whole, arguments=(("self", Ref(name)), ("shape", shape)), module_path=reader.module_path)
+        made = beside(f"{reader.name}__{name}", narrow, Layout.plain(len(narrow.shape)), wide, self.axes)
         if made is None:
-            return whole.name
+            return None
+        shape = (math.prod(narrow.shape),)
+        whole = replace(narrow, name=f"{made.name}_whole", kind="operator", target="sft.aligned", shape=shape, effect="")
+        self.nodes[whole.name] = replace(whole, arguments=(("self", Ref(name)), ("shape", shape)), module_path=reader.module_path)
         arguments = tuple((key, Ref(whole.name) if key == "self" else value) for key, value in made.arguments)
         self.nodes[made.name] = replace(made, arguments=arguments, module_path=reader.module_path)
         return made.name

@@ -104,6 +104,6 @@ class Captured:
 
 def _is_whole(node: Node, phases: Phases) -> bool:
     """Whether an image is reshaped as a whole, or changed element by element."""
-    if node.target not in RESHAPES | ELEMENTWISE or phases.rows[node.name].role != "whole":
+    if not (node.target in RESHAPES or node.target in ELEMENTWISE) or phases.rows[node.name].role != "whole":
         return False
     return any(name in phases.streamed or phases.graph[name].target == "sft.restored" for name in node.operands)

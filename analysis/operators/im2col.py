@@ -7,16 +7,10 @@ from dataclasses import dataclass
 from sft.analysis.access import AxisMap
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Node
-from sft.analysis.operators.base import Operator, entry
-from sft.analysis.operators.transposed import Spread
+from sft.analysis.operators.base import Operator
+from sft.analysis.operators.transposed import spread_of
 
-__all__ = ["Col2im", "Im2col", "windows_along"]
-
-
-def windows_along(node: Node, axis: int) -> Spread:
-    """How windows lie along an axis: that of row ``i`` on the rows from ``i * stride`` on."""
-    names = ("kernel", "stride", "dilation")
-    return Spread(**{name: entry(node.argument("kernel_size" if name == "kernel" else name), axis) for name in names})
+__all__ = ["Col2im", "Im2col"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +20,11 @@ class Im2col(Operator):
     name: str = "im2col"
 
     def access(self, node: Node, axis: int) -> AxisMap:
-        windows = windows_along(node, axis)
+        windows = spread_of(node, axis)
         return AxisMap(scale=windows.stride, last=windows.span - 1)
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
-        windows = windows_along(node, axis)
+        windows = spread_of(node, axis)
         return (extent - windows.span) // windows.stride + 1
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
@@ -48,10 +42,10 @@ class Col2im(Operator):
     is_phased: bool = True
 
     def access(self, node: Node, axis: int) -> AxisMap:
-        return windows_along(node, axis).access
+        return spread_of(node, axis).access
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
-        return windows_along(node, axis).extent(extent)
+        return spread_of(node, axis).extent(extent)
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (False, False)

@@ -64,12 +64,12 @@ class Spread:
 
 
 def spread_of(node: Node, axis: int) -> Spread:
-    """The spread of a transposed convolution along an axis."""
+    """The spread of a transposed convolution, or of windows put back, along an axis."""
     return Spread(
         kernel=entry(node.argument("kernel_size"), axis),
         stride=entry(node.argument("stride"), axis),
-        padding=entry(node.argument("padding"), axis),
-        output_padding=entry(node.argument("output_padding"), axis),
+        padding=entry(node.argument("padding", 0), axis),
+        output_padding=entry(node.argument("output_padding", 0), axis),
         dilation=entry(node.argument("dilation"), axis),
     )
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from sft.analysis.graph import refs_in
 from sft.analysis.interval import Interval
-from sft.analysis.operators.im2col import windows_along
-from sft.analysis.operators.transposed import Spread
+from sft.analysis.operators.transposed import Spread, spread_of
 from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
@@ -48,7 +47,7 @@ class _Windows:
 
     @classmethod
     def _of(cls, ctx: NodeContext, spans: Sequence[tuple[Interval, Interval]]) -> _Windows:
-        along = tuple(windows_along(ctx.node, axis) for axis in range(len(spans)))
+        along = tuple(spread_of(ctx.node, axis) for axis in range(len(spans)))
         return cls(tuple(tuple(a.landings(*span)) for a, span in zip(along, spans, strict=True)), along)
 
     def gather(self, image: Tensor, windows: Tensor) -> None:

@@ -8,8 +8,8 @@ torch.Size([1, 8, 64, 64])
 """
 
 from sft import nn as nn
-from sft.compile import CheckReport as CheckReport
-from sft.compile import check as check
+from sft.check import CheckReport as CheckReport
+from sft.check import check as check
 from sft.compile import compile as compile
 from sft.compile import plan as plan
 from sft.errors import BudgetError as BudgetError

@@ -15,8 +15,9 @@ from torch import nn
 
 from sft.analysis.interval import Interval
 from sft.asking import Asking
+from sft.check import check
 from sft.cli.models import Shaped
-from sft.compile import check, plan
+from sft.compile import plan
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.files import replacing
 from sft.options import STRATEGIES, Options

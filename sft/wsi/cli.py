@@ -26,6 +26,7 @@ from sft.wsi import commands, inspection
 from sft.wsi.config import GROUPS, Config, RanksConfig
 from sft.wsi.errors import DatasetError, RunInterrupted
 from sft.wsi.ranks import World, joined
+from sft.wsi.selection import Selection, config_path
 
 __all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE", "main", "read_config"]
 
@@ -227,10 +228,10 @@ def _config(given: Namespace) -> Config:
     return Config(**groups, run=given.run, tensorboard=given.tensorboard)
 
 
-def _selection(given: Namespace) -> commands.Selection:
-    return commands.Selection(
+def _selection(given: Namespace) -> Selection:
+    return Selection(
         run=given.run,
-        config=read_config(commands.config_path(given.run)),
+        config=read_config(config_path(given.run)),
         split=given.split,
         csv=given.csv,
         slides=given.slides,

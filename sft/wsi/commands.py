@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from rich.console import Console
@@ -15,23 +14,22 @@ from sft.errors import InputError
 from sft.placing import usable
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError, RunInterrupted
-from sft.wsi.experiment import Experiment, check_records, check_slides, load_experiment, plan_of_size
+from sft.wsi.evaluation import as_plain, evaluate_records, note_filled
+from sft.wsi.experiment import Experiment, check_slides, load_experiment, plan_of_size
 from sft.wsi.files import write_csv, write_json, write_text
 from sft.wsi.heatmap import HeatmapMaker, output_numbers
 from sft.wsi.inference import Predictor
 from sft.wsi.interruption import EndRequested, Interruption
-from sft.wsi.metrics import Estimate
 from sft.wsi.progress import Reporter
 from sft.wsi.ranks import ALONE, Ranks
-from sft.wsi.report import draw_curves, write_evaluation
-from sft.wsi.runfolder import RunFolder, UnwrittenFolder, add_damage
+from sft.wsi.report import draw_curves
+from sft.wsi.runfolder import RunFolder, UnwrittenFolder
 from sft.wsi.runstate import Progress, fingerprint
-from sft.wsi.table import SlideRecord, SlideTable, read_table
-from sft.wsi.tasks import Task
-from sft.wsi.together import dealt
+from sft.wsi.selection import Loaded, Selection, load
+from sft.wsi.table import SlideRecord
 from sft.wsi.training import Trainer
 
-__all__ = ["Result", "Selection", "config_path", "evaluate", "heatmap", "plan", "train"]
+__all__ = ["Result", "evaluate", "heatmap", "plan", "train"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,52 +43,6 @@ class Result:
 
     value: Any
     num_failed: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """A trained model, and slides for it.
-
-    Attributes:
-        run: folder of the run.
-        config: of the run.
-        split: of the run's table.
-        csv: another table, instead.
-        slides: folder of its slides.
-        checkpoint: "best" or "last".
-        device, budget: instead of the run's.
-        out: folder for results.
-    """
-
-    run: Path
-    config: Config
-    split: str = "val"
-    csv: Path | None = None
-    slides: Path | None = None
-    checkpoint: str = "best"
-    device: str | None = None
-    budget: str | None = None
-    out: Path | None = None
-
-
-@dataclass(slots=True, kw_only=True)
-class _Loaded:
-    experiment: Experiment
-    records: list[SlideRecord]
-    epoch: int
-    failed: dict[str, str] = field(default_factory=dict)
-
-
-def config_path(run: Path) -> Path:
-    """The configuration of a run.
-
-    Raises:
-        RunFolderError: there is none.
-    """
-    path = run / "config.yaml"
-    if not path.is_file():
-        raise RunFolderError(f"{run} is no folder of a run: it has no config.yaml. Give the folder that train wrote to.")
-    return path
 
 
 def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ranks = ALONE) -> Result:
@@ -192,13 +144,13 @@ def evaluate(selection: Selection, console: Console, *, num_draws: int, ranks: R
     Raises:
         SftError: the run, the table or a slide is wrong.
     """
-    loaded = _load(selection, console, ranks)
+    loaded = load(selection, console, ranks)
     folder = selection.out or selection.run / (f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
     title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
     predictor = Predictor(loaded.experiment, ranks=ranks)
-    estimates = _evaluate(predictor, loaded, folder, console, title=title, num_draws=num_draws, ranks=ranks)
-    value = {"folder": str(folder), "metrics": _plain(estimates), "failed": loaded.failed}
-    filled = _filled(loaded.experiment, folder / "damaged.csv", console, ranks)
+    estimates = evaluate_records(predictor, loaded, folder, console, title=title, num_draws=num_draws, ranks=ranks)
+    value = {"folder": str(folder), "metrics": as_plain(estimates), "failed": loaded.failed}
+    filled = note_filled(loaded.experiment, folder / "damaged.csv", console, ranks)
     return Result(value={**value, **filled}, num_failed=len(loaded.failed))
 
 
@@ -219,7 +171,7 @@ def heatmap(
     """
     if num_crops < 0 or crop_px < 1:
         raise InputError(f"--crops {num_crops}, --crop-px {crop_px}: give numbers of at least 0 and 1")
-    loaded = _load(selection, console, ALONE)
+    loaded = load(selection, console, ALONE)
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
         raise InputError(f"--names {', '.join(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
@@ -239,7 +191,7 @@ def heatmap(
             if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
                 raise
             loaded.failed[record.name] = " ".join(str(error).split())
-    filled = _filled(loaded.experiment, folder / "damaged.csv", console, ALONE)
+    filled = note_filled(loaded.experiment, folder / "damaged.csv", console, ALONE)
     return Result(value={"heatmaps": drawn, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
 
 
@@ -316,16 +268,16 @@ def _finish(
     for split in ("val", "test"):
         records = experiment.records(split)
         if records:
-            loaded = _Loaded(experiment=experiment, records=records, epoch=epoch, failed=failed)
+            loaded = Loaded(experiment=experiment, records=records, epoch=epoch, failed=failed)
             title = f"{split}, best model (epoch {epoch})"
-            estimates = _evaluate(
+            estimates = evaluate_records(
                 predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws, ranks=ranks, interruption=interruption
             )
-            metrics[split] = _plain(estimates)
+            metrics[split] = as_plain(estimates)
             if ranks.rank == 0:
                 page = (folder.path / split / "summary.md").read_text(encoding="utf-8")
                 lines += [page.replace("# ", "## ", 1).replace("](", f"]({split}/"), ""]
-    filled = _filled(experiment, folder.path / "damaged.csv", console, ranks)
+    filled = note_filled(experiment, folder.path / "damaged.csv", console, ranks)
     if filled.get("filled_tiles"):
         lines += [f"{filled['filled_tiles']} tiles could not be decoded and are background: [damaged.csv](damaged.csv).", ""]
     if ranks.rank == 0:
@@ -340,122 +292,4 @@ def _finish(
         "metrics": metrics,
         "failed": failed,
         **filled,
-    }
-
-
-def _filled(experiment: Experiment, path: Path, console: Console, ranks: Ranks) -> dict[str, int]:
-    """Note and tell which tiles were filled, where that is what a run does about damage."""
-    if experiment.config.train.on_error != "fill":
-        return {}
-    tiles = ranks.gathered(experiment.feed.bad_tiles)
-    count = ranks.from_first(lambda: [add_damage(path, theirs) for theirs in tiles][-1])
-    if count:
-        console.print(f"{count} damaged tiles are background: {path}", markup=False, highlight=False, soft_wrap=True)
-    return {"filled_tiles": count}
-
-
-def _evaluate(
-    predictor: Predictor,
-    loaded: _Loaded,
-    folder: Path,
-    console: Console,
-    *,
-    title: str,
-    num_draws: int,
-    ranks: Ranks,
-    interruption: Interruption | None = None,
-) -> dict[str, dict[str, Estimate]]:
-    experiment = loaded.experiment
-    with Reporter(console, 0) as reporter:
-        reporter.start_validation(len(dealt(loaded.records, ranks)))
-        predictions = predictor.predict_all(loaded.records, loaded.failed, after=reporter.advance, interruption=interruption)
-    names = {record.name for record in loaded.records}
-    failed = {name: problem for name, problem in loaded.failed.items() if name in names}
-    seed = experiment.config.train.seed
-    estimates = ranks.from_first(
-        lambda: write_evaluation(folder, experiment.task, predictions, failed, title=title, num_draws=num_draws, seed=seed)
-    )
-    told = ", ".join(f"{name} {estimate.value:.4f}" for name, estimate in estimates["slides"].items())
-    console.print(f"{title}: {told or 'no targets'}", markup=False, highlight=False, soft_wrap=True)
-    return estimates
-
-
-def _task_of(path: Path) -> tuple[dict[str, Any], Task]:
-    """What a run's task.json holds, and the task.
-
-    Raises:
-        RunFolderError: it is damaged.
-    """
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["task"].items()}
-        return saved, Task(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunFolderError(f"{path} is damaged ({error}). Copy it again, or start the training again, which writes it.") from error
-
-
-def _load(selection: Selection, console: Console, ranks: Ranks) -> _Loaded:
-    """The model of a run, and the slides that it is wanted for; the first rank reads the run's folder.
-
-    Raises:
-        RunFolderError: the run is not complete enough.
-        InputError: its table has changed.
-    """
-    saved, task = ranks.from_first(lambda: _task_of(selection.run / "task.json"))
-    config = selection.config
-    config = replace(
-        config,
-        train=replace(config.train, device=selection.device or config.train.device),
-        model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config)),
-    )
-    usable(config.train.device)
-    ranks.use_device(config.train.device)
-    if selection.csv is not None:
-        settings = replace(config.task, classes=list(task.classes) or None)
-        table = read_table(selection.csv, settings, root=selection.slides, needs_targets=config.task.kind == "segmentation")
-        config = replace(config, data=replace(config.data, csv=selection.csv, slides=selection.slides))
-        experiment = load_experiment(config, table=SlideTable(records=table.records, classes=task.classes), task=task)
-        records = list(table.records)
-    else:
-        if selection.slides is not None:
-            config = replace(config, data=replace(config.data, slides=selection.slides))
-        experiment = load_experiment(config, task=task)
-        if experiment.table.digest() != saved["table"]:
-            raise InputError(f"{config.data.csv} has changed since the run was trained, and its splits with it. Give slides with --csv.")
-        records = [r for r in experiment.table.records if selection.split in ("all", r.split)]
-    if not records:
-        raise InputError(f"the run has no slides of split {selection.split!r}; choose another with --split, or give --csv")
-    with_weights = ranks.from_first(lambda: RunFolder(selection.run).checkpoints.load(selection.checkpoint))
-    if with_weights is None:
-        raise RunFolderError(
-            f"{selection.run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last."
-        )
-    try:
-        experiment.model.load_state_dict(with_weights.weights)
-    except RuntimeError as error:
-        raise RunFolderError(
-            f"{selection.run}: its weights are not those of the model that its config.yaml describes, which was changed since: "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
-    state = with_weights.state
-    loaded = _Loaded(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
-    with Reporter(console, 0) as reporter:
-        loaded.failed |= check_records(experiment, records, ranks, reporter)
-    if loaded.failed and config.train.on_error != "skip":
-        raise InputError("; ".join(loaded.failed.values()))
-    return loaded
-
-
-def _without_download(config: Config) -> dict[str, Any]:
-    """The backbone's options, but for pretrained weights: a trained model brings its own."""
-    return {name: value for name, value in config.model.options.items() if name not in ("pretrained", "weights")}
-
-
-def _plain(estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
-    def number(value: float) -> float | None:
-        return None if value != value else value
-
-    return {
-        level: {name: {"value": number(e.value), "low": number(e.low), "high": number(e.high)} for name, e in found.items()}
-        for level, found in estimates.items()
     }

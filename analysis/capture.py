@@ -60,7 +60,8 @@ class Capture:
     Attributes:
         graph: the model; dead operators are gone.
         out_spec: the pytree of the model's return value, over ``graph.outputs``.
-        bounds: for each symbol the smallest and largest value that the capture holds for.
+        bounds: for each symbol, and each size that is a multiple of one or has an offset to it, the smallest and largest value that the
+            capture holds for.
         guards: relations between the symbols under which the model took the path that was captured.
         shapes: the inputs' shapes at capture, for which it holds by definition.
         constants: tensors that ``forward`` makes of numbers, or that modules hold in containers, by the target of their node; the
@@ -70,7 +71,7 @@ class Capture:
 
     graph: Graph
     out_spec: pytree.TreeSpec
-    bounds: tuple[tuple[sp.Symbol, int, int | None], ...]
+    bounds: tuple[tuple[sp.Expr, int, int | None], ...]
     guards: tuple[sp.Basic, ...]
     shapes: tuple[tuple[int, ...], ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -79,6 +80,7 @@ class Capture:
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """The symbols' values for these input shapes; ``None`` when the capture does not hold for them."""
         values: dict[sp.Symbol, int] = {}
+        related: list[tuple[sp.Expr, int]] = []
         for name, shape in zip(self.graph.inputs, shapes, strict=True):
             expected = self.graph[name].shape
             if len(expected) != len(shape):
@@ -87,18 +89,29 @@ class Capture:
                 if isinstance(extent, sp.Symbol):
                     if values.setdefault(extent, size) != size:
                         return None
-                elif isinstance(extent, int):
-                    if extent != size:
-                        return None
                 else:
-                    return None
-        for symbol, low, high in self.bounds:
-            value = values.get(symbol)
-            if value is not None and (value < low or (high is not None and value > high)):
+                    related.append((sp.sympify(extent), size))
+        for extent, size in related:
+            values |= _solved(extent.subs(values), size)
+            if extent.subs(values) != size:
+                return None
+        for extent, low, high in self.bounds:
+            value = extent.subs(values)
+            if value.is_Integer and (value < low or (high is not None and value > high)):
                 return None
         if tuple(shapes) == self.shapes or all(guard.subs(values) is sp.true for guard in self.guards):
             return values
         return None
+
+
+def _solved(extent: sp.Expr, size: int) -> dict[sp.Symbol, int]:
+    """The one symbol of ``a * symbol + b``, where that is of this size; nothing where there are others, or none."""
+    if len(extent.free_symbols) != 1:
+        return {}
+    symbol = next(iter(extent.free_symbols))
+    slope = extent.diff(symbol)
+    value = (size - extent.subs(symbol, 0)) / slope if slope.is_Rational and slope else sp.nan
+    return {symbol: int(value)} if value.is_Integer and value.is_positive else {}
 
 
 def capture(
@@ -162,7 +175,7 @@ def _captured(
     return Capture(
         graph=with_sizes(graph, ties),
         out_spec=program.call_spec.out_spec,
-        bounds=tuple((ties.get(symbol, symbol), low, high) for symbol, low, high in bounds_of(program)),
+        bounds=tuple((size.xreplace(ties), low, high) for size, low, high in bounds_of(program)),
         guards=tuple(guard.xreplace(ties) for guard in guards_of(program)),
         shapes=tuple(shapes),
         constants={name: value.detach().to(device) for name, value in constants.items()},
@@ -339,7 +352,7 @@ def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: 
             # Data-dependent control flow fails on fake tensors too, but says so in its own type.
             is_own = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
             is_own = is_own and not any(word in message[0] for word in ("Fake", "tensor subclasses"))
-            return message[0] or None if is_own else None
+            return message[0] or type(error).__name__ if is_own else None
         except Exception:
             return None
     return None

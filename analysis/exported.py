@@ -26,13 +26,13 @@ from sft.errors import UnsupportedError
 __all__ = ["bounds_of", "graph_of", "guards_of", "module_path_of", "ties_of", "with_sizes"]
 
 
-def bounds_of(program: ExportedProgram) -> tuple[tuple[sp.Symbol, int, int | None], ...]:
-    """For each symbol the smallest and largest value that the program holds for."""
+def bounds_of(program: ExportedProgram) -> tuple[tuple[sp.Expr, int, int | None], ...]:
+    """For each symbol, and each size that the model relates to another one's, the smallest and largest value that the program holds for."""
     bounds = []
-    for symbol, interval in program.range_constraints.items():
+    for size, interval in program.range_constraints.items():
         # The exporter's default lower bound of 2 only excludes the sizes 0 and 1, which it specialises.
         low, high = _bound(interval.lower), _bound(interval.upper)
-        bounds.append((_plain_symbol(symbol), low or 0, None if high is None or high >= 2**62 else high))
+        bounds.append((_plain_expr(size), low or 0, None if high is None or high >= 2**62 else high))
     return tuple(bounds)
 
 

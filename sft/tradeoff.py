@@ -9,6 +9,7 @@ curve ends at its own least.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -114,7 +115,7 @@ def pareto(
     chosen = sweep.chosen(asked, num_budgets) if given is None else [given] * len(asked)
     rows = tuple(row for wish, wanted in zip(asked, chosen, strict=True) for row in sweep.rows(wish, wanted))
     if not rows:
-        raise sweep.refusals[-1]
+        raise min(sweep.refusals, key=lambda refusal: refusal.needed_bytes if isinstance(refusal, BudgetError) else math.inf)
     if path is not None:
         # An estimate is worth something beside another one.
         plain_seconds = None if _is_measured(rows) else sweep.plain.estimated_seconds

@@ -177,6 +177,13 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--plot", "no/such/folder/plan.png"], ["no/such/folder/plan.png"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--pareto", "front.png", "--budgets", "1KiB"], ["1.00 KiB", "Raise the budget"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--out", "no/such/folder/plan.json"], ["no/such/folder/plan.json"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--host-budget", "\N{SUPERSCRIPT TWO}"], ["host_budget", "11GiB"]),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budgets", "1MiB"], ["--budgets", "--pareto"]),
+        (
+            ["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--compare", "--out", "plan.json", "--costs"],
+            ["--out and --costs", "--compare"],
+        ),
+        (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--pareto", "front.png", "--plot", "plan.png"], ["--plot", "--pareto"]),
     ],
 )
 def test_a_mistake_is_one_line(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

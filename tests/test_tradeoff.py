@@ -73,8 +73,11 @@ def test_given_budgets_are_taken_and_strategies_that_cannot_are_left_out() -> No
         rows = sft.pareto(_model(), _SHAPE, budgets=budgets, strategies=("none", "auto"))
         found = [(row.strategy, row.budget_bytes) for row in rows]
         assert found == [("none", plain_bytes), ("auto", plain_bytes), ("auto", plain_bytes - 1)]
-        with pytest.raises(sft.BudgetError, match="10 B"):
+        with pytest.raises(sft.BudgetError, match="10 B") as refused:
             sft.pareto(_model(), _SHAPE, budgets=[10])
+        with pytest.raises(sft.BudgetError) as least:
+            sft.plan(_model(), _SHAPE, budget=10)
+    assert refused.value.needed_bytes == least.value.needed_bytes < plain_bytes
 
 
 def test_plans_of_a_sweep_may_be_timed() -> None:

@@ -243,7 +243,15 @@ def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytes
     config, run = str(trained / "c.yaml"), str(tmp_path / "run")
     (tmp_path / "file").write_text("")
     broken = write_table(trained / "broken.csv", [{"slide": "gone.tif", "label": "a"}, {"slide": "s0.tif", "label": ""}])
+    splits = ("train", "train", "val", "test")
+    one_class = [{"slide": f"s{n}.tif", "label": "ab"[n % 2], "patient": f"p{n}", "split": split} for n, split in enumerate(splits)]
+    table = write_table(trained / "one.csv", one_class)
     cases = [
+        (
+            ["train", "--config", config, "--run", run, "--data.csv", str(table)],
+            1,
+            "train.monitor auc: validation slides (1) do not tell",
+        ),
         (["train", "--config", config, "--train.learning_rate", "1"], 2, "unrecognized arguments"),
         (["train", "--config", config, "--train.epochs", "many"], 2, "train.epochs"),
         (["train", "--config", str(tmp_path / "no.yaml")], 2, "does not exist"),
@@ -253,6 +261,11 @@ def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytes
             ["train", "--config", config, "--run", run, "--train.accumulate", "1", "--train.monitor", "loss", "--task.kind", "cox"],
             1,
             "a risk set needs several slides",
+        ),
+        (
+            ["train", "--config", config, "--run", run, "--train.accumulate", "1", "--task.class_weights", "balanced"],
+            1,
+            "in a weighted mean over one slide its weight changes nothing",
         ),
         (["train", "--config", config, "--run", run, "--data.csv", str(broken)], 1, "line 3: slide 's0.tif' has no label"),
         (["train", "--config", config, "--run", run, "--model.backbone", "no.such:net"], 1, "cannot import no.such"),

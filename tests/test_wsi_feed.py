@@ -99,6 +99,17 @@ def test_tissue_is_found_once_and_cropped_at_any_resolution(tmp_path: Path) -> N
     assert "no tissue is found" in str(feed.check(_record(tmp_path / "glass.tif")))
 
 
+def test_label_maps_that_label_nothing_are_told_before_anything_runs(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
+    record, pixels = slide
+    labels = np.full(pixels.shape[:2], 255, np.uint8)
+    feed = _feed(tmp_path, task={"kind": "segmentation", "classes": ["light", "dark"]})
+    for places, words in (((), "labels nothing of what is read"), ((1,), None), ((2,), "holds 2; labels are 0 to 1")):
+        labels[-1, -1] = places[0] if places else 255
+        np.save(tmp_path / "labels.npy", labels)
+        problem = feed.check(replace(record, mask=tmp_path / "labels.npy"))
+        assert words in str(problem) if words else problem is None
+
+
 def test_label_maps_are_cropped_and_turned_with_their_slide(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:
     record, pixels = slide
     framed = np.full((320, 320, 3), 250, np.uint8)

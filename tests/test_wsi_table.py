@@ -51,6 +51,12 @@ def test_tables_of_published_data_sets(text: str, slide: str, classes: tuple[str
     assert table.records[1].patient == ("A-2" if "case_id" in text else slide.removesuffix(suffix))
 
 
+def test_each_slide_has_a_name_of_its_own(tmp_path: Path) -> None:
+    slides = ("d_x-4.svs", "d/x.svs", "d_x.svs", "e/x.svs", "f/d_x.svs")
+    table = read_table(_table(tmp_path, "slide,label\n" + "".join(f"{s},{i % 2}\n" for i, s in enumerate(slides)), *slides), TaskConfig())
+    assert len({record.name for record in table.records}) == len(slides)
+
+
 def test_aliases_a_byte_order_mark_and_semicolons(tmp_path: Path) -> None:
     text = "Case_ID; Slide_ID ;TARGET;Partition;MPP\r\np1;a;tumor;training;0.25\r\n\r\np2;sub/b.svs;normal;dev;\r\n"
     table = read_table(_table(tmp_path, text, "a.svs", "sub/b.svs", encoding="utf-8-sig"), TaskConfig())
@@ -282,3 +288,27 @@ def test_a_split_that_cannot_be_learnt_from_is_refused() -> None:
     records = tuple(replace(record, split="train" if record.target == (0.0,) else "val") for record in table.records)
     with pytest.raises(DatasetError, match="class 'yes' has no training slide"):
         assign_splits(SlideTable(records=records, classes=table.classes), DataConfig(csv=Path("t.csv")), "classification", seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data:\n  csv: t.csv\ntrain:\n#  lr: 0.1\n", "line 3: train has no settings below it"),
+        ("data: [t.csv]\n", "line 1: data has no settings"),
+        ("data:\n  csv: t.csv\nmodel:\n  options: &a\n    deep: [*a]\n", "line 4: an alias of what it is part of"),
+        ("train: &a\n  <<: *a\n", "an alias of what it is part of"),
+    ],
+)
+def test_files_that_the_reader_falls_over_are_told_by_line(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_config(tmp_path / "c.yaml")
+
+
+def test_a_budget_may_be_a_number_of_bytes(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("data:\n  csv: t.csv\n  host_budget: 4096\nmodel:\n  budget: 2097152\nrun: r\n")
+    config = read_config(tmp_path / "c.yaml")
+    assert (config.model.budget, config.data.host_budget) == (2097152, 4096)
+    (tmp_path / "c.yaml").write_text("data:\n  csv: t.csv\nmodel:\n  budget: 0\nrun: r\n")
+    with pytest.raises(InputError, match="a byte size must be positive, got 0"):
+        read_config(tmp_path / "c.yaml")

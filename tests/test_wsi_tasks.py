@@ -42,7 +42,8 @@ def test_weighted_cross_entropy_of_a_group_is_that_of_a_batch() -> None:
     task = make_task(TaskConfig(class_weights="balanced", label_smoothing=0.1), ("a", "b", "c"), records)
     assert task.weights == pytest.approx((5 / 3, 5 / 9, 5 / 3))
     outputs, classes = torch.randn(5, 3), torch.tensor([0, 1, 1, 2, 1])
-    # Smoothing spreads the weights of classes in torch's loss, and not in ours: compare without weights, and weights without smoothing.
+    weights = torch.tensor(task.weights)
+    assert torch.allclose(_grouped(task, outputs, records), F.cross_entropy(outputs, classes, weights, label_smoothing=0.1))
     plain = make_task(TaskConfig(label_smoothing=0.1), ("a", "b", "c"), records)
     assert torch.allclose(_grouped(plain, outputs, records), F.cross_entropy(outputs, classes, label_smoothing=0.1))
     sharp = make_task(TaskConfig(class_weights="balanced"), ("a", "b", "c"), records)

@@ -46,6 +46,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         return show_doctor(console, as_json=args.json)
     if args.command == "tune":
         return show_tune(_tune_request(args), console, as_json=args.json)
+    if args.command == "plan":
+        _refuse_idle(args)
     # A model without memory can be planned, but not timed.
     model = load_model(args.model, _model_arguments(args.model_args), meta=not getattr(args, "time", False))
     model.train(not args.inference)
@@ -62,7 +64,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         strategy=args.strategy,
         halo=args.halo,
         tile=parse_tile(args.tile) if args.tile else None,
-        host_budget=None if args.host_budget is None else int(args.host_budget) if args.host_budget.isdigit() else args.host_budget,
+        host_budget=0 if args.host_budget == "0" else args.host_budget,
         link_bandwidth=args.link_bandwidth,
         weights=args.weights,
         profile="measure" if args.time else "auto",
@@ -88,6 +90,16 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         return show_pareto(question, console, as_json=args.json, strategies=names)
     show = compare_strategies if args.compare else show_plan
     return show(question, console, as_json=args.json)
+
+
+def _refuse_idle(args: argparse.Namespace) -> None:
+    """Options that another one leaves without an effect."""
+    if args.budgets and args.pareto is None:
+        raise InputError("--budgets is about --pareto, which draws what they cost; give that, too, or one --budget")
+    many = "--pareto" if args.pareto is not None else "--compare" if args.compare else None
+    idle = [f"--{name}" for name in ("out", "plot", "costs") if getattr(args, name)]
+    if many is not None and idle:
+        raise InputError(f"{' and '.join(idle)}: about one plan, and {many} makes several; leave out the one or the other")
 
 
 def _mesh(args: argparse.Namespace) -> tuple[int, int] | None:

@@ -1,7 +1,7 @@
 """The command line: a YAML file, overridden by options (``--train.lr 1e-4``), and one line for every mistake.
 
-Exit codes: 0 done; 1 an error; 2 a wrong command line; 3 done, but slides were left out (0 on several ranks); 75 asked to end, saved, start
-again to go on.
+Exit codes: 0 done; 1 an error; 2 a command line or file with options that do not exist, or values of another type; 3 done, but slides were
+left out (0 on several ranks); 75 asked to end, saved, start again to go on.
 """
 
 from __future__ import annotations
@@ -96,22 +96,32 @@ def read_config(path: Path) -> Config:
 
 
 def _check_file(path: Path) -> None:
-    """Refuse a YAML file in which a key is there twice: the reader takes the last one, and drops the others without a word.
+    """Refuse a YAML file in which a key is there twice (the reader takes the last one, and drops the others without a word), a group has no
+    settings, or something is inside of itself: the reader falls over these.
 
     Raises:
-        InputError: it is, or it is no text.
+        InputError: it is such a file, or it is no text.
     """
 
-    def check(node: yaml.Node | None) -> None:
+    def check(node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> None:
+        if node in above:
+            raise InputError(f"{path}, line {node.start_mark.line + 1}: an alias of what it is part of; write it out")
         pairs = node.value if isinstance(node, yaml.MappingNode) else []
         keys = [key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)]
         for key, value in pairs:
+            where = f"{path}, line {key.start_mark.line + 1}: {key.value}"
             if keys.count(key.value) > 1:
-                raise InputError(f"{path}, line {key.start_mark.line + 1}: {key.value} is there {keys.count(key.value)} times; leave one")
-            check(value)
+                raise InputError(f"{where} is there {keys.count(key.value)} times; leave one")
+            if not above and key.value in GROUPS and not isinstance(value, yaml.MappingNode):
+                raise InputError(f"{where} has no settings below it; write some, or leave the line out")
+            check(value, (*above, node))
+        for item in node.value if isinstance(node, yaml.SequenceNode) else []:
+            check(item, (*above, node))
 
     try:
-        check(yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader))
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if root is not None:
+            check(root)
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is no UTF-8; save it as plain text") from error
     except (OSError, yaml.YAMLError):

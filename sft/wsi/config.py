@@ -43,7 +43,7 @@ class DataConfig:
     slides: Path | None = None
     mpp: float | None = None
     tissue: Literal["none", "crop", "mask"] = "none"
-    host_budget: str | None = None
+    host_budget: int | str | None = None
     num_folds: int | None = None
     fold: int = 0
     val_fraction: float = 0.2
@@ -74,7 +74,8 @@ class TaskConfig:
         kind: classification (cross-entropy), multilabel (labels "a;b"), regression (Huber), cox or hazard (survival: columns time and
             event), segmentation (column mask).
         classes: names of the classes in order; default: those of the table, sorted. Needed for segmentation.
-        class_weights: "none", or "balanced" (inverse frequency in the training slides).
+        class_weights: "none", or "balanced" (inverse frequency in the training slides). Those of a classification are weights in the mean
+            over the slides of a step, as in PyTorch, so a step must have several (``train.accumulate``).
         label_smoothing: of the cross-entropy, in 0..1.
         num_intervals: time intervals of the discrete-time hazard.
     """
@@ -126,7 +127,7 @@ class ModelConfig:
     attention_dim: int = 128
     dropout: float = 0.0
     norm: Literal["auto", "frozen", "calibrated", "train"] = "auto"
-    budget: str = "11GiB"
+    budget: int | str = "11GiB"
     tile: list[int] | None = None
     mean: list[float] = field(default_factory=lambda: [0.485, 0.456, 0.406])
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
@@ -286,6 +287,11 @@ class Config:
             problems.append(f"model.head {self.model.head} with task.kind {self.task.kind}: segmentation wants both, or neither")
         if self.task.kind == "cox" and self.train.accumulate < 2:
             problems.append(f"task.kind cox with train.accumulate {self.train.accumulate}: a risk set needs several slides; give 8 or more")
+        if self.task.kind == "classification" and self.task.class_weights != "none" and self.train.accumulate < 2:
+            problems.append(
+                f"task.class_weights {self.task.class_weights} with train.accumulate {self.train.accumulate}: in a weighted mean over one "
+                "slide its weight changes nothing; give train.accumulate 2 or more, or class_weights none"
+            )
         allowed = {
             "classification": ("loss", "auc"),
             "multilabel": ("loss", "auc"),
@@ -325,7 +331,7 @@ def _not_positive(config: TrainConfig, name: str) -> bool:
     return value is not None and not 0 < value < inf
 
 
-def _not_bytes(name: str, text: str) -> list[str]:
+def _not_bytes(name: str, text: int | str) -> list[str]:
     try:
         parse_bytes(text)
     except InputError as error:

@@ -23,6 +23,7 @@ from sft.wsi.config import Config
 from sft.wsi.errors import DatasetError
 from sft.wsi.feed import IGNORED_LABEL, SlideFeed
 from sft.wsi.heads import SlideModel, build_model
+from sft.wsi.metrics import is_measurable
 from sft.wsi.norms import calibrate, set_training
 from sft.wsi.optimization import make_optimizer
 from sft.wsi.progress import Reporter
@@ -145,6 +146,7 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
 
     Raises:
         DatasetError: slides cannot be used, and ``train.on_error`` is not "skip"; or none is left to train on.
+        InputError: those that are left to validate on do not tell ``train.monitor``.
     """
     found = check_records(experiment, experiment.table.records, ranks, reporter)
     if found and experiment.config.train.on_error != "skip":
@@ -152,6 +154,13 @@ def check_slides(experiment: Experiment, ranks: Ranks, reporter: Reporter) -> di
         raise DatasetError(str(experiment.config.data.csv), problems)
     if all(record.name in found for record in experiment.records("train")):
         raise DatasetError(str(experiment.config.data.csv), ["no training slide can be read:", *found.values()])
+    monitor = experiment.config.train.monitor
+    known = [r.target for r in experiment.records("val") if r.name not in found and r.target is not None]
+    if known and not is_measurable(experiment.task, monitor, known):
+        raise InputError(
+            f"train.monitor {monitor}: validation slides ({len(known)}) do not tell it, with one class, one value, or no pair to compare; "
+            "validate on more or other slides, or set train.monitor to loss"
+        )
     return found
 
 

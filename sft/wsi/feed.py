@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from sft.errors import InputError, SftError
@@ -26,6 +28,7 @@ __all__ = ["IGNORED_LABEL", "SlideFeed"]
 
 #: Pixels of a label map that count for nothing.
 IGNORED_LABEL = 255
+_ROWS_CHECKED = 1024
 _STAIN_PX = 1024
 
 
@@ -87,6 +90,11 @@ class SlideFeed:
             InputError: it has another size than the slide.
             SourceError: it cannot be read.
         """
+        mask = self._label_map(record)
+        turned = np.rot90(mask[:, ::-1] if augmentation.mirrored else mask, augmentation.quarters)
+        return LabelSource(turned)
+
+    def _label_map(self, record: SlideRecord) -> npt.NDArray[Any]:
         assert record.mask is not None  # the table was read for segmentation
         mask, (image, box) = read_mask(record.mask), self._view(record)
         if mask.shape != (image.height_px, image.width_px):
@@ -94,10 +102,7 @@ class SlideFeed:
                 f"label map {record.mask} has {mask.shape[1]} x {mask.shape[0]} px, its slide {image.width_px} x {image.height_px} at this "
                 "resolution. Give one label for each pixel."
             )
-        if box is not None:
-            mask = mask[box.y : box.y + box.h, box.x : box.x + box.w]
-        turned = np.rot90(mask[:, ::-1] if augmentation.mirrored else mask, augmentation.quarters)
-        return LabelSource(turned)
+        return mask if box is None else mask[box.y : box.y + box.h, box.x : box.x + box.w]
 
     @property
     def bad_tiles(self) -> dict[str, tuple[BadTile, ...]]:
@@ -112,12 +117,9 @@ class SlideFeed:
         try:
             image = self.image(record)
             self._stain(record)
-            if self._config.task.kind == "segmentation" and record.mask is not None:
-                self.labels(record)
-                mask, count = read_mask(record.mask), len(self._config.task.classes or ())
-                wrong = (mask < 0) | ((mask >= count) & (mask != IGNORED_LABEL))
-                if wrong.any():
-                    return f"label map {record.mask} holds {int(mask[wrong][0])}; labels are 0 to {count - 1}, and {IGNORED_LABEL} for none"
+            segments = self._config.task.kind == "segmentation" and record.mask is not None
+            if segments and (problem := _label_problem(self._label_map(record), len(self._config.task.classes or ()))):
+                return f"label map {record.mask} {problem}"
         except SftError as error:
             return " ".join(str(error).split())
         self.sizes[record.name] = (image.width_px, image.height_px)
@@ -183,3 +185,15 @@ class SlideFeed:
     def _note_bad_tiles(self) -> None:
         for name, image in self._watched:
             self._bad_tiles.setdefault(name, set()).update(RasterView(image).bad_tiles)
+
+
+def _label_problem(labels: npt.NDArray[Any], num_classes: int) -> str | None:
+    """What is wrong with a label map, which may be a mapped file larger than the memory."""
+    is_labelled = False
+    for start in range(0, len(labels), _ROWS_CHECKED):
+        rows = labels[start : start + _ROWS_CHECKED]
+        wrong = (rows < 0) | ((rows >= num_classes) & (rows != IGNORED_LABEL))
+        if wrong.any():
+            return f"holds {int(rows[wrong][0])}; labels are 0 to {num_classes - 1}, and {IGNORED_LABEL} for none"
+        is_labelled |= bool((rows != IGNORED_LABEL).any())
+    return None if is_labelled else f"labels nothing of what is read of its slide: {IGNORED_LABEL}, for none, everywhere"

@@ -13,7 +13,7 @@ from sklearn.metrics import average_precision_score, balanced_accuracy_score, co
 from sft.wsi.randomness import generator
 from sft.wsi.tasks import Task
 
-__all__ = ["Estimate", "Prediction", "concordance", "confusion", "evaluate_predictions", "of_patients"]
+__all__ = ["Estimate", "Prediction", "concordance", "confusion", "evaluate_predictions", "is_measurable", "of_patients"]
 
 _Floats = npt.NDArray[np.float64]
 _Metric = Callable[[_Floats, _Floats], float]
@@ -90,6 +90,14 @@ def of_patients(predictions: Sequence[Prediction]) -> list[Prediction]:
         target = parts[0].target if len(targets) == 1 else None
         result.append(replace(parts[0], name=patient, target=target, output=output, loss=math.nan))
     return result
+
+
+def is_measurable(task: Task, name: str, targets: Sequence[tuple[float, ...]]) -> bool:
+    """Whether slides with these targets tell a metric, whatever is predicted: the area under a curve takes both classes."""
+    if task.kind == "segmentation" or name == "loss":
+        return True
+    value = _metrics(task)[name](np.array(targets, np.float64), np.zeros((len(targets), task.num_outputs)))
+    return not math.isnan(value)
 
 
 def confusion(task: Task, predictions: Sequence[Prediction]) -> npt.NDArray[np.int64]:

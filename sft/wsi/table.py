@@ -332,7 +332,8 @@ def _named(records: Sequence[SlideRecord], problems: list[str]) -> list[SlideRec
     named, taken = [], set[str]()
     for record in records:
         name = safe_name(record.path.stem if stems[safe_name(record.path.stem)] == 1 else record.name)
-        name = name if name not in taken else f"{name}-{record.row}"
+        while name in taken:
+            name = f"{name}-{record.row}"
         taken.add(name)
         named.append(
             SlideRecord(

@@ -54,7 +54,7 @@ class Task:
         return 1.0
 
     def slide_loss(self, output: Tensor, target: Sequence[float]) -> Tensor:
-        """The loss of one slide, before its weight.
+        """The loss of one slide, before its weight: what PyTorch's loss is of a batch of this one.
 
         Args:
             output: ``[1, K]``.
@@ -66,7 +66,8 @@ class Task:
         output = output.float()
         if self.kind == "classification":
             index = torch.tensor([int(target[0])], device=output.device)
-            return F.cross_entropy(output, index, label_smoothing=self.label_smoothing)
+            weights = torch.tensor(self.weights, device=output.device) if self.weights else None  # smoothing counts those of all classes
+            return F.cross_entropy(output, index, weights, label_smoothing=self.label_smoothing)
         if self.kind == "multilabel":
             wanted = torch.tensor([list(target)], device=output.device)
             positive = torch.tensor(self.weights, device=output.device) if self.weights else None

@@ -199,8 +199,12 @@ def wrap(model: nn.Module, engine: Engine) -> Any:
 
 @cache
 def _compiled_class(cls: Any, addition: type[Compiled]) -> type[nn.Module]:
+    def new(compiled: type[nn.Module], *args: Any, **keywords: Any) -> Any:
+        """Modules that make others of their own class (a slice of an ``nn.Sequential``) make plain ones: nobody has compiled these."""
+        return cls(*args, **keywords)
+
     return type(
         cls.__name__,
         (addition, cls),
-        {"__slots__": ("_sft_engine", "_sft_forward"), "__module__": cls.__module__, "__doc__": cls.__doc__},
+        {"__slots__": ("_sft_engine", "_sft_forward"), "__module__": cls.__module__, "__doc__": cls.__doc__, "__new__": new},
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,6 +36,17 @@ def test_is_an_instance_of_the_model_s_class() -> None:
     assert isinstance(net, ConvNet) and type(net) is not ConvNet
     assert type(model) is ConvNet, "the caller's model is left as it was"
     assert [name for name, _ in net.named_modules()] == [name for name, _ in model.named_modules()]
+
+
+def test_modules_that_it_makes_of_its_class_are_plain() -> None:
+    """Slices and sums of a Sequential are new modules of its class, which nobody has compiled."""
+    model = seeded(lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 3, 3)))
+    net, x = sft.compile(model, _SHAPE, options=_OPTIONS), image(*_SHAPE)
+    makes: list[Callable[[Any], Any]] = [lambda m: m[:2], lambda m: m + nn.Sequential(nn.ReLU()), lambda m: type(m)(*m)]
+    for make in makes:
+        assert torch.equal(make(net)(x), make(model)(x))
+    assert type(net[-1:]) is nn.Sequential and net[-1:][0] is model[2]
+    assert type(net) is not nn.Sequential and torch.allclose(net(x), model(x), rtol=1e-12, atol=1e-12)
 
 
 def test_state_dict_and_shared_tensors() -> None:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import sft
 from sft.analysis.axes import Axes
 from sft.analysis.layout import Layout, merged, reshaped
-from sft.lower.functions import rearrange, restored
+from sft.lower.functions.layouts import rearrange, restored
 
 from .helpers.exactness import assert_exact
 

@@ -1,0 +1,55 @@
+"""Our own operators on whole tensors, written in torch: what a node with a ``sft.`` target computes.
+
+They are traced like ATen's, so that their derivatives are torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from sft.lower.functions import layouts, losses, products, statistics, windows
+
+__all__ = ["FUNCTIONS"]
+
+#: By target.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sft.moments": statistics.moments,
+    "sft.moment_mean": statistics.moment_mean,
+    "sft.variance": statistics.variance,
+    "sft.root": statistics.root,
+    "sft.extremes": statistics.extremes,
+    "sft.peak": statistics.peak,
+    "sft.logsumexp": statistics.logsumexp,
+    "sft.scale_shift": statistics.scale_shift,
+    "sft.affine": statistics.affine,
+    "sft.running_mean": statistics.running_mean,
+    "sft.running_var": statistics.running_var,
+    "sft.rearrange": layouts.rearrange,
+    "sft.aligned": layouts.aligned,
+    "sft.restored": layouts.restored,
+    "sft.channel_norm": statistics.channel_norm,
+    "sft.channel_rms_norm": statistics.channel_rms_norm,
+    "sft.inverse_root": statistics.inverse_root,
+    "sft.expanded": layouts.expanded,
+    "sft.folded": layouts.folded,
+    "sft.unfolded": layouts.unfolded,
+    "sft.contracted": products.contracted,
+    "sft.mixed": products.mixed,
+    "sft.beside": layouts.beside,
+    "sft.max_unpool1d": windows.max_unpool1d,
+    "sft.border_rows": windows.border_rows,
+    "sft.wrapped": windows.wrapped,
+    "sft.kernel_rows": windows.kernel_rows,
+    "sft.overlap_add": windows.overlap_add,
+    "sft.im2col": windows.im2col,
+    "sft.col2im": windows.col2im,
+    "aten.bincount.default": losses.bincount,
+    "sft.one_hot": losses.one_hot,
+    "sft.filled": layouts.filled,
+    "sft.cross_entropy": losses.cross_entropy,
+    "sft.nll": losses.nll,
+    "sft.label_weight": losses.label_weight,
+    "aten._weight_norm.default": statistics.weight_norm,
+    "aten.copy.default": layouts.copy,
+}

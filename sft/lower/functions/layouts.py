@@ -1,0 +1,81 @@
+"""Other orders and numbers of channels, and where their elements are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["aligned", "beside", "copy", "expanded", "filled", "folded", "rearrange", "restored", "unfolded"]
+
+
+def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: Sequence[int], axes: int) -> Tensor:
+    """The channels of each pixel split, put into another order, and merged: a view where they are only split, else a copy."""
+    batch, extents = self.shape[0], self.shape[self.dim() - axes :]
+    parts = self.reshape(batch, *split, *extents)
+    moved_places = [place for place in order if split[place] != 1]
+    if moved_places == sorted(moved_places) and len(shape) == len(split):
+        return self.reshape(batch, *shape, *extents)
+    first_axis = 1 + len(split)
+    moved = parts.permute(0, *(1 + place for place in order), *range(first_axis, first_axis + axes))
+    return moved.clone(memory_format=torch.contiguous_format).view(batch, *shape, *extents)
+
+
+def aligned(self: Tensor, shape: Sequence[int]) -> Tensor:
+    """The tensor with its dimensions where those of an image are."""
+    return self.reshape(tuple(shape))
+
+
+def restored(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """An image in the order of dimensions that the model has it in."""
+    return self.permute(tuple(order)).clone(memory_format=torch.contiguous_format).view(tuple(shape))
+
+
+def expanded(self: Tensor, channels: Sequence[int]) -> Tensor:
+    """Channels repeated."""
+    first_axis = 1 + len(channels)
+    return self.expand(self.shape[0], *channels, *self.shape[first_axis:])
+
+
+def folded(self: Tensor, factors: Sequence[int]) -> Tensor:
+    """``factors`` rows and columns of an image as channels, ``[N, channels..., factors..., axes...]``."""
+    first = self.dim() - len(factors)
+    pieces = [piece for extent, factor in zip(self.shape[first:], factors, strict=True) for piece in (extent // factor, factor)]
+    split = self.reshape(*self.shape[:first], *pieces)
+    order = [*range(first), *range(first + 1, split.dim(), 2), *range(first, split.dim(), 2)]
+    return split.permute(order).clone(memory_format=torch.contiguous_format)
+
+
+def unfolded(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]], factors: Sequence[int]) -> Tensor:
+    """Channels as rows and columns.
+
+    Args:
+        self: ``[N, channels..., axes...]``.
+        rest: the dimensions of channels that stay; others have one entry, and go.
+        places: for each axis those that it takes in, the fastest last.
+        factors: their product.
+    """
+    first = self.dim() - len(places)
+    gone = {*range(1, first)} - {*rest, *(dim for taken in places for dim in taken)}
+    order = [0, *sorted(gone), *rest, *(dim for axis, taken in enumerate(places) for dim in (first + axis, *taken))]
+    grown = [extent * factor for extent, factor in zip(self.shape[first:], factors, strict=True)]
+    moved = self.permute(order).clone(memory_format=torch.contiguous_format)
+    return moved.view(self.shape[0], *([self.shape[dim] for dim in rest] or [1]), *grown)
+
+
+def beside(self: Tensor, like: Tensor, split: Sequence[int], order: Sequence[int], axes: int) -> Tensor:
+    """What varies along an image, as an image of that one's size."""
+    part = self.view(tuple(split)).permute(tuple(order))
+    first = like.dim() - axes
+    return part.expand(like.shape[0], *part.shape[1:first], *like.shape[first:])
+
+
+def filled(self: Tensor, channels: int, value: float, dtype: str) -> Tensor:
+    """So many channels of one value, as large as an image."""
+    return self.new_full((self.shape[0], channels, *self.shape[2:]), value, dtype=getattr(torch, dtype))
+
+
+def copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+    """``src`` in the shape and element type of ``self``: what an assignment in place comes to."""
+    return src.to(self.dtype).expand_as(self).clone()

@@ -1,0 +1,151 @@
+"""What of an image is one number for a channel: moments, extremes, norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "affine",
+    "channel_norm",
+    "channel_rms_norm",
+    "extremes",
+    "inverse_root",
+    "logsumexp",
+    "moment_mean",
+    "moments",
+    "peak",
+    "root",
+    "running_mean",
+    "running_var",
+    "scale_shift",
+    "variance",
+    "weight_norm",
+]
+
+
+def moments(self: Tensor, groups: int, per_sample: bool, axes: int) -> Tensor:
+    """Mean, biased variance and count of each group, ``[B, G, 3]``; in fp32 where the elements are of half precision."""
+    self = _wide(self)
+    grouped = self.reshape(self.shape[0], groups, -1)
+    dims = [2] if per_sample else [0, 2]
+    variance, mean = torch.var_mean(grouped, dims, correction=0)
+    count = torch.full_like(mean, grouped.numel() // mean.numel())
+    stacked = torch.stack([mean, variance, count], -1)
+    return stacked if per_sample else stacked.unsqueeze(0)
+
+
+def moment_mean(moments: Tensor, shape: Sequence[int]) -> Tensor:
+    """The means."""
+    return moments[..., 0].reshape(tuple(shape))
+
+
+def variance(moments: Tensor, correction: float, shape: Sequence[int]) -> Tensor:
+    """The variances with so many degrees of freedom less."""
+    count = moments[..., 2].detach()
+    return (moments[..., 1] * (count / (count - correction).clamp_min(0.0))).reshape(tuple(shape))
+
+
+def root(self: Tensor, order: float) -> Tensor:
+    """The ``order``-th root, whose derivative at zero counts as zero, as that of torch's norms and deviations does."""
+    positive = torch.where(self == 0, torch.ones_like(self), self)
+    found = torch.sqrt(positive) if order == 2 else torch.pow(positive, 1 / order)
+    return torch.where(self == 0, torch.zeros_like(self), found)
+
+
+def extremes(self: Tensor, largest: bool, axes: int) -> Tensor:
+    """The largest or smallest element along the axes and how often it occurs, in fp64."""
+    dims = list(range(self.dim() - axes, self.dim()))
+    value = torch.amax(self, dims, True) if largest else torch.amin(self, dims, True)
+    count = (self == value).sum(dims)
+    return torch.stack([value.flatten(-axes).squeeze(-1).double(), count.double()], -1)
+
+
+def peak(self: Tensor, axes: int) -> Tensor:
+    """The largest element along the axes and the first place where it is, in row-major order, in fp64."""
+    value, place = torch.max(self.flatten(-axes), -1)
+    return torch.stack([value.double(), place.double()], -1)
+
+
+def logsumexp(self: Tensor, axes: int) -> Tensor:
+    """The logarithm of the sum of exponentials along the axes."""
+    return torch.logsumexp(self, list(range(self.dim() - axes, self.dim())))
+
+
+def scale_shift(moments: Tensor, weight: Tensor | None, bias: Tensor | None, axes: int, channels: int, eps: float) -> Tensor:
+    """What a norm multiplies with and adds, ``[B, C, 1, ..., 1, 2]`` with a 1 for each axis of the image."""
+    batch, groups, _ = moments.shape
+    each = moments.unsqueeze(2).expand(batch, groups, channels // groups, 3).reshape(batch, channels, 3)
+    mean, variance = each[..., 0], each[..., 1]
+    scale = torch.rsqrt(variance + eps)
+    if weight is not None:
+        scale = scale * weight
+    shift = -mean * scale
+    if bias is not None:
+        shift = shift + bias
+    return torch.stack([scale, shift], -1).view(batch, channels, *[1] * axes, 2)
+
+
+def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
+    """``self * scale + shift``."""
+    return torch.addcmul(scale_shift[..., 1], self, scale_shift[..., 0]).to(self.dtype)
+
+
+def running_mean(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
+    """The running mean after this step: it follows the mean, which is that over the samples where each has its own."""
+    return _towards(running, moments[..., 0].mean(0), _momentum(momentum, num_batches, num_calls))
+
+
+def running_var(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
+    """The running variance after this step: it follows the unbiased variance."""
+    variance, count = moments[..., 1], moments[..., 2]
+    return _towards(running, (variance * (count / (count - 1))).mean(0), _momentum(momentum, num_batches, num_calls))
+
+
+def _momentum(momentum: float, num_batches: Tensor | None, num_calls: int) -> float | Tensor:
+    """The momentum; with a number of batches seen before this step that of a cumulative average."""
+    return momentum if num_batches is None else 1.0 / (num_batches + num_calls).double()
+
+
+def _towards(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
+    wide = _wide(running)
+    return (wide + momentum * (value.to(wide.dtype) - wide)).to(running.dtype)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
+
+
+def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int]) -> Tensor:
+    """Layer norm of each pixel's channels (Ba, Kiros, Hinton 2016; as ConvNeXt uses it)."""
+    last, places = _last(self, dims)
+    return torch.nn.functional.layer_norm(last, last.shape[-len(places) :], weight, bias, eps).movedim(places, tuple(dims))
+
+
+def channel_rms_norm(self: Tensor, weight: Tensor | None, eps: float | None, dims: Sequence[int]) -> Tensor:
+    """RMS norm of each pixel's channels (Zhang and Sennrich, 2019)."""
+    last, places = _last(self, dims)
+    return torch.nn.functional.rms_norm(last, last.shape[-len(places) :], weight, eps).movedim(places, tuple(dims))
+
+
+def inverse_root(self: Tensor, eps: float | None, dtype: str) -> Tensor:
+    """One over the root of a mean of squares; without ``eps`` that of the squares' type is added, as torch does."""
+    return torch.rsqrt(self + (torch.finfo(getattr(torch, dtype)).eps if eps is None else eps))
+
+
+def _last(value: Tensor, dims: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+    """The value with some dimensions moved behind all others, and where they are then."""
+    places = tuple(range(-len(dims), 0))
+    return value.movedim(tuple(dims), places), places
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int) -> Tensor:
+    """A weight in its own direction and a length of its own (Salimans and Kingma, 2016).
+
+    Torch's fused form wants everything contiguous and sees to that with copies that a trace of contiguous tensors does not show; the
+    gradients that arrive here are laid out otherwise.
+    """
+    dims = [other for other in range(v.dim()) if dim == -1 or other != dim % v.dim()]
+    return v * (g / (v * v).sum(dims, keepdim=dim != -1).sqrt())

@@ -1,29 +1,37 @@
-"""A model that was captured: its graph in the terms of the operator table, its phases, and what it was captured for.
+"""Models that were captured: the graph in the terms of the operator table, its phases, and what it was captured for.
 
-A capture holds for many sizes. What is known of all of them may be less than what is known of each: then the graph is rewritten anew, in
-numbers.
+A capture holds for many sizes, and those of a model are kept. What is known of all sizes may be less than what is known of each: then the
+graph is rewritten anew, in numbers.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
-from sft.analysis.capture import Capture
+from sft.analysis.capture import Capture, capture
 from sft.analysis.following import PERMUTES, RESHAPES
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators import ELEMENTWISE
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
-from sft.errors import InputError
+from sft.analysis.preparation import dropping_channels
+from sft.errors import InputError, UnsupportedError
 from sft.fingerprint import Fingerprint
 from sft.plan.problem import with_numbers
 
-__all__ = ["Captured", "Shape", "Traced"]
+__all__ = ["Captured", "Captures", "Shape", "Traced"]
+
+_LOG = logging.getLogger("sft")
+
+#: Captures that are kept; an attribute that changes at every call must not fill the memory.
+_MAX_CAPTURES = 16
 
 Shape = tuple[int, ...]
 
@@ -100,6 +108,53 @@ class Captured:
             if count and len(node.shape) == count + 1 and ("conv" in node.target or count > 1):
                 given = " and ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
+
+
+class Captures:
+    """The captures of a model, the last one last; each serves all sizes that it holds for.
+
+    Args:
+        model: the model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._known: tuple[Captured, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def of(self, traced: Traced, shapes: Sequence[Shape]) -> tuple[Captured, dict[Any, int]]:
+        """A capture that holds for inputs of these shapes, made where none does, and its symbols' values.
+
+        Raises:
+            UnsupportedError, InputError: as :func:`sft.analysis.capture.capture` and :meth:`Captured.of`.
+        """
+        for captured in self._known:
+            if captured.traced == traced and (symbols := captured.capture.bind(shapes)) is not None:
+                return captured, symbols
+        if self._known:
+            _LOG.info("capturing %s again for inputs %s", type(self._model).__name__, shapes)
+        with dropping_channels(self._model, traced.lacking_channels):
+            found = self._new(traced, shapes, any_size=True) or self._new(traced, shapes, any_size=False)
+        assert found is not None
+        found.refuse_unbatched(shapes)
+        symbols = found.capture.bind(shapes)
+        if symbols is None:
+            sizes = ", ".join("x".join(map(str, shape)) for shape in shapes)
+            raise UnsupportedError([f"{type(self._model).__name__}: the capture at {sizes} does not hold for that very size"])
+        self._known = (*self._known[1 - _MAX_CAPTURES :], found)
+        return found, symbols
+
+    def _new(self, traced: Traced, shapes: Sequence[Shape], *, any_size: bool) -> Captured | None:
+        """The model in terms of the table; ``None`` where no rule decides for any size what it does, as for a padding by a remainder."""
+        found = capture(self._model, shapes, traced.dtypes, traced.device, autocast=traced.autocast, any_size=any_size)
+        try:
+            return Captured.of(found, traced)
+        except TypeError as error:  # SymPy has no type of its own for it
+            if not any_size or "truth value of Relational" not in str(error):
+                raise
+            return None
 
 
 def _is_whole(node: Node, phases: Phases) -> bool:

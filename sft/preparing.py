@@ -6,7 +6,6 @@ model's forward may look at (``sft.fingerprint``). A capture serves all sizes th
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 
 from sft.alone import alone
-from sft.analysis.capture import Capture, attribute_of, capture, outputs_channels_last
+from sft.analysis.capture import Capture, attribute_of, outputs_channels_last
 from sft.analysis.gradients import reached_by_gradients
 from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
@@ -27,7 +26,7 @@ from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
-from sft.captured import Captured, Shape, Traced
+from sft.captured import Captured, Captures, Shape, Traced
 from sft.errors import InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
@@ -50,10 +49,8 @@ from sft.walk.region import Region
 
 __all__ = ["CallKind", "Preparation", "Ready", "held"]
 
-_LOG = logging.getLogger("sft")
-
-#: Captures and plans that are kept; an attribute that changes at every call must not fill the memory.
-_MAX_CAPTURES, _MAX_PLANS = 16, 128
+#: Plans that are kept; an attribute that changes at every call must not fill the memory.
+_MAX_PLANS = 128
 #: Plans without programs, which images of ever new sizes have looked for in the next epoch, too.
 _MAX_MADE = 1024
 
@@ -103,7 +100,7 @@ class Preparation:
         sharding: the model's weights, where they are sharded.
 
     Attributes:
-        captured: the captures, the last one last.
+        captures: of the model.
         ready: what is planned, by kind of call, the last one last.
         made: plans by kind of call, also of those that are not ready any more.
         turn: whose recorded programs are alive.
@@ -126,7 +123,7 @@ class Preparation:
         self.model, self.sharding, self.budget_bytes, self.options = model, sharding, budget_bytes, options
         self.optimizer, self.given_plan, self.destination, self.mesh = optimizer, plan, destination, mesh
         self.backend, self._together = backend, together
-        self.captured: list[Captured] = []
+        self.captures = Captures(model)
         self.ready: dict[CallKind, Ready] = {}
         self.made: dict[CallKind, Plan] = {}
         self.turn = GraphTurn()
@@ -145,7 +142,7 @@ class Preparation:
             together=self._together,
             sharding=self.sharding,
         )
-        other.captured = list(self.captured)
+        other.captures = self.captures
         return other
 
     @alone()
@@ -186,7 +183,7 @@ class Preparation:
             return self._plan_captured(kind)
 
     def _plan_captured(self, kind: CallKind) -> Ready:
-        captured, symbols = self._capture(kind)
+        captured, symbols = self.captures.of(kind.traced, kind.shapes)
         captured = captured.at(symbols)
         inputs = captured.phases.graph.inputs
         phases = at_size(captured.phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
@@ -305,37 +302,6 @@ class Preparation:
         """Outputs that go to files, which are in C order."""
         paths = self.destination.paths
         return frozenset(n for n, path in zip(graph.outputs, paths, strict=False) if path is not None and graph[n].kind == "operator")
-
-    def _capture(self, kind: CallKind) -> tuple[Captured, dict[Any, int]]:
-        traced = kind.traced
-        for captured in self.captured:
-            if captured.traced == traced:
-                symbols = captured.capture.bind(kind.shapes)
-                if symbols is not None:
-                    return captured, symbols
-        if self.captured:
-            _LOG.info("capturing %s again for inputs %s", type(self.model).__name__, kind.shapes)
-        with dropping_channels(self.model, traced.lacking_channels):
-            found = self._captured(kind, any_size=True) or self._captured(kind, any_size=False)
-        assert found is not None
-        found.refuse_unbatched(kind.shapes)
-        symbols = found.capture.bind(kind.shapes)
-        if symbols is None:
-            sizes = ", ".join("x".join(map(str, shape)) for shape in kind.shapes)
-            raise UnsupportedError([f"{type(self.model).__name__}: the capture at {sizes} does not hold for that very size"])
-        self.captured = [*self.captured[1 - _MAX_CAPTURES :], found]
-        return found, symbols
-
-    def _captured(self, kind: CallKind, *, any_size: bool) -> Captured | None:
-        """The model in terms of the table; ``None`` where no rule decides for any size what it does, as for a padding by a remainder."""
-        traced = kind.traced
-        found = capture(self.model, kind.shapes, traced.dtypes, traced.device, autocast=traced.autocast, any_size=any_size)
-        try:
-            return Captured.of(found, traced)
-        except TypeError as error:  # SymPy has no type of its own for it
-            if not any_size or "truth value of Relational" not in str(error):
-                raise
-            return None
 
     def _requires_grad(self, kind: CallKind, phases: Phases, capture: Capture) -> frozenset[str]:
         """Values that need a gradient.

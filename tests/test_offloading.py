@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import sft
-import sft.preparing
 from sft.execute.copies import HostCopies
 from sft.execute.machine import TorchMachine
 from sft.execute.slab import Slabs

@@ -129,14 +129,14 @@ def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_size_of_which_a_pixel_is_left_is_not_captured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    preparing, num_captures = import_module("sft.preparing"), 0
+    captured, num_captures = import_module("sft.captured"), 0
 
     def counted(*arguments: Any, **options: Any) -> Any:
         nonlocal num_captures
         num_captures += 1
         return capture(*arguments, **options)
 
-    monkeypatch.setattr(preparing, "capture", counted)
+    monkeypatch.setattr(captured, "capture", counted)
     layers = (nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3, padding=1), nn.AvgPool2d(2))
     model = seeded(lambda: chain(*layers, nn.Conv2d(4, 5, 3, padding=1))).double()
     net = sft.compile(model, _SHAPE, budget="1GiB")
@@ -308,13 +308,13 @@ class _Compared(nn.Module):
 @pytest.mark.parametrize("name", ["a loss", "several"])
 def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Each size was captured, as the exporter was told of one input for each and found one parameter."""
-    preparing, captures = import_module("sft.preparing"), []
+    captured, captures = import_module("sft.captured"), []
 
     def counted(*arguments: Any, **keywords: Any) -> Any:
         captures.append(arguments)
         return capture(*arguments, **keywords)
 
-    monkeypatch.setattr(preparing, "capture", counted)
+    monkeypatch.setattr(captured, "capture", counted)
     model = sft.nn.WithLoss(seeded(lambda: nn.Conv2d(3, 4, 3, padding=1)), nn.functional.cross_entropy) if name == "a loss" else _Compared()
     model = model.double()
 

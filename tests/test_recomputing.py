@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sft
-import sft.preparing
 from sft.plan.chain.reversal import reversal
 from sft.plan.project import run_step
 from sft.plan.stages import StagedModel

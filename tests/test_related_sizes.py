@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import sft
-import sft.preparing
+import sft.captured
 from sft.analysis.capture import Capture, capture
 
 from .helpers.exactness import assert_exact
@@ -96,7 +96,7 @@ def test_a_capture_serves_all_sizes_so_related(name: str, monkeypatch: pytest.Mo
         captures.append(capture(*args, **given))
         return captures[-1]
 
-    monkeypatch.setattr(sft.preparing, "capture", counted)
+    monkeypatch.setattr(sft.captured, "capture", counted)
     make, cases = _CASES[name]
     model = seeded(make)
     net = sft.compile(model, [value.shape for value in _images(cases[0])], options=_STRIPS)

@@ -176,7 +176,7 @@ def test_what_changes_inside_of_attributes_is_noticed(what: str) -> None:
 
 
 def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.preparing._MAX_CAPTURES", 2)
+    monkeypatch.setattr("sft.captured._MAX_CAPTURES", 2)
     monkeypatch.setattr("sft.preparing._MAX_PLANS", 3)
     monkeypatch.setattr("sft.preparing._MAX_MADE", 4)
     model, net = pair(lambda: nn.Conv2d(3, 2, 3))
@@ -184,7 +184,7 @@ def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkey
         cast(Any, net).epoch = step
         assert relative_error(net(image(*SHAPE)), model(image(*SHAPE))) <= 1e-12
     preparation = cast(Any, net)._sft_engine.preparation
-    assert [len(known) for known in (preparation.captured, preparation.ready, preparation.made)] == [2, 3, 4]
+    assert [len(known) for known in (preparation.captures, preparation.ready, preparation.made)] == [2, 3, 4]
 
 
 def test_a_size_whose_programs_were_dropped_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:

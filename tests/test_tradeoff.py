@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import sft
-import sft.preparing
+import sft.captured
 from sft.tradeoff import TradeoffRow, tradeoff_figure
 
 from .helpers.captured import remembered_captures
@@ -32,13 +32,13 @@ def _model() -> nn.Module:
 def captured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """What is captured."""
     seen: list[object] = []
-    capture: Callable[..., Any] = sft.preparing.capture  # type: ignore[attr-defined]  # imported there
+    capture: Callable[..., Any] = sft.captured.capture  # type: ignore[attr-defined]  # imported there
 
     def note(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
         seen.append(model)
         return capture(model, *arguments, **keywords)
 
-    monkeypatch.setattr(sft.preparing, "capture", note)
+    monkeypatch.setattr(sft.captured, "capture", note)
     return seen
 
 

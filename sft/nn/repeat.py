@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,13 @@ from sft.units import parse_bytes
 __all__ = ["Repeat"]
 
 
-@dataclass(slots=True)
 class _Known:
-    """What has been derived of a block: its programs, and plans."""
+    """What has been derived of a block: its programs, and plans. No dataclass: what those hold is looked at, and a model captured again
+    where it has changed (`sft.fingerprint`)."""
 
-    programs: dict[Any, BlockPrograms] = field(default_factory=dict)
-    plans: dict[Any, DeepPlan] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.programs: dict[Any, BlockPrograms] = {}
+        self.plans: dict[Any, DeepPlan] = {}
 
 
 class Repeat(nn.Module):

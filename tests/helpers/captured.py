@@ -41,7 +41,7 @@ def remembered_captures(about: str = "") -> Iterator[None]:
         return found
 
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.preparing.capture", remembered)
+        patches.setattr("sft.captured.capture", remembered)
         yield
 
 

@@ -32,7 +32,7 @@ def compile(
     *,
     budget: int | str | None = None,
     device: torch.device | str | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer | int | None = None,
     output: Output = "device",
     plan: Plan | None = None,
     mesh: Any = None,
@@ -53,7 +53,8 @@ def compile(
             when ``optimizer`` is given, inputs, outputs, and all that the step makes. Default: `None` (11 GiB, or the budget that a given
             ``plan`` was made for).
         device: where to run; the model is moved there. The model's own device by default.
-        optimizer: counts its state into the budget.
+        optimizer: counts its state into the budget: what it holds, or before its first step what it will. Or the bytes of a state that is
+            known otherwise.
         output: where outputs go, those of every call. ``"device"``; ``"band"`` (see ``mesh``); ``"host"`` for CPU tensors, which may be
             larger than the device: they leave it strip by strip, losses on them run on the host, and their gradients enter strip by
             strip. Or the path of a ``.npy`` file (a list, one for each output, where there are several): the tensor is then the mapped
@@ -83,8 +84,9 @@ def compile(
     check_model(model)
     if options is not None and not isinstance(options, Options):
         raise InputError(f"options must be an sft.Options, got {type(options).__name__}")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}; leave it out where there is none")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and (type(optimizer) is not int or optimizer < 0):
+        given = repr(optimizer) if isinstance(optimizer, int) else type(optimizer).__name__
+        raise InputError(f"optimizer must be a torch.optim.Optimizer, or its state's bytes, got {given}; leave it out where there is none")
     resolved = resolve_mesh(mesh, (options or Options()).mesh_timeout)
     if destination.in_bands and resolved is None:
         raise InputError("output='band' is for several ranks: give a mesh, or output='device'")

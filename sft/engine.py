@@ -51,7 +51,7 @@ class Engine:
         *,
         budget_bytes: int,
         options: Options,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | int | None,
         plan: Plan | None,
         destination: Destination | None = None,
         mesh: LiveMesh | MeshShape | None = None,

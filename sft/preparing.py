@@ -112,7 +112,7 @@ class Preparation:
         *,
         budget_bytes: int,
         options: Options,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | int | None,
         plan: Plan | None,
         destination: Destination,
         mesh: LiveMesh | MeshShape | None,

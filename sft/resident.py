@@ -14,7 +14,7 @@ __all__ = ["resident_bytes"]
 
 def resident_bytes(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | int | None,
     sharding: Sharding | None = None,
     *,
     holds_gradients: bool = False,
@@ -24,7 +24,7 @@ def resident_bytes(
 
     Args:
         model: the model.
-        optimizer: the optimizer, if its state is to be counted.
+        optimizer: the optimizer, if its state is to be counted, or the bytes of that.
         sharding: the parameters that are sharded.
         holds_gradients: whether whole gradients of these wait for more.
         streamed: parameters that are elsewhere, with their gradients and state.
@@ -39,10 +39,10 @@ def resident_bytes(
     return size + _optimizer_bytes(optimizer, elsewhere)
 
 
-def _optimizer_bytes(optimizer: torch.optim.Optimizer | None, elsewhere: Collection[int]) -> int:
+def _optimizer_bytes(optimizer: torch.optim.Optimizer | int | None, elsewhere: Collection[int]) -> int:
     """Bytes of an optimizer's state: what it holds, or will hold after its first step; that of some parameters, by id, is elsewhere."""
-    if optimizer is None:
-        return 0
+    if optimizer is None or isinstance(optimizer, int):
+        return optimizer or 0
     states = (state for param, state in optimizer.state.items() if id(param) not in elsewhere)
     held = sum(local_bytes(v) for s in states for v in s.values() if isinstance(v, torch.Tensor))
     if held:

@@ -51,7 +51,7 @@ class Search:
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | int | None
     sharding: Sharding | None
     mesh: LiveMesh | MeshShape | None
     budget_bytes: int

@@ -102,7 +102,9 @@ def test_what_the_model_itself_refuses_is_no_limit_of_the_exporter() -> None:
     ("arguments", "refusal"),
     [
         ({"device": "nowhere"}, "device 'nowhere' cannot be used here"),
-        ({"optimizer": 3}, "optimizer must be a torch.optim.Optimizer, got int"),
+        ({"optimizer": "sgd"}, "optimizer must be a torch.optim.Optimizer, or its state's bytes, got str"),
+        ({"optimizer": -1}, "optimizer must be a torch.optim.Optimizer, or its state's bytes, got -1"),
+        ({"optimizer": True}, "optimizer must be a torch.optim.Optimizer, or its state's bytes, got True"),
         ({"options": 3}, "options must be an sft.Options, got int"),
     ],
 )

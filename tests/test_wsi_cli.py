@@ -228,6 +228,16 @@ def test_every_kind_of_task_trains_and_evaluates(kind: str, tmp_path: Path, caps
         assert main(["heatmap", str(tmp_path / "run")]) == 1
 
 
+def test_the_budget_that_a_refusal_names_works(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The optimizer's state counts, and all of the slides: followed, the advice led to the same advice."""
+    arguments = ["train", "--config", str(trained / "c.yaml"), "--run", str(tmp_path / "none"), "--dry-run", "--json", "--model.budget"]
+    assert main([*arguments, "50000"]) == 1
+    named = re.search(r"Raise the budget to (\d+) bytes", capsys.readouterr().err)
+    assert named is not None and main([*arguments, named[1]]) == 0
+    assert _said(capsys)[0]["plan"]["budget_bytes"] == int(named[1])
+    assert main([*arguments, str(int(named[1]) - 1)]) == 1
+
+
 def test_a_dry_run_writes_nothing_and_tells_the_plan(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", str(trained / "c.yaml"), "--run", str(tmp_path / "none"), "--json"]
     before = sorted(tmp_path.rglob("*"))
@@ -254,6 +264,7 @@ def test_mistakes_are_one_line_each(trained: Path, tmp_path: Path, capsys: pytes
         ),
         (["train", "--config", config, "--train.learning_rate", "1"], 2, "unrecognized arguments"),
         (["train", "--config", config, "--train.epochs", "many"], 2, "train.epochs"),
+        (["train", "--config", config, "--bootstrap", "-1"], 2, "bootstrap"),
         (["train", "--config", str(tmp_path / "no.yaml")], 2, "does not exist"),
         (["train"], 2, "data.csv"),
         (["train", "--config", config, "--run", run, "--train.epochs", "0"], 1, "train.epochs 0: give at least 1"),

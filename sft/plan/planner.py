@@ -33,7 +33,7 @@ from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
 from sft.plan.strategy_chain import OFFLOADING, RECOMPUTING, solve
 from sft.plan.strategy_sft import grids, least_bytes, partition_choices
-from sft.plan.survey import Candidate, Survey
+from sft.plan.survey import Survey
 from sft.plan.tiles import cheaper_tiles, smallest_tiles
 from sft.plan.tiling import panel_cols
 from sft.plan.types import SegmentChoice
@@ -41,8 +41,9 @@ from sft.units import format_bytes
 
 __all__ = ["check_device", "check_host", "plan_segments", "surveys_of"]
 
-_NUM_SMALLEST = 3
-#: Of what the smallest plan needs that is known another should need less than this share: surveys are as exact, and projections take long.
+#: How many candidates for the smallest plan are projected at most: of networks with few operators that takes no time.
+_NUM_SMALLEST, _NUM_SMALLEST_OF_FEW, _FEW_OPERATORS = 3, 12, 64
+#: Of what the smallest plan needs that is known another should need less than this share, by surveys that are as exact.
 _WORTH_PROJECTING = 0.95
 #: A plan that costs at most so much more than running each strip once more is not worth looking further.
 _WORTH_MORE_PANELS = 1.05
@@ -124,14 +125,17 @@ def _fastest(problem: Problem, fitting: Sequence[tuple[float, Planned]], rates: 
 
 def _smallest_planned(problem: Problem, surveys: Sequence[Survey]) -> Iterator[Planned]:
     """What should need least of all surveys; where it needs more than it should, others that may need less."""
-    small = sorted(((candidate, survey) for survey in surveys for candidate in _smallest(survey)), key=lambda pair: pair[0].peak_bytes)
-    best_bytes = float("inf")
-    for candidate, survey in small[:_NUM_SMALLEST]:
-        if candidate.peak_bytes > _WORTH_PROJECTING * best_bytes:
+    small = sorted(((candidate, survey) for survey in surveys for candidate in survey.smallest()), key=lambda pair: pair[0].peak_bytes)
+    num_tried = _NUM_SMALLEST_OF_FEW if len(problem.graph.operators) <= _FEW_OPERATORS else _NUM_SMALLEST
+    best_bytes, error = float("inf"), 0.0
+    for candidate, survey in small[:num_tried]:
+        if candidate.peak_bytes > (1 + error) * _WORTH_PROJECTING * best_bytes:
             return
         planned = carry_out(problem, survey.choices(candidate))
+        needed = planned.projection.peak_bytes
+        error = max(error, abs(needed / max(1.0, candidate.peak_bytes) - 1))
         if problem.fits_host(planned.projection.host_bytes):
-            best_bytes = min(best_bytes, planned.projection.peak_bytes)
+            best_bytes = min(best_bytes, needed)
             yield planned
 
 
@@ -278,16 +282,6 @@ def _cheapest(problem: Problem, survey: Survey, room_bytes: int, known: float = 
         if planned.projection.peak_bytes <= room_bytes:
             best = (candidate.cost, planned)
     return best
-
-
-def _smallest(survey: Survey) -> list[Candidate]:
-    """The candidates that should need least, whatever has been tried before: the answer must not depend on the budget."""
-    taken = np.zeros(survey.cost.shape, dtype=bool)
-    found: list[Candidate] = []
-    while len(found) < _NUM_SMALLEST and (candidate := survey.smallest(taken)) is not None:
-        found.append(candidate)
-        taken[candidate.position, candidate.height, candidate.policy] = True
-    return found
 
 
 def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> BudgetError:

@@ -338,10 +338,12 @@ class Survey:
         cost = np.where((self.peak_bytes <= room_bytes) & ~tried, self.cost, np.inf)
         return self._candidate(int(cost.argmin())) if np.isfinite(cost.min()) else None
 
-    def smallest(self, tried: npt.NDArray[np.bool_]) -> Candidate | None:
-        """The untried candidate that should need least."""
-        peak = np.where(tried, np.inf, self.peak_bytes)
-        return self._candidate(int(peak.argmin())) if np.isfinite(peak.min()) else None
+    def smallest(self) -> list[Candidate]:
+        """For each strip height the candidate that should need least, whatever has been tried: the answer must not depend on the budget."""
+        heights = range(self.cost.shape[1])
+        flat = np.arange(self.cost.size).reshape(self.cost.shape)
+        found = [int(flat[:, height].flat[self.peak_bytes[:, height].argmin()]) for height in heights]
+        return [candidate for candidate in map(self._candidate, found) if np.isfinite(candidate.peak_bytes)]
 
     def _candidate(self, flat: int) -> Candidate:
         p, h, k = (int(i) for i in np.unravel_index(flat, self.cost.shape))

@@ -19,6 +19,7 @@ from typing import Literal, TextIO
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from jsonargparse.typing import NonNegativeInt
 from rich.console import Console
 
 from sft.errors import InputError, SftError
@@ -144,9 +145,9 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
     plan.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the image, in px; default: the largest slide")
     train = _configured("train, or go on with a run that was interrupted; then evaluate")
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
-    train.add_argument("--bootstrap", type=int, default=1000, help="draws for the intervals")
+    train.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
     evaluate = _of_run("predict and measure")
-    evaluate.add_argument("--bootstrap", type=int, default=1000, help="draws for the intervals")
+    evaluate.add_argument("--bootstrap", type=NonNegativeInt, default=1000, help="draws for the intervals")
     evaluate.add_argument("--bands", type=int, default=1, help="of the ranks that torchrun starts, how many share one slide")
     heatmap = _of_run("draw class-activation maps over slides")
     heatmap.add_argument("--names", type=str, nargs="+", help="slides by name; default: all of the split")

@@ -196,7 +196,11 @@ def heatmap(
 
 
 def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:
-    """Plans of the largest, widest and highest training slide, as they are and turned: whether they fit shows before anything runs."""
+    """Plans of the largest, widest and highest training slide, as they are and turned: whether they fit shows before anything runs.
+
+    Raises:
+        BudgetError: some do not fit; names the budget that all of them fit.
+    """
     sizes = experiment.feed.sizes
     records = [record for record in experiment.records("train") if record.name not in failed]
     by_area, by_width, by_height = (
@@ -211,7 +215,16 @@ def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) 
         wanted.setdefault((width_px, height_px), (record, False))
         if experiment.config.augment.rotations:
             wanted.setdefault((height_px, width_px), (record, True))
-    return [trainer.plan(record, turned=turned) for record, turned in wanted.values()]
+    found: list[sft.Plan] = []
+    refusals: list[sft.BudgetError] = []
+    for record, turned in wanted.values():
+        try:
+            found.append(trainer.plan(record, turned=turned))
+        except sft.BudgetError as refusal:
+            refusals.append(refusal)
+    if refusals:
+        raise max(refusals, key=lambda refusal: refusal.needed_bytes)
+    return found
 
 
 def _check_same(experiment: Experiment, ranks: Ranks) -> None:

@@ -17,6 +17,7 @@ from sft.units import parse_bytes
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 
 _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
+_LARGEST = 2.0**128  # what float32 is infinite from
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
 
@@ -231,7 +232,9 @@ class TrainConfig:
             if getattr(self, name) is not None and getattr(self, name) < 1
         ]
         problems += [
-            f"train.{name} {getattr(self, name)}: give a finite number above 0" for name in ("lr", "clip_norm") if _not_positive(self, name)
+            f"train.{name} {getattr(self, name)}: give a number above 0 that float32 holds"
+            for name in ("lr", "clip_norm")
+            if _not_positive(self, name)
         ]
         if _DEVICE.fullmatch(self.device) is None:
             problems.append(f"train.device {self.device}: give cpu, cuda, or cuda:N")
@@ -328,7 +331,7 @@ def _plain(value: Any) -> Any:
 
 def _not_positive(config: TrainConfig, name: str) -> bool:
     value = getattr(config, name)
-    return value is not None and not 0 < value < inf
+    return value is not None and not 0 < value < _LARGEST
 
 
 def _not_bytes(name: str, text: int | str) -> list[str]:

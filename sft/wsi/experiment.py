@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 import sft
 from sft.analysis.interval import Interval
-from sft.errors import BudgetError, InputError, SourceError
+from sft.errors import InputError, SourceError
 from sft.resident import resident_bytes
 from sft.sources.image import Image
-from sft.units import format_bytes, parse_bytes
 from sft.wsi.backbones import load_backbone, load_weights, num_features
 from sft.wsi.config import Config
 from sft.wsi.errors import DatasetError
@@ -214,7 +213,7 @@ def compile_model(
 ) -> Any:
     """The model inside the budget, for slides of any size.
 
-    The optimizer's state is taken off the budget as what it will be, not as what it is so far. So a plan does not depend on when in a
+    The optimizer's state counts as what it will be, not as what it is so far. So a plan does not depend on when in a
     run it is made, and a run that is started again computes the same bits.
 
     Args:
@@ -227,21 +226,15 @@ def compile_model(
 
     Raises:
         UnsupportedError: the network has operators without an exact rule.
-        BudgetError: the optimizer's state alone is too large.
     """
     state_bytes = resident_bytes(model, optimizer) - resident_bytes(model, None)
-    budget_bytes = parse_bytes(config.model.budget) - state_bytes
-    if budget_bytes <= 0:
-        raise BudgetError(
-            f"model.budget {config.model.budget}: the optimizer's state needs {format_bytes(state_bytes)}. Raise it.",
-            needed_bytes=state_bytes,
-        )
     shapes: list[tuple[int | None, ...]] = [(1, 3, None, None), *[(1, 1, None, None)] * (num_inputs - 1)]
     return sft.compile(
         model,
         shapes if num_inputs > 1 else shapes[0],
-        budget=budget_bytes,
+        budget=config.model.budget,
         device=config.train.device,
+        optimizer=state_bytes,
         mesh=ranks.mesh,
         options=sft.Options(
             skip_repeats=skip_repeats,

@@ -23,8 +23,8 @@ __all__ = ["LabelSource"]
 class LabelSource:
     """A label map in memory, in a memmap or in a ``.npy`` file as a `sft.sources.Source` of ``torch.int64``.
 
-    Nothing is scaled, as the bytes of an image would be. Its shape is ``[N, 1, H, W]``, whatever the array's. The array must not change between
-    the forward and the backward pass.
+    Nothing is scaled, as the bytes of an image would be. Its shape is ``[N, 1, H, W]``, whatever the array's. The array must not change
+    between the forward and the backward pass.
 
     >>> source = LabelSource(np.array([[0, 1], [7, 255]], np.uint8))
     >>> out = torch.empty(1, 1, 1, 2, dtype=torch.int64)

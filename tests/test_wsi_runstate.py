@@ -24,7 +24,7 @@ from sft.wsi.experiment import calibrate_norms, load_experiment
 from sft.wsi.progress import Reporter
 from sft.wsi.runstate import check_same_run, fingerprint, surroundings
 from sft.wsi.table import SlideTable
-from tests.helpers.wsi import damage_tile, write_config, write_task
+from tests.helpers.wsi import TinyNet, damage_tile, write_config, write_task
 
 
 def _steps(run: Path) -> list[dict[str, str]]:
@@ -77,6 +77,19 @@ def test_patience_ends_a_run_and_more_of_it_goes_on(tmp_path: Path, capsys: pyte
         assert code == 0 and len(_steps(tmp_path / "run")) == 2, "an epoch without a better validation; again: nothing is trained"
     code, said = _start([*config, "--train.patience", "2"], capsys)
     assert code == 0 and len(_steps(tmp_path / "run")) == 3 and "train.patience (was 1, is 2)" in said
+
+
+def test_a_run_whose_network_was_rewritten_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = write_task(tmp_path, num_slides=6, size_px=96)
+    config = ["--config", str(write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"epochs": 1}))]
+    assert _start(config, capsys)[0] == 0
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    monkeypatch.setattr("tests.helpers.wsi.tiny_net", lambda: TinyNet(10))
+    code, said = _start(config, capsys)
+    assert code == 1 and "its weights are not those of the model" in said and "Traceback" not in said
+    assert before == {path: path.read_bytes() for path in before}
 
 
 def test_other_surroundings_are_told_by_name_and_other_settings_are_refused(tmp_path: Path) -> None:

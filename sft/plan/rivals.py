@@ -17,10 +17,11 @@ from sft.errors import BudgetError, UnsupportedError
 from sft.options import Options
 from sft.plan.behind import published
 from sft.plan.carried import Planned, carry_out
-from sft.plan.planner import plan_segments, surveys_of
+from sft.plan.planner import plan_segments
 from sft.plan.problem import Problem
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
+from sft.plan.strategy_auto import surveys_of
 from sft.plan.survey import Candidate, Survey
 
 __all__ = ["rivals"]

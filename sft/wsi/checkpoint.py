@@ -28,7 +28,7 @@ from sft.wsi.errors import RunFolderError
 from sft.wsi.files import clear_partial, sync_tree
 from sft.wsi.randomness import counter_seed
 
-__all__ = ["Checkpoint", "CheckpointFolder", "get_random_state", "seed_everything", "set_random_state"]
+__all__ = ["Checkpoint", "CheckpointFolder", "get_random_state", "restore_weights", "seed_everything", "set_random_state"]
 
 _WEIGHTS, _STATE = "weights.safetensors", "state.pt"
 _FORMAT = 1
@@ -117,6 +117,21 @@ class CheckpointFolder:
     def _numbers(self, kind: str) -> list[int]:
         names = [path.name.removeprefix(f"{kind}-") for path in self.path.glob(f"{kind}-*")]
         return sorted(int(name) for name in names if name.isdigit())
+
+
+def restore_weights(model: nn.Module, weights: Mapping[str, Tensor], run: Path) -> None:
+    """Put a checkpoint's weights into the model that its run describes.
+
+    Raises:
+        RunFolderError: they are of another model; it was changed in the configuration, or in its code.
+    """
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise RunFolderError(
+            f"{run}: its weights are not those of the model that its config.yaml describes, which was changed since, or its code: "
+            f"{' '.join(str(error).split())[:300]}"
+        ) from error
 
 
 def _read(path: Path) -> Checkpoint:

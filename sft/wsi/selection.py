@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sft.errors import InputError
 from sft.placing import usable
+from sft.wsi.checkpoint import restore_weights
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError
 from sft.wsi.experiment import Experiment, check_records, load_experiment
@@ -128,13 +129,7 @@ def load(selection: Selection, console: Console, ranks: Ranks) -> Loaded:
         raise RunFolderError(
             f"{selection.run} has no {selection.checkpoint} checkpoint yet. Train for an epoch, or choose --checkpoint last."
         )
-    try:
-        experiment.model.load_state_dict(with_weights.weights)
-    except RuntimeError as error:
-        raise RunFolderError(
-            f"{selection.run}: its weights are not those of the model that its config.yaml describes, which was changed since: "
-            f"{' '.join(str(error).split())[:300]}"
-        ) from error
+    restore_weights(experiment.model, with_weights.weights, selection.run)
     state = with_weights.state
     loaded = Loaded(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
     with Reporter(console, 0) as reporter:

@@ -25,7 +25,7 @@ from sft.nn import WithLoss
 from sft.plan.types import Plan
 from sft.wsi.ahead import SlideAhead
 from sft.wsi.augment import draw_augmentation
-from sft.wsi.checkpoint import get_random_state, seed_everything, set_random_state
+from sft.wsi.checkpoint import get_random_state, restore_weights, seed_everything, set_random_state
 from sft.wsi.errors import RunInterrupted, TrainingError
 from sft.wsi.experiment import Experiment, autocast, calibrate_norms, compile_model, segmentation_loss
 from sft.wsi.groups import Cost, GroupGradients
@@ -118,7 +118,7 @@ class Trainer:
             SourceError: slides to measure statistics on cannot be read.
         """
         start = self._ranks.from_first(self._start)
-        self._model.load_state_dict(start.weights)
+        restore_weights(self._model, start.weights, self._folder.path)
         if start.state is None:
             seed_everything(self._config.train.seed)
             if start.num_norms:

@@ -316,7 +316,8 @@ def test_a_full_disk_stops_the_run_before_or_loses_nothing(
         assert main(arguments) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "cannot write checkpoint" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "cannot write checkpoint" in errors and "as on a full disk" in errors and "It is the first one: make room" in errors
     assert not list((tmp_path / "run").rglob(".partial-*")) and not list((tmp_path / "run").rglob("*.safetensors"))
     assert main(arguments) == 3
     assert (tmp_path / "run" / "summary.md").exists()

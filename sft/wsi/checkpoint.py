@@ -83,8 +83,9 @@ class CheckpointFolder:
             sync_folder(self.path)
         except Exception as error:  # safetensors and torch.save have errors of their own for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
+            before = "The checkpoint before is complete" if self._numbers(kind) else "It is the first one"
             raise RunFolderError(
-                f"cannot write checkpoint {target}: {error}. The checkpoint before is complete: make room and start the same command again."
+                f"cannot write checkpoint {target}, as on a full disk: {error}. {before}: make room and start the same command again."
             ) from error
         for old in self._numbers(kind)[:-keep]:
             shutil.rmtree(self.path / f"{kind}-{old:08d}", ignore_errors=True)

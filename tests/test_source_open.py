@@ -156,6 +156,24 @@ def test_other_processes_read_zarr(tmp_path: Path, method: str) -> None:
     assert _sum_of(image) == expected
 
 
+@pytest.mark.parametrize("kind", ["plain", "group of format 2", "group of format 3"])
+def test_a_zarr_store_that_goes_away_while_it_is_open(kind: str, tmp_path: Path) -> None:
+    """All of it was read as the fill value, black, without a word."""
+    zarr, pixels = pytest.importorskip("zarr"), tissue_like(100, 130)
+    path = tmp_path / "slide.zarr"
+    if kind == "plain":
+        zarr.create_array(str(path), data=pixels, chunks=(32, 32, 3))
+    else:
+        write_ome_zarr(path, pixels, version=int(kind[-1]))
+    image = open_image(path)
+    before = image.read(0, 0, 20, 10)
+    path.rename(tmp_path / "elsewhere.zarr")
+    with pytest.raises(SourceError, match=r"is gone, and what is read is the fill value"):
+        image.read(0, 0, 20, 10)
+    (tmp_path / "elsewhere.zarr").rename(path)
+    assert np.array_equal(image.read(0, 0, 20, 10), before)
+
+
 def test_plain_zarr_arrays(tmp_path: Path) -> None:
     zarr = pytest.importorskip("zarr")
     pixels = tissue_like(60, 70)

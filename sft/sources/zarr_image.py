@@ -2,8 +2,9 @@
 
 An OME-Zarr group (versions 0.4 and 0.5) names its levels, its axes and its resolution; a plain Zarr array has one level and axes that
 are inferred, or given, as for any array. Chunks are what is decoded at least, so they are the tiles. A chunk that is not there is the
-array's fill value: that is how Zarr stores empty places, and cannot be told from a chunk that was lost. Damage inside a chunk is found as
-far as its codec can tell: Zstandard (the default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
+array's fill value: that is how Zarr stores empty places, and cannot be told from a chunk that was lost. That a whole array is gone (a drive
+was unmounted, a folder cleaned) can be told: each read makes sure that its description is there. Damage inside a chunk is found as far as
+its codec can tell: Zstandard (the default of format 3) notices a chunk that was cut short, Blosc (of format 2) does not.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,8 @@ __all__ = ["ZarrImage"]
 
 _UNIT_UM = {"micrometer": 1.0, "nanometer": 1e-3, "millimeter": 1e3, "centimeter": 1e4, "meter": 1e6}
 _IMAGE_AXES = "cyx"
+#: Files that describe an array, in formats 3 and 2.
+_DESCRIPTIONS = ("zarr.json", ".zarray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +37,7 @@ class _Levels:
     arrays: tuple[Any, ...]
     axes: str  #: a letter for each axis of the arrays
     mpp: tuple[float, float] | None
+    descriptions: tuple[Path | None, ...]  #: the file that describes each array, where it is one
 
 
 class ZarrImage(FileImage[_Levels]):
@@ -59,7 +64,7 @@ class ZarrImage(FileImage[_Levels]):
             raise missing_extra(f"open {self.path}", "zarr", error) from error
         found = zarr.open(str(self.path), mode="r")
         if isinstance(found, zarr.Array):
-            return _Levels(arrays=(found,), axes=self._array_axes(found), mpp=None)
+            return _Levels(arrays=(found,), axes=self._array_axes(found), mpp=None, descriptions=(self._description(found),))
         attributes: dict[str, Any] = dict(found.attrs)
         multiscales = attributes.get("ome", attributes).get("multiscales")
         if not multiscales:
@@ -70,7 +75,11 @@ class ZarrImage(FileImage[_Levels]):
         described = multiscales[0]
         axes = "".join(axis if isinstance(axis, str) else axis["name"] for axis in described["axes"])
         arrays = tuple(found[dataset["path"]] for dataset in described["datasets"])
-        return _Levels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes))
+        return _Levels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes), descriptions=tuple(map(self._description, arrays)))
+
+    def _description(self, array: Any) -> Path | None:
+        files = (Path(self.path, array.path, name) for name in _DESCRIPTIONS)
+        return next((file for file in files if file.is_file()), None)
 
     def _array_axes(self, array: Any) -> str:
         if array.ndim == 2:
@@ -99,6 +108,9 @@ class ZarrImage(FileImage[_Levels]):
     def _read(self, handle: _Levels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         index = {"y": slice(y, y + h), "x": slice(x, x + w), "c": slice(None)}
         part = np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)])
+        description = handle.descriptions[level]
+        if description is not None and not description.is_file():
+            raise SourceError(f"cannot read {self.path}: {description} is gone, and what is read is the fill value. Bring it back.")
         left = [axis for axis in handle.axes if axis in _IMAGE_AXES]
         if "c" not in left:
             part, left = part[..., None], [*left, "c"]

@@ -28,6 +28,7 @@ from sft.sources import (
     open_image,
     read_strips,
 )
+from sft.sources.image import Pixels
 
 from .helpers.slides import SLIDE, SLIDE_SIZE, overwrite_tile, tissue_like, write_slide
 from .helpers.sources import walk
@@ -185,6 +186,41 @@ def test_filling_loses_one_tile(damaged: Path, reader: Any) -> None:
     (tile,) = image.bad_tiles
     assert isinstance(tile, BadTile) and str(tile) == "level 0, columns [1200, 1440), rows [480, 720)" and "damaged.svs" in tile.reason
     assert pickle.loads(pickle.dumps(image)).bad_tiles == image.bad_tiles
+
+
+class _Flaky(ArrayImage):
+    """Rows around 70 cannot be read at times, as on a network drive."""
+
+    is_down = False
+    level_tiles_px = ((64, 64),)
+
+    def read(self, x: int, y: int, w: int, h: int, level: int = 0) -> Pixels:
+        if self.is_down and y <= 70 < y + h:
+            raise SourceError("input/output error")
+        return super().read(x, y, w, h, level)
+
+
+@pytest.mark.parametrize("down", [(True, True), (True, False), (False, True)])
+def test_both_passes_see_the_same_image_with_tiles_filled(down: tuple[bool, bool]) -> None:
+    """What was filled forwards had its pixels backwards, and the other way round: gradients of another image than the output's."""
+    file = _Flaky(np.random.default_rng(0).integers(0, 120, (256, 128, 3), np.uint8))
+    source = Normalized(Tolerant(file, "fill"), mean=MEAN, std=STD)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    net = sft.compile(model, source, options=sft.Options(tile=(16, None)))
+    file.is_down = down[0]
+    output = net(source).sum()
+    file.is_down = down[1]
+    if not down[0]:
+        with pytest.raises(SourceError, match="was read before and cannot be read any more"):
+            output.backward()
+        return
+    output.backward()
+    pixels = np.array(file.read(0, 0, 128, 64).tolist() + [[[255] * 3] * 128] * 64 + file.read(0, 128, 128, 128).tolist(), np.uint8)
+    expected = torch.from_numpy(pixels).permute(2, 0, 1)[None].float() / 255
+    expected = (expected - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+    wanted = torch.autograd.grad(model(expected).sum(), list(model.parameters()))
+    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_bad_tiles_show_through_views(damaged: Path) -> None:

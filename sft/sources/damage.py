@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
+import numpy.typing as npt
 
 from sft.errors import InputError, SkipSlideError, SourceError
 from sft.sources.image import Image, Pixels
@@ -60,7 +61,9 @@ class Tolerant(RasterView):
     Args:
         image: of any kind.
         on_error: ``"skip"`` raises `sft.SkipSlideError`; ``"fill"`` puts the background colour in place of whole tiles of the file, always
-            of the same ones, whatever rectangle is asked for; ``"raise"`` changes nothing.
+            of the same ones, whatever rectangle is asked for and whether they can be read later; ``"raise"`` changes nothing. A tile that
+            was read before and cannot be read any more is an error with ``"fill"``, too: the backward pass would see another image than
+            the forward pass has seen.
 
     Raises:
         InputError: there is no such policy.
@@ -71,6 +74,8 @@ class Tolerant(RasterView):
         self.on_error: OnError = resolve_on_error(on_error)
         # Two threads that meet the same tile write the same entry.
         self._bad: dict[tuple[int, int, int], BadTile] = {}
+        #: of each level whose file has tiles, for each row and column of these whether it was read
+        self._good: dict[int, npt.NDArray[np.bool_]] = {}
 
     def __repr__(self) -> str:
         return f"Tolerant({self.image!r}, {self.on_error!r})"
@@ -81,14 +86,19 @@ class Tolerant(RasterView):
         return tuple(tile for _, tile in sorted(self._bad.copy().items()))
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+        if self.on_error == "fill" and self._has_bad(x, y, w, h, level):
+            return self._filled(x, y, w, h, level)
         try:
-            return self.image.read(x, y, w, h, level)
+            pixels = self.image.read(x, y, w, h, level)
         except SourceError as error:
             if self.on_error == "raise":
                 raise
             if self.on_error == "skip":
                 raise SkipSlideError(f"{error} (on_error='skip': leave this slide out)") from error
-        return self._filled(x, y, w, h, level)
+            return self._filled(x, y, w, h, level)
+        if self.on_error == "fill":
+            self._note_good(x, y, w, h, level)
+        return pixels
 
     def _filled(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         """Tile by tile, so that only what is damaged is lost."""
@@ -109,10 +119,37 @@ class Tolerant(RasterView):
 
     def _tile(self, x: int, y: int, w: int, h: int, level: int) -> Pixels | None:
         try:
-            return self.image.read(x, y, w, h, level)
+            pixels = self.image.read(x, y, w, h, level)
         except SourceError as error:
-            self._bad[level, y, x] = BadTile(level=level, x=x, y=y, width_px=w, height_px=h, reason=str(error))
+            bad = BadTile(level=level, x=x, y=y, width_px=w, height_px=h, reason=str(error))
+            if self._was_good(x, y, level):
+                raise SourceError(
+                    f"{bad} of {self.image!r} was read before and cannot be read any more ({error}); filled now, it would be another "
+                    "image. Start the step again."
+                ) from error
+            self._bad[level, y, x] = bad
             return None
+        self._note_good(x, y, w, h, level)
+        return pixels
+
+    def _has_bad(self, x: int, y: int, w: int, h: int, level: int) -> bool:
+        """Whether a rectangle touches tiles that were filled before. Where a file has no tiles, each read shows anew how much is lost."""
+        tile = self.level_tiles_px[level]
+        if tile is None or not self._bad:
+            return False
+        return any((level, top, left) in self._bad for top in _edges(y, h, tile[1]) for left in _edges(x, w, tile[0]))
+
+    def _note_good(self, x: int, y: int, w: int, h: int, level: int) -> None:
+        tile, (width_px, height_px) = self.level_tiles_px[level], self.level_dimensions[level]
+        if tile is None:
+            return
+        if level not in self._good:
+            self._good[level] = np.zeros((-(-height_px // tile[1]), -(-width_px // tile[0])), np.bool_)
+        self._good[level][y // tile[1] : (y + h - 1) // tile[1] + 1, x // tile[0] : (x + w - 1) // tile[0] + 1] = True
+
+    def _was_good(self, x: int, y: int, level: int) -> bool:
+        tile = self.level_tiles_px[level]
+        return tile is not None and level in self._good and bool(self._good[level][y // tile[1], x // tile[0]])
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_bad": self._bad.copy()}

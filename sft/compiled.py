@@ -150,6 +150,7 @@ class _CompiledSharded(Compiled):
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
         sharding = self._sft_engine.sharding
         assert sharding is not None
+        self._sft_engine.meet()  # FSDP would wait for its own timeout, and not say for whom
         with sharding.calling():
             return super().__call__(*inputs, **keywords)  # type: ignore[misc]  # the model's class follows in the order of classes
 

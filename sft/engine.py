@@ -142,6 +142,15 @@ class Engine:
         with party.link.guarded():
             return self._run(inputs, input_grad)
 
+    def meet(self) -> None:
+        """Wait for the other ranks, where there are any.
+
+        Raises:
+            RankError: one does not come.
+        """
+        if isinstance(self.mesh, LiveMesh):
+            self._joined().meet()
+
     def band_rows(self, extent: int) -> tuple[int, int]:
         """This rank's rows of a value of so many rows, by the last plan."""
         if not isinstance(self.mesh, LiveMesh) or self.last_plan is None or self.last_plan.mesh is None:

@@ -251,6 +251,25 @@ def _fails_and_goes_on(rank: int) -> None:
             net(x)
 
 
+def _names_a_rank_that_does_not_come(rank: int) -> None:
+    """FSDP's own gathering waited first, for half an hour, and did not say for whom."""
+    eager, model = seeded(Net), seeded(Net)
+    _in_parts(model, mesh=_mesh((2,), ("outer",)))
+    options = sft.Options(mesh_timeout_seconds=3)
+    net: Any = sft.compile(model, _SHAPE, budget="64MiB", options=options, mesh=_mesh((1, 2), ("replica", "band")))
+    x, store = image(*_SHAPE), dist.distributed_c10d._get_default_store()
+    net(x)
+    if rank == 1:
+        store.wait(["told"])
+    with pytest.raises(sft.RankError, match="rank 1 does not answer"):  # that one is told so when it comes after all
+        net(x)
+    store.set("told", "1")
+    eager(x)
+    _loss(net, x).backward()
+    _loss(eager, x).backward()
+    assert max(gradient_errors(_full(_grads(net)), _grads(eager)).values()) <= 1e-12
+
+
 def _infers_and_differentiates_the_image(rank: int) -> None:
     """Weights in halves of their columns, which FSDP puts together from a second copy."""
     from torch.distributed.fsdp import fully_shard
@@ -312,7 +331,15 @@ def _refusals(rank: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [_counts_waiting_gradients, _fails_and_goes_on, _infers_and_differentiates_the_image, _changed_in_between, _refusals]
+    "case",
+    [
+        _counts_waiting_gradients,
+        _fails_and_goes_on,
+        _names_a_rank_that_does_not_come,
+        _infers_and_differentiates_the_image,
+        _changed_in_between,
+        _refusals,
+    ],
 )
 def test_habits(pair: Ranks, case: Callable[..., None]) -> None:
     pair.run(case)

@@ -61,6 +61,15 @@ class Party:
             yield
             self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
 
+    def meet(self) -> None:
+        """Make sure that all ranks are there, before something waits for them that does not know who is missing.
+
+        Raises:
+            RankError: one is not.
+        """
+        with self.link.guarded():
+            self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
+
     def machine(self, device: torch.device, **parts: Any) -> BandTorchMachine:
         """What runs a pass on this rank, of what a plain machine is made of."""
         return BandTorchMachine(device=device, comm=self.comm, **parts)

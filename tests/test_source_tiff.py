@@ -132,6 +132,18 @@ def test_grey_tiles(tmp_path: Path) -> None:
     assert open_image(path, reader="tiff").read(0, 0, 130, 100).shape == (100, 130, 1)
 
 
+@pytest.mark.parametrize(("unit", "mpp"), [("in", 25_400.0), ("Å", 1e-4), ("thou", 25.4), ("pixel", None), ("reference frame", None)])
+def test_sizes_of_an_ome_tiff_in_other_units(tmp_path: Path, unit: str, mpp: float | None) -> None:
+    """The tags, which say 96 dpi whatever was scanned, were taken for the sizes of units that were not known."""
+    import tifffile
+
+    path, metadata = tmp_path / "slide.ome.tif", {"axes": "YXS", "PhysicalSizeX": 2, "PhysicalSizeY": 2}
+    metadata |= {"PhysicalSizeXUnit": unit, "PhysicalSizeYUnit": unit}
+    pixels = tissue_like(100, 130)
+    tifffile.imwrite(path, pixels, ome=True, metadata=metadata, tile=(64, 64), resolution=(96, 96), resolutionunit="inch")
+    assert TiffImage(path).mpp == (None if mpp is None else pytest.approx((2 * mpp, 2 * mpp)))
+
+
 @pytest.mark.parametrize(("size", "unit"), [(0.25, "µm"), (250.0, "nm"), (0.00025, "mm")])
 def test_ome_tiff_with_a_pyramid(tmp_path: Path, size: float, unit: str) -> None:
     import tifffile

@@ -323,6 +323,19 @@ def test_a_full_disk_stops_the_run_before_or_loses_nothing(
     assert (tmp_path / "run" / "summary.md").exists()
 
 
+def test_a_full_disk_is_told_before_a_gradient_is_computed(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The process died of a signal, without a word, where the mapped file had no room."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        assert main(["heatmap", str(trained / "run"), "--split", "val", "--saliency", "--out", str(tmp_path / "maps")]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    errors = capsys.readouterr().err
+    assert "cannot write the gradient of slide s6, 300.00 KiB" in errors and "leave out --saliency" in errors, errors
+    assert not list(tmp_path.rglob(".partial-*"))
+
+
 def test_tissue_is_found_drawn_and_may_be_given_back_as_a_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "none.svs").write_bytes(b"no slide")
     slide = _ROOT / "examples" / "data" / "CMU-1-Small-Region.svs"
@@ -405,7 +418,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(trained: Path, tmp_pat
     (older.path / "state.pt").unlink()
     from sft.wsi.errors import RunFolderError
 
-    with pytest.warns(RuntimeWarning), pytest.raises(RunFolderError, match="all 2 checkpoints are damaged"):
+    with pytest.warns(RuntimeWarning), pytest.raises(RunFolderError, match="all 2 checkpoints of kind 'last' in "):
         folder.load("last")
 
 

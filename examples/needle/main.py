@@ -246,7 +246,6 @@ def write_config(arguments: argparse.Namespace, table_path: Path) -> Path:
             "weight_decay": WEIGHT_DECAY,
             "warmup_steps": WARMUP_STEPS,
             "seed": arguments.seed,
-            "monitor": "auc",
             "checkpoint_every": 20,
         },
         "run": str(arguments.out / "run"),

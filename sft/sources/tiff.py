@@ -206,7 +206,8 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
         what = (
             f"it is {foreign[0].removeprefix('is_').upper()}" if foreign else "its first image is not tiled" if first else "it has no image"
         )
-        raise NotTiledError(f"cannot decode {path} by tiles: {what}. Use OpenSlide, or convert it to a tiled TIFF.")
+        remedy = "Use OpenSlide, or convert it" if foreign else "Convert it"  # what is in strips OpenSlide does not read, either
+        raise NotTiledError(f"cannot decode {path} by tiles: {what}. {remedy} to a tiled TIFF.")
     if tiff.is_ome:
         series = tiff.series[0]
         if len(series.levels[0].pages) != 1 or not series.levels[0].keyframe.is_tiled:

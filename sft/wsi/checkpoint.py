@@ -107,7 +107,8 @@ class CheckpointFolder:
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
         if numbers:
             raise RunFolderError(
-                f"cannot resume from {self.path}: all {len(numbers)} checkpoints are damaged. Start again in another folder."
+                f"all {len(numbers)} checkpoints of kind {kind!r} in {self.path} are damaged. Copy them again, or start again in another "
+                "folder."
             )
         return None
 

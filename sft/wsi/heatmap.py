@@ -24,6 +24,9 @@ from PIL import Image as PillowImage
 
 from sft.errors import InputError
 from sft.sources.image import Image, Pixels
+from sft.sources.npy import allocate_blocks, room_on
+from sft.units import format_bytes
+from sft.wsi.errors import RunFolderError
 from sft.wsi.experiment import Experiment, autocast, compile_model
 from sft.wsi.files import replacing, safe_names, write_csv
 from sft.wsi.heads import Evidence
@@ -129,7 +132,8 @@ class HeatmapMaker:
         experiment.model.requires_grad_(False)  # no gradient but the input's
         try:
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".partial-", suffix=".gradient") as file:
-                gradient: Any = np.memmap(file.name, np.float32, "w+", shape=(channels, height_px, width_px))
+                self._allocate(file.fileno(), 4 * channels * height_px * width_px, record)
+                gradient: Any = np.memmap(file.name, np.float32, "r+", shape=(channels, height_px, width_px))
                 with autocast(experiment.config):
                     scores = self._net.eval()(source, input_grad=gradient)
                 scores[0, output].backward()
@@ -140,6 +144,20 @@ class HeatmapMaker:
                 parameter.requires_grad_(flag)
         blocks: _Floats = np.sqrt(np.concatenate(rows))
         return blocks
+
+    def _allocate(self, descriptor: int, num_bytes: int, record: SlideRecord) -> None:
+        """Take the disk's room before anything is computed: a mapped file without it ends the process.
+
+        Raises:
+            SourceError: there is not so much.
+        """
+        try:
+            allocate_blocks(descriptor, 0, num_bytes)
+        except OSError as error:
+            raise RunFolderError(
+                f"cannot write the gradient of slide {record.name}, {format_bytes(num_bytes)}, to {self._folder}: {error.strerror}"
+                f"{room_on(self._folder)}. Make room, give --out on another disk, or leave out --saliency."
+            ) from error
 
     def _draw_saliency(self, record: SlideRecord, output: int, name: str, stem: Path, small: Pixels, factor: int) -> list[Path]:
         blocks = self.saliency(record, output, max(factor, 4))

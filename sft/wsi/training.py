@@ -136,7 +136,9 @@ class Trainer:
         self._saved = self.progress
         self._folder.start_steps(self.progress.step)
         self._folder.write_epochs(self.progress.epochs)
-        if self.progress.step or self.progress.epoch:
+        if self.progress.stopped or self.progress.epoch >= self._config.train.epochs:
+            self._reporter.note(f"trained already: {self.progress.step} steps, {self.progress.epoch} epochs")
+        elif self.progress.step or self.progress.epoch:
             self._reporter.note(
                 f"going on from step {self.progress.step}, epoch {self.progress.epoch + 1}, slide {self.progress.position + 1}"
             )

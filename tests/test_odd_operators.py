@@ -111,3 +111,27 @@ def test_weights_that_are_made_and_written_into_are_refused() -> None:
     places = torch.tensor([[1, 2], [0, 3]])
     with pytest.raises(sft.UnsupportedError, match="max_norm writes into its weights"):
         sft.compile(seeded(lambda: _Odd(lambda x: F.embedding(places, x, max_norm=1.0))), (5, 5))
+
+
+class _Alike(nn.Module):
+    """Arguments that are equal and not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+        y = x * self.scale
+        zeros = (1 / F.threshold(y, 9.0, 0.0), 1 / F.threshold(y, 9.0, -0.0), y / 0.0, y / -0.0)
+        wholes = (counts.clamp(min=1), counts.clamp(min=1.0), counts.clamp(min=True), counts**2, counts**2.0)
+        return (*zeros, *wholes)
+
+
+@pytest.mark.parametrize("tile", [None, (4, None)])
+def test_arguments_that_are_equal_and_not_the_same(tile: tuple[int, int | None] | None) -> None:
+    """0.0 and -0.0, 1 and 1.0: what was remembered of the one was taken for the other."""
+    model = _Alike().double()
+    x, counts = image(2, 3, 10, 9), torch.arange(2 * 3 * 10 * 9).view(2, 3, 10, 9) % 5
+    found, expected = sft.compile(model, [x.shape, counts], options=sft.Options(tile=tile))(x, counts), model(x, counts)
+    for number, (ours, eager) in enumerate(zip(found, expected, strict=True)):
+        assert ours.dtype == eager.dtype and torch.equal(ours, eager), number

@@ -334,3 +334,27 @@ def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest
     assert len(captures) == 1
     with pytest.raises(sft.InputError, match="the model refuses an input of shape 1x3x32x24, 1x"):
         net(inputs_of((32, 24))[0], *inputs_of((17, 31))[1:])
+
+
+def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a network's norms was traced anew, and at each lowering: 33 of the 36 s that planning MobileOne in training mode took."""
+    traced = import_module("sft.lower.rules.traced")
+    calls: list[Any] = []
+    make = traced._traced
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return make(*arguments)
+
+    monkeypatch.setattr(traced, "_traced", counted)
+
+    def num_traces(num_blocks: int) -> int:
+        calls.clear()
+        traced._trace_whole.cache_clear()
+        traced._trace_pointwise.cache_clear()
+        layers = [layer for _ in range(num_blocks) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Softsign())]
+        sft.plan(seeded(lambda: chain(*layers)), (2, 4, 24, 20), budget="64MiB", options=sft.Options(tile=(8, None)))
+        return len(calls)
+
+    few = num_traces(3)
+    assert 0 < few == num_traces(7)

@@ -251,10 +251,29 @@ def _values(items: Any) -> list[_Value]:
     return found
 
 
+class _Exactly:
+    """Arguments as they are: 1, 1.0 and True are equal, and so are 0.0 and -0.0, but operators make something else of each."""
+
+    def __init__(self, value: Any) -> None:
+        self.value, self._key = value, self._told_apart(value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Exactly) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @classmethod
+    def _told_apart(cls, value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value), tuple(map(cls._told_apart, value))
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
 @lru_cache(maxsize=512)
-def _trace_pointwise(target: str, arguments: tuple[Any, ...], keywords: tuple[tuple[str, Any], ...], dtype: torch.dtype) -> _Trace:
+def _trace_pointwise(target: str, arguments: _Exactly, keywords: _Exactly, dtype: torch.dtype) -> _Trace:
     overload = resolve_target(target)
-    return _trace(lambda x: overload(x, *arguments, **dict(keywords)), [_TINY], [dtype], [True])
+    return _trace(lambda x: overload(x, *arguments.value, **dict(keywords.value)), [_TINY], [dtype], [True])
 
 
 class _Traced(Rule):
@@ -314,19 +333,19 @@ class TracedPointwise(_Traced):
         values = dict(rest)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
         keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
-        return _trace_pointwise(ctx.node.target, arguments, keywords, ctx.scope.dtype_of(next(refs_in(name[1]))))
+        return _trace_pointwise(ctx.node.target, _Exactly(arguments), _Exactly(keywords), ctx.scope.dtype_of(next(refs_in(name[1]))))
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=1024)
 def _trace_whole(
     target: str,
-    arguments: tuple[tuple[str, Any], ...],
+    arguments: _Exactly,
     names: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
     needs_grad: tuple[bool, ...],
 ) -> _Trace:
-    given = dict(arguments)
+    given = dict(arguments.value)
     result = given.pop("result", None)
     if target in FUNCTIONS:
         positional, keyword = [], list(given)
@@ -358,11 +377,14 @@ class TracedWhole(_Traced):
             slots = [self._by_rows(ctx, slot) for slot in slots]
         elif self._is_foreign(ctx):
             slots = [self._contiguous(ctx, slot) if self._is_made(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
+        # By place: what is computed in many blocks is traced once.
+        places = {name: str(place) for place, name in enumerate(names)}
+        arguments = tuple((key, map_refs(value, lambda name: Ref(places[name]))) for key, value in ctx.node.arguments)
         try:
             trace = _trace_whole(
                 ctx.node.target,
-                ctx.node.arguments,
-                names,
+                _Exactly(arguments),
+                tuple(places.values()),
                 tuple(s.shape for s in slots),
                 tuple(s.dtype for s in slots),
                 tuple(name in ctx.scope.requires_grad for name in names),

@@ -75,7 +75,8 @@ class _Reader:
 
     def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
         if isinstance(value, (*PLAIN, *_CALLABLES, Enum)):
-            return value if type(value) is not float or value == value else "nan"
+            # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but not the same; NaN is not equal to itself.
+            return value if isinstance(value, (str, *_CALLABLES)) else (type(value), repr(value) if type(value) is float else value)
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value, is_loose=is_loose)
         if isinstance(value, nn.Module):

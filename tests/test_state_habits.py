@@ -201,3 +201,24 @@ def test_a_size_whose_programs_were_dropped_is_not_planned_again(monkeypatch: py
     assert planned.call_count == num_planned
     x = image(*sizes[0])
     assert relative_error(net(x), model(x)) <= 1e-12
+
+
+class _Scaled(nn.Module):
+    """Counts times a plain attribute, whose type is that of the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor: Any = 1
+        self.conv = nn.Conv2d(3, 2, 3)
+
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        return self.conv(x), counts * self.factor
+
+
+def test_an_attribute_that_is_set_to_an_equal_value_of_another_type() -> None:
+    model, counts = _Scaled().double(), torch.arange(12).view(1, 1, 3, 4)
+    net: Any = sft.compile(model, [SHAPE, counts])
+    for factor in (1, 1.0, True, 1):
+        model.factor = factor
+        found = net(image(*SHAPE), counts)[1]
+        assert found.dtype == (counts * factor).dtype and torch.equal(found, counts * factor), factor

@@ -176,7 +176,7 @@ def _settings(engine: Engine) -> dict[str, Any]:
     return {
         "budget_bytes": asked.budget_bytes,
         "options": asked.options,
-        "optimizer": None,
+        "optimizer": asked.optimizer if isinstance(asked.optimizer, int) else None,
         "plan": asked.given_plan,
         "destination": asked.destination,
         "mesh": asked.mesh,

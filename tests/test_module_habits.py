@@ -185,6 +185,13 @@ def test_deepcopy_is_independent() -> None:
     assert torch.equal(net(x), before)
 
 
+def test_a_copy_counts_the_same_bytes_of_an_optimizer() -> None:
+    model = seeded(ConvNet)
+    plain, counted = (sft.compile(model, _SHAPE, options=_OPTIONS, optimizer=state_bytes) for state_bytes in (0, 12_345))
+    assert counted.plan.resident_bytes == plain.plan.resident_bytes + 12_345
+    assert copy.deepcopy(counted).plan_for(_SHAPE).resident_bytes == counted.plan.resident_bytes
+
+
 def test_pickle() -> None:
     _, net = _pair()
     x = image(*_SHAPE)

@@ -91,7 +91,7 @@ class Capture:
                         return None
                 else:
                     related.append((sp.sympify(extent), size))
-        for extent, size in related:
+        for extent, size in sorted(related, key=lambda pair: len(pair[0].free_symbols)):
             values |= _solved(extent.subs(values), size)
             if extent.subs(values) != size:
                 return None

@@ -47,6 +47,11 @@ def _thirds(x: Tensor, guide: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.cat([a.mean((2, 3)), b.amax((2, 3))], 1) * (2.0 if 3 * x.shape[2] == 2 * guide.shape[2] else 1.0)
 
 
+def _twice_and_sum(x: Tensor, guide: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    assert x.shape[2] == 2 * x.shape[3]
+    return a.mean((2, 3)) + b.amax((2, 3)) * (2.0 if guide.shape[2] == x.shape[2] + guide.shape[3] else 1.0)
+
+
 def _sum(x: Tensor, guide: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return a.mean((2, 3)) + b.amax((2, 3)) * (2.0 if guide.shape[2] == x.shape[2] + x.shape[3] else 1.0)
 
@@ -71,6 +76,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], list[_Sizes]]] = {
     "valid": (lambda: _Related(_valid, padding=0), [((24, 20), (22, 18)), ((17, 13), (15, 11)), ((17, 13), (9, 11))]),
     "thirds": (lambda: _Related(_thirds), [((16, 9), (24, 10)), ((8, 9), (12, 10)), ((8, 9), (13, 10))]),
     "sum": (lambda: _Related(_sum), [((8, 10), (18, 9)), ((12, 11), (23, 9)), ((12, 11), (24, 9))]),
+    "twice, and a sum": (lambda: _Related(_twice_and_sum), [((12, 6), (21, 9)), ((16, 8), (27, 11))]),
     "one image": (_StereoPair, [((12, 24),), ((9, 18),), ((9, 17),)]),
 }
 _STRIPS = sft.Options(tile=(4, None))

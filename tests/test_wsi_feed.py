@@ -108,6 +108,8 @@ def test_label_maps_that_label_nothing_are_told_before_anything_runs(slide: tupl
         np.save(tmp_path / "labels.npy", labels)
         problem = feed.check(replace(record, mask=tmp_path / "labels.npy"))
         assert words in str(problem) if words else problem is None
+    np.save(tmp_path / "labels.npy", np.zeros(pixels.shape[:2], np.float32))
+    assert "float32" in str(feed.check(replace(record, mask=tmp_path / "labels.npy")))
 
 
 def test_label_maps_are_cropped_and_turned_with_their_slide(slide: tuple[SlideRecord, Pixels], tmp_path: Path) -> None:

@@ -117,9 +117,11 @@ class SlideFeed:
         try:
             image = self.image(record)
             self._stain(record)
-            segments = self._config.task.kind == "segmentation" and record.mask is not None
-            if segments and (problem := _label_problem(self._label_map(record), len(self._config.task.classes or ()))):
-                return f"label map {record.mask} {problem}"
+            if self._config.task.kind == "segmentation" and record.mask is not None:
+                self.labels(record)  # whole numbers, of the slide's size
+                problem = _label_problem(self._label_map(record), len(self._config.task.classes or ()))
+                if problem is not None:
+                    return f"label map {record.mask} {problem}"
         except SftError as error:
             return " ".join(str(error).split())
         self.sizes[record.name] = (image.width_px, image.height_px)

@@ -18,13 +18,22 @@ from torch import nn
 
 from sft.errors import UnsupportedError
 
-__all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "own_attributes"]
+__all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "own_attributes", "told_apart"]
 
 #: New values of plain attributes, by the module and the attribute's name.
 Changes = dict[tuple[nn.Module, str], Any]
 
-#: Types of values that are what they are: two equal ones mean the same.
+#: Types of values that are what they are: two of a type that are equal mean the same.
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def told_apart(value: Any) -> Any:
+    """What differs between plain values that are equal and not the same: 1, 1.0 and True, 0.0 and -0.0. NaN is the same as NaN.
+
+    >>> told_apart(1) == told_apart(1.0), told_apart(0.0) == told_apart(-0.0), told_apart(float("nan")) == told_apart(float("nan"))
+    (False, False, True)
+    """
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 #: What every module has: parameters, buffers and submodules among it.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from sft.analysis.attributes import PLAIN, own_attributes
+from sft.analysis.attributes import PLAIN, own_attributes, told_apart
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -75,8 +75,7 @@ class _Reader:
 
     def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
         if isinstance(value, (*PLAIN, *_CALLABLES, Enum)):
-            # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but not the same; NaN is not equal to itself.
-            return value if isinstance(value, (str, *_CALLABLES)) else (type(value), repr(value) if type(value) is float else value)
+            return value if isinstance(value, (str, *_CALLABLES)) else told_apart(value)
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value, is_loose=is_loose)
         if isinstance(value, nn.Module):

@@ -337,7 +337,7 @@ def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest
 
 
 def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of a network's norms was traced anew, and at each lowering: 33 of the 36 s that planning MobileOne in training mode took."""
+    """Each of a network's norms was traced anew, and at each lowering, which took most of the time where there are hundreds."""
     traced = import_module("sft.lower.rules.traced")
     calls: list[Any] = []
     make = traced._traced

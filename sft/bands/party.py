@@ -59,7 +59,7 @@ class Party:
         """
         with self.link.guarded():
             yield
-            self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
+            self._wait()
 
     def meet(self) -> None:
         """Make sure that all ranks are there, before something waits for them that does not know who is missing.
@@ -68,7 +68,11 @@ class Party:
             RankError: one is not.
         """
         with self.link.guarded():
-            self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
+            self._wait()
+
+    def _wait(self) -> None:
+        """Until all ranks are here."""
+        self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
 
     def machine(self, device: torch.device, **parts: Any) -> BandTorchMachine:
         """What runs a pass on this rank, of what a plain machine is made of."""
@@ -99,5 +103,5 @@ class Party:
             found = [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in buffers]
             for tensor in found:
                 self.link.broadcast("mesh", tensor)
-        self.link.gathered("mesh", torch.zeros(1, dtype=torch.uint8, device=self.device))
+        self._wait()
         return found

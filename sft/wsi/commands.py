@@ -12,6 +12,7 @@ from rich.console import Console
 import sft
 from sft.errors import InputError
 from sft.placing import usable
+from sft.wsi.checkpoint import restore_weights
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError, RunInterrupted
 from sft.wsi.evaluation import as_plain, evaluate_records, note_filled
@@ -273,7 +274,7 @@ def _finish(
     """
     best = ranks.from_first(lambda: folder.checkpoints.load("best"))
     if best is not None:
-        experiment.model.load_state_dict(best.weights)
+        restore_weights(experiment.model, best.weights, folder.path)
     epoch = progress.best[1] if progress.best else progress.epoch
     lines = [f"# {folder.path.name}", "", f"Best epoch: {epoch} of {progress.epoch}; {progress.step} optimizer steps.", ""]
     lines += ["![losses and metrics](curves.png)", ""]

@@ -21,6 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sft.analysis.attributes import told_apart
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import Ref, map_refs, refs_in
 from sft.errors import InternalError, UnsupportedError
@@ -267,7 +268,7 @@ class _Exactly:
     def _told_apart(cls, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value), tuple(map(cls._told_apart, value))
-        return type(value), repr(value) if isinstance(value, (float, complex)) else value
+        return told_apart(value)
 
 
 @lru_cache(maxsize=512)

@@ -18,7 +18,8 @@ from itertools import pairwise
 from sft.analysis.graph import Graph
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
-from sft.analysis.schedule import Band, Schedule, build_schedule
+from sft.analysis.schedule import Schedule, build_schedule
+from sft.analysis.steps import Band
 from sft.analysis.tile import tile_step
 
 __all__ = ["Shares", "band_of", "band_schedule", "even_bounds"]

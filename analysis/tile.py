@@ -22,7 +22,7 @@ import numpy.typing as npt
 from sft.analysis.graph import Graph
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
-from sft.analysis.schedule import NodeRows, Read, Step
+from sft.analysis.steps import NodeRows, Read, Step
 
 __all__ = ["TileSchedule", "kinds_of", "step_signature", "tile_at", "tile_step", "tile_steps"]
 

@@ -71,7 +71,7 @@ class Slots:
 
 def _total(slots: Tensor, dtype: torch.dtype) -> Tensor:
     if uses_triton(slots):
-        from sft.kernels.conv2d_gradient_triton import launch_reduce  # not above: it imports Triton
+        from sft.kernels.conv2d_weight_gradient_triton import launch_reduce  # not above: it imports Triton
 
         out = slots.new_empty(slots.shape[1:], dtype=dtype)
         if out.numel():
@@ -181,7 +181,7 @@ def conv2d_data_gradient(
 
         launch_depthwise_gradient(gradient, output, weight, out, geometry)
     else:
-        from sft.kernels.conv2d_triton import launch_data_gradient  # not above: it imports Triton
+        from sft.kernels.conv2d_data_gradient_triton import launch_data_gradient  # not above: it imports Triton
 
         launch_data_gradient(gradient, output, weight, out, geometry, groups=groups, precision=mode)
     return out
@@ -227,7 +227,7 @@ def conv2d_weight_gradient(
 
         launch_depthwise_weight(gradient, output, x, into.weights, into.biases, geometry)
     else:
-        from sft.kernels.conv2d_gradient_triton import launch_weight_gradient  # not above: it imports Triton
+        from sft.kernels.conv2d_weight_gradient_triton import launch_weight_gradient  # not above: it imports Triton
 
         launch_weight_gradient(gradient, output, x, into.weights, into.biases, geometry, groups=groups, precision=mode)
 

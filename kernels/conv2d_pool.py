@@ -130,7 +130,7 @@ def conv2d_max_pool_data_gradient(
     if not out.numel():
         return out
     if uses_triton(gradient):
-        from sft.kernels.conv2d_triton import launch_data_gradient  # not above: it imports Triton
+        from sft.kernels.conv2d_data_gradient_triton import launch_data_gradient  # not above: it imports Triton
 
         launch_data_gradient(gradient, output, weight, out, geometry, groups=1, precision=mode, taps=taps)
         return out
@@ -167,7 +167,7 @@ def conv2d_max_pool_weight_gradient(
     if not gradient.numel():
         return
     if uses_triton(x):
-        from sft.kernels.conv2d_gradient_triton import launch_weight_gradient  # not above: it imports Triton
+        from sft.kernels.conv2d_weight_gradient_triton import launch_weight_gradient  # not above: it imports Triton
 
         launch_weight_gradient(gradient, output, x, into.weights, into.biases, geometry, groups=1, precision=mode, taps=taps)
         return

@@ -88,7 +88,7 @@ def conv3d_data_gradient(
     if not out.numel():
         return out
     if uses_triton(gradient):
-        from sft.kernels.conv3d_triton import launch_volume_data_gradient  # not above: it imports Triton
+        from sft.kernels.conv3d_data_gradient_triton import launch_volume_data_gradient  # not above: it imports Triton
 
         launch_volume_data_gradient(gradient, output, weight, out, geometry, precision=mode)
         return out
@@ -122,7 +122,7 @@ def conv3d_weight_gradient(
     if not gradient.numel():
         return
     if uses_triton(x):
-        from sft.kernels.conv3d_triton import launch_volume_weight_gradient  # not above: it imports Triton
+        from sft.kernels.conv3d_weight_gradient_triton import launch_volume_weight_gradient  # not above: it imports Triton
 
         launch_volume_weight_gradient(gradient, output, x, into.weights, into.biases, geometry, precision=mode)
         return

@@ -1,7 +1,7 @@
 """Depthwise convolution of a tile in Triton: one input channel a group, so there is nothing to multiply matrices with.
 
 A program takes a block of pixels and of channels and walks the taps, in fp32. Each channel of the input has
-``multiplier`` outputs, which follow each other. Slots of the weight's gradient as in ``conv2d_gradient_triton``, with one
+``multiplier`` outputs, which follow each other. Slots of the weight's gradient as in ``conv2d_weight_gradient_triton``, with one
 column. Affixes as in ``conv2d_triton``. P pixels, C channels.
 """
 
@@ -15,9 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.blocks_triton import relu, zero_where_off
-from sft.kernels.conv2d_triton import pixel_strides, window_constants
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
+from sft.kernels.windows_triton import pixel_strides, window_constants
 
 __all__ = ["depthwise_gradient_kernel", "depthwise_kernel", "depthwise_weight_kernel"]
 __all__ += ["launch_depthwise", "launch_depthwise_gradient", "launch_depthwise_weight"]
@@ -268,7 +268,7 @@ def launch_depthwise(
             *height.input.data,
             width.shift,
             *width.input.data,
-            **window_constants(geometry),
+            **window_constants(geometry.axes),
             MULTIPLIER=num_channels // x.shape[1],
             HAS_BIAS=bias is not None,
             HAS_RESIDUAL=residual is not None,
@@ -308,7 +308,7 @@ def launch_depthwise_gradient(
             width.shift,
             *width.output.data,
             *width.input.data,
-            **window_constants(geometry),
+            **window_constants(geometry.axes),
             MULTIPLIER=weight.shape[0] // num_channels,
             RELU=output is not None,
             PIXELS=pixels,
@@ -353,7 +353,7 @@ def launch_depthwise_weight(
             *height.input.data,
             width.shift,
             *width.input.data,
-            **window_constants(geometry),
+            **window_constants(geometry.axes),
             MULTIPLIER=num_channels // x.shape[1],
             RELU=output is not None,
             BIAS=biases is not None,

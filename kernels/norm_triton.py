@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.blocks_triton import relu, zero_where_off
-from sft.kernels.conv2d_triton import pixel_strides
 from sft.kernels.mask_tile import ceil_div
+from sft.kernels.windows_triton import pixel_strides
 
 __all__ = ["launch_moments", "launch_norm_gradient", "launch_norm_sums", "launch_normalize"]
 __all__ += ["moments_kernel", "norm_gradient_kernel", "norm_sums_kernel", "normalize_kernel"]

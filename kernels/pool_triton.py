@@ -14,10 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.conv2d_triton import pixel_strides, window_constants
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.pool_reference import count_bounds
+from sft.kernels.windows_triton import pixel_strides, window_constants
 
 __all__ = ["average_pool_gradient_kernel", "average_pool_kernel", "launch_average_pool", "launch_average_pool_gradient"]
 __all__ += ["launch_max_pool", "launch_max_pool_gradient", "max_pool_gradient_kernel", "max_pool_kernel"]
@@ -286,7 +286,7 @@ def launch_max_pool(x: Tensor, out: Tensor, taps: Tensor, geometry: Geometry, *,
             *height.input.data,
             width.shift,
             *width.input.data,
-            **window_constants(geometry),
+            **window_constants(geometry.axes),
             PACKED=geometry.kernel[0] * geometry.kernel[1] <= 4,
             **constants,
         )
@@ -313,7 +313,7 @@ def launch_max_pool_gradient(
             width.shift,
             *width.output.data,
             *width.input.data,
-            **window_constants(geometry),
+            **window_constants(geometry.axes),
             PACKED=geometry.kernel[0] * geometry.kernel[1] <= 4,
             **constants,
         )
@@ -387,4 +387,4 @@ def _sizes(out: Tensor) -> tuple[int, int, int, int]:
 
 
 def _undilated(geometry: Geometry) -> dict[str, int]:
-    return {name: value for name, value in window_constants(geometry).items() if not name.startswith("DILATION")}
+    return {name: value for name, value in window_constants(geometry.axes).items() if not name.startswith("DILATION")}

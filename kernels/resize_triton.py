@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.conv2d_triton import pixel_strides
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.resize_reference import BandTable
+from sft.kernels.windows_triton import pixel_strides
 
 __all__ = ["launch_resize", "resize_kernel"]
 

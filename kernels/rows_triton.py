@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.conv2d_triton import pixel_strides
 from sft.kernels.mask_tile import ceil_div
+from sft.kernels.windows_triton import pixel_strides
 
 __all__ = ["launch_move_rows", "move_rows_kernel"]
 

@@ -101,7 +101,7 @@ def stem_weight_gradient(
     if not gradient.numel():
         return
     if uses_triton(gradient):
-        from sft.kernels.conv2d_gradient_triton import launch_weight_gradient  # not above: it imports Triton
+        from sft.kernels.conv2d_weight_gradient_triton import launch_weight_gradient  # not above: it imports Triton
 
         values = (levels.gain, levels.offset)
         launch_weight_gradient(gradient, output, x, into.weights, into.biases, geometry, groups=1, precision=mode, levels=values)

@@ -451,4 +451,4 @@ def test_streamed_cuts_are_no_copies_of_an_order(problems: list[Problem]) -> Non
     choices = _choices(sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None))))
     name = streamable(problem, choices)[0]
     planned = carry_out(problem, streaming(choices, (name,)))
-    assert name in planned.region.streamed and name not in planned.region.lives(planned.region.moves)
+    assert name in planned.region.streamed and name not in planned.region.lifetimes.lives(planned.region.moves)

@@ -217,8 +217,8 @@ def _launches(layer: _Layer) -> dict[str, tuple[str, str, dict[str, Any]]]:
     blocked = common | {"blocks": Blocks(pixels=64, channels=32, inner=16)}
     return {
         "y": ("sft.kernels.conv2d_triton", "launch_conv2d", blocked),
-        "dx": ("sft.kernels.conv2d_triton", "launch_data_gradient", blocked),
-        "dw": ("sft.kernels.conv2d_gradient_triton", "launch_weight_gradient", common | {"block": (64, 32, 32)}),
+        "dx": ("sft.kernels.conv2d_data_gradient_triton", "launch_data_gradient", blocked),
+        "dw": ("sft.kernels.conv2d_weight_gradient_triton", "launch_weight_gradient", common | {"block": (64, 32, 32)}),
     }
 
 

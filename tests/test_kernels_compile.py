@@ -44,8 +44,8 @@ def _weight(precision: str, parts: dict[str, Any], **more: Any) -> dict[str, Any
 
 def _gates() -> dict[str, list[Gate]]:
     """The launches of each family."""
-    forward, adjoint = ("conv2d_triton", "launch_conv2d"), ("conv2d_triton", "launch_data_gradient")
-    weight = ("conv2d_gradient_triton", "launch_weight_gradient")
+    forward, adjoint = ("conv2d_triton", "launch_conv2d"), ("conv2d_data_gradient_triton", "launch_data_gradient")
+    weight = ("conv2d_weight_gradient_triton", "launch_weight_gradient")
 
     def gate(launch: tuple[str, str], when: tuple[int, ...], arguments: dict[str, Any], **facts: bool) -> Gate:
         return Gate(module=launch[0], launch=launch[1], when=when, arguments=arguments, **facts)
@@ -72,7 +72,7 @@ def _gates() -> dict[str, list[Gate]]:
             gate(weight, (90,), _weight("tf32", _conv(64, 64, _SINGLE), output=None), matrix=True),
             gate(weight, (80,), _weight("ieee", _conv(64, 64, _SINGLE))),
             gate(weight, (), _weight("bf16", _conv(3, 64, _HALF, stride=2)), matrix=True),
-            gate(("conv2d_gradient_triton", "launch_reduce"), (90,), {"slots": slots, "out": slots[0]}),
+            gate(("conv2d_weight_gradient_triton", "launch_reduce"), (90,), {"slots": slots, "out": slots[0]}),
         ],
     }
     depthwise = _conv(96, 96, _HALF, groups=96)

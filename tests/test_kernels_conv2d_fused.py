@@ -215,11 +215,11 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
     maxima, taps = conv2d_max_pool_with_taps(_last(parts["x"], dtype), weight, _whole(), bias=bias)
     backward = {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps, "geometry": _whole()}
     dx = empty_buffer(2, 5, _EXTENTS, dtype)
-    jobs.append(_job("conv2d_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]))
+    jobs.append(_job("conv2d_data_gradient_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]))
     slots = Slots.zeros(parts["weight"].float(), bias=True, num_splits=2)
     arguments = backward | {"x": _last(parts["x"], dtype), "weights": slots.weights, "biases": slots.biases}
     options = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
-    jobs.append(_job("conv2d_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
+    jobs.append(_job("conv2d_weight_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
     results = iter(interpret(jobs, tmp_path))
     (y,) = next(results)
     assert bool(y.isnan().any()) and not bool(y.isnan().all())
@@ -269,7 +269,7 @@ def test_interpreted_stem(tmp_path: Path) -> None:
         }
         arguments |= {"gradient": _last(dy, dtype), "output": None, "weights": slots.weights, "biases": slots.biases}
         options = {"groups": 1, "precision": "ieee", "block": (64, 16, 32)}
-        jobs.append(_job("conv2d_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
+        jobs.append(_job("conv2d_weight_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
     results = iter(interpret(jobs, tmp_path))
     for dtype, parts in problems.items():
         numbers = _BYTE_LEVELS.numbers(x, dtype).double()
@@ -321,10 +321,10 @@ def test_compiles_ahead_of_time(family: str, tmp_path: Path) -> None:
             gate("conv2d_triton", "launch_conv2d", (80,), forward | {"x": stem_x, "weight": stem_weight, "out": y, "levels": levels}),
         ],
         "backward": [
-            gate("conv2d_triton", "launch_data_gradient", (90,), backward | {"weight": weight, "out": x}),
-            gate("conv2d_gradient_triton", "launch_weight_gradient", (80,), backward | {"x": x, **slots}),
+            gate("conv2d_data_gradient_triton", "launch_data_gradient", (90,), backward | {"weight": weight, "out": x}),
+            gate("conv2d_weight_gradient_triton", "launch_weight_gradient", (80,), backward | {"x": x, **slots}),
             gate(
-                "conv2d_gradient_triton",
+                "conv2d_weight_gradient_triton",
                 "launch_weight_gradient",
                 (),
                 common | {"gradient": y, "output": y, "x": stem_x, "levels": levels, **stem_slots},

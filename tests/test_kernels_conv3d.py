@@ -43,6 +43,11 @@ def _window(kernel: int, stride: int = 1, dilation: int = 1, padding: int = 0) -
     return Window(kernel=kernel, stride=stride, dilation=dilation, padding=padding)
 
 
+_MODULES = {
+    "launch_conv3d": "conv3d_triton",
+    "launch_volume_data_gradient": "conv3d_data_gradient_triton",
+    "launch_volume_weight_gradient": "conv3d_weight_gradient_triton",
+}
 _LAYERS = [
     _Layer(name="plain", extents=(5, 4, 6), windows=(_window(3, padding=1),) * 3, channels=(18, 5), relu=True, num_samples=2),
     _Layer(name="strided", extents=(7, 5, 6), windows=(_window(3, 2, 1, 1), _window(2), _window(3, 2, 3, 3)), channels=(3, 17), relu=False),
@@ -213,9 +218,8 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
     checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range, range], bool]] = []
 
     def add(launch: str, arguments: dict[str, Any], results: list[str]) -> None:
-        jobs.append(
-            {"run": "launch", "module": "sft.kernels.conv3d_triton", "function": launch, "arguments": arguments, "results": results}
-        )
+        module = f"sft.kernels.{_MODULES[launch]}"
+        jobs.append({"run": "launch", "module": module, "function": launch, "arguments": arguments, "results": results})
 
     also = [(torch.bfloat16, True)] if layer is _LAYERS[0] else []
     for dtype, one in [(torch.float32, True), (torch.float32, False), *also]:
@@ -276,7 +280,7 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     ]
     gates = [
         Gate(
-            module="conv3d_triton",
+            module=_MODULES[launch],
             launch=launch,
             when=when,
             arguments=given,

@@ -86,7 +86,7 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Order:
 
     moves = staged.order(reversal(staged.chain, decide if recomputes else keep_all))
     region = staged.region
-    lives = [(target, life) for target, found in region.lives(moves).items() for life in found if life[0] < life[1]]
+    lives = [(target, life) for target, found in region.lifetimes.lives(moves).items() for life in found if life[0] < life[1]]
     rng.shuffle(lives)
     found: list[list[Move]] = [[] for _ in range(len(moves) + 1)]
 
@@ -99,7 +99,7 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Order:
         for place, kind in zip(places, COPIES.values(), strict=True):
             is_value = not target.endswith("+")
             found[place].append(Move(kind, -1 if is_value else int(target[:-1]), value=target if is_value else ""))
-        if replace(region, order=flat()).misplaced() is not None:  # read in between
+        if replace(region, order=flat()).lifetimes.misplaced() is not None:  # read in between
             found[:] = before
     return flat()
 
@@ -400,7 +400,7 @@ def test_orders_whose_copies_cannot_run_are_refused(copies: dict[int, list[str]]
 def test_copies_that_would_be_idle_are_left_out(staged: dict[str, StagedModel]) -> None:
     found = staged["unet"]
     plain = found.order(reversal(found.chain, keep_all))
-    target, ((made, last),) = next((t, lives) for t, lives in found.region.lives(plain).items() if lives[0][1] < len(plain) - 2)
+    target, ((made, last),) = next((t, lives) for t, lives in found.region.lifetimes.lives(plain).items() if lives[0][1] < len(plain) - 2)
     move = Move("offload", -1 if not target.endswith("+") else int(target[:-1]), value="" if target.endswith("+") else target)
     late = (*plain[: last + 1], move, replace(move, kind="release"), *plain[last + 1 :])
     never = (*plain[: made + 1], move, *plain[made + 1 :])

@@ -338,20 +338,20 @@ def test_inputs_taken_as_one_are_captured_once_for_all_sizes(monkeypatch: pytest
 
 def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of a network's norms was traced anew, and at each lowering, which took most of the time where there are hundreds."""
-    traced = import_module("sft.lower.rules.traced")
+    traces = import_module("sft.lower.traces")
     calls: list[Any] = []
-    make = traced._traced
+    make = traces._traced
 
     def counted(*arguments: Any) -> Any:
         calls.append(arguments)
         return make(*arguments)
 
-    monkeypatch.setattr(traced, "_traced", counted)
+    monkeypatch.setattr(traces, "_traced", counted)
 
     def num_traces(num_blocks: int) -> int:
         calls.clear()
-        traced._trace_whole.cache_clear()
-        traced._trace_pointwise.cache_clear()
+        traces.trace_whole.cache_clear()
+        traces.trace_pointwise.cache_clear()
         layers = [layer for _ in range(num_blocks) for layer in (nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Softsign())]
         sft.plan(seeded(lambda: chain(*layers)), (2, 4, 24, 20), budget="64MiB", options=sft.Options(tile=(8, None)))
         return len(calls)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import NodeRows, Read, Schedule, Step, build_schedule
+from sft.analysis.schedule import Schedule, build_schedule
+from sft.analysis.steps import NodeRows, Read, Step
 
 from .helpers.dag_nets import Dag
 from .helpers.dags import dags

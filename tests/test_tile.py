@@ -15,7 +15,7 @@ from sft.analysis.annotate import annotated
 from sft.analysis.capture import capture
 from sft.analysis.interval import Interval
 from sft.analysis.phases import find_phases
-from sft.analysis.schedule import NodeRows, Read
+from sft.analysis.steps import NodeRows, Read
 from sft.analysis.tile import tile_step
 from sft.lower.step import lower_strip
 from sft.plan.build import build_region

@@ -177,7 +177,7 @@ class DataGradient(_OfConvolution):
             return
         gradient, output = as_image(gradient), None if output is None else as_image(output)
         if not self.is_image:
-            from sft.kernels.conv3d_triton import launch_volume_data_gradient  # not above: it imports Triton
+            from sft.kernels.conv3d_data_gradient_triton import launch_volume_data_gradient  # not above: it imports Triton
 
             launch_volume_data_gradient(gradient, output, weight, out, self.geometry, precision=self.precision)
         elif self.is_depthwise(weight.shape[1]):
@@ -185,7 +185,7 @@ class DataGradient(_OfConvolution):
 
             launch_depthwise_gradient(gradient, output, weight, out, self.geometry)
         else:
-            from sft.kernels.conv2d_triton import launch_data_gradient  # not above: it imports Triton
+            from sft.kernels.conv2d_data_gradient_triton import launch_data_gradient  # not above: it imports Triton
 
             launch_data_gradient(
                 gradient,
@@ -231,7 +231,7 @@ class WeightGradient(_OfConvolution):
         weights, biases = self._slots(space)
         gradient, x, output = as_image(gradient), as_image(x), None if output is None else as_image(output)
         if not self.is_image:
-            from sft.kernels.conv3d_triton import launch_volume_weight_gradient  # not above: it imports Triton
+            from sft.kernels.conv3d_weight_gradient_triton import launch_volume_weight_gradient  # not above: it imports Triton
 
             launch_volume_weight_gradient(gradient, output, x, weights, biases, self.geometry, precision=self.precision)
         elif self.is_depthwise(self.weight[1]):
@@ -239,13 +239,13 @@ class WeightGradient(_OfConvolution):
 
             launch_depthwise_weight(gradient, output, x, weights, biases, self.geometry)
         else:
-            from sft.kernels.conv2d_gradient_triton import launch_weight_gradient  # not above: it imports Triton
+            from sft.kernels.conv2d_weight_gradient_triton import launch_weight_gradient  # not above: it imports Triton
 
             launch_weight_gradient(
                 gradient, output, x, weights, biases, self.geometry, groups=self.groups, precision=self.precision, taps=taps
             )
         if self.num_splits > 1:
-            from sft.kernels.conv2d_gradient_triton import launch_reduce  # not above: it imports Triton
+            from sft.kernels.conv2d_weight_gradient_triton import launch_reduce  # not above: it imports Triton
 
             for slots in (weights, biases):
                 if slots is not None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from sft.analysis.axes import ROWS
 from sft.analysis.bands import Shares, band_of
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Band
+from sft.analysis.steps import Band
 from sft.plan.build import borders
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice

@@ -93,7 +93,7 @@ class BandRegion(Region):
             band=self.band,
             layout=self.layout,
             timetables=self.timetables,
-            reads=self._reads_from_outside,
+            reads=self.lifetimes.reads_from_outside,
             makes=self.makes,
             returned=self._returned,
             rows=lambda name, handle, is_gradient: self._grad_rows(name, handle) if is_gradient else self._rows(name, handle),
@@ -108,12 +108,14 @@ class BandRegion(Region):
 
     def _last_contribution(self, name: str) -> int | None:
         """The segment that adds to a value's gradient last: the first of those that read it."""
-        readers = (index for index, reads in enumerate(self._reads_from_outside) if name in reads and self._differentiated[index])
+        readers = (
+            index for index, reads in enumerate(self.lifetimes.reads_from_outside) if name in reads and self.lifetimes.differentiated[index]
+        )
         return next(readers, None)
 
     def _grad_rows(self, name: str, handle: Handle) -> Rows:
         """This band's buffer of a value's gradient; what differentiates on whole tensors makes it in a layout of its own."""
-        readers = (segment for segment, reads in zip(self.segments, self._reads_from_outside, strict=True) if name in reads)
+        readers = (segment for segment, reads in zip(self.segments, self.lifetimes.reads_from_outside, strict=True) if name in reads)
         rows = self._rows(name, handle)
         is_dense = rows.is_dense and not any(isinstance(reader, WholeSegment) for reader in readers)
         return replace(rows, dtype=self.grad_dtypes[name], is_dense=is_dense)
@@ -177,7 +179,7 @@ class BandRegion(Region):
         waiting: set[str],
         consume: bool,
     ) -> None:
-        own, is_run = cast(BandMachine, machine), self._differentiated[index]
+        own, is_run = cast(BandMachine, machine), self.lifetimes.differentiated[index]
         if is_run:
             for name in self.makes[index]:
                 if name in grads.by_name and name in self.requires_grad and name not in borrowed:
@@ -236,18 +238,20 @@ class BandRegion(Region):
         last = {
             node.name: self._last_contribution(node.name)
             for node in self.graph.nodes
-            if node.name in self._leaves & self.requires_grad and node.name not in self.graph.inputs
+            if node.name in self.lifetimes.leaves & self.requires_grad and node.name not in self.graph.inputs
         }
         found, complete = {}, list[str]()
         for index in reversed(range(len(self.segments))):
-            if self._differentiated[index] and self.timetables[index] is not None:
+            if self.lifetimes.differentiated[index] and self.timetables[index] is not None:
                 found[index], complete = tuple(complete), []
             complete += [name for name, segment in last.items() if segment == index]
         return found
 
     def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
         self._crossing.end(cast(BandMachine, machine))
-        found = {node.name: grads.by_name[node.name] for node in self.graph.nodes if node.name in self._leaves & grads.by_name.keys()}
+        found = {
+            node.name: grads.by_name[node.name] for node in self.graph.nodes if node.name in self.lifetimes.leaves & grads.by_name.keys()
+        }
         inputs = set(self.graph.inputs)
         for name in [name for name in found if name in inputs]:
             self._complete(machine, name, found[name])

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Schedule, Step
+from sft.analysis.schedule import Schedule
+from sft.analysis.steps import Step
 from sft.bands.comm import BandMachine
 from sft.bands.timetable import Timetable
 from sft.bands.traffic import Over

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sft.analysis.preparation import USED_ON
-from sft.deep.streamed import BlockSink, GradientSink
+from sft.deep.sinks import BlockSink, GradientSink
 from sft.errors import InputError, UnsupportedError
 from sft.walk.weights import Taking
 from sft.weights import Counters, DiskStore, HostStore, Layout, SingleStream, Store, TensorSpec, WeightsFile

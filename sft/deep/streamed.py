@@ -10,106 +10,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
+from sft.deep.sinks import BlockSink, GradientSink, HostGradients
 from sft.errors import InputError
 from sft.plan.chain.schedule import Operation
-from sft.weights import DiskStore, HostStore, Layout, Reading, SingleStream, Store, TensorSpec, WeightStream
+from sft.weights import DiskStore, HostStore, Layout, Reading, Store, TensorSpec, WeightStream
 from sft.weights.file import check_resumed
 from sft.weights.layout import Part, difference
-from sft.weights.store import host_bytes
 
-__all__ = ["BlockSink", "GradientSink", "RecordStream", "StreamedAccess", "StreamedBlocks", "StreamedRecords", "blocks_read"]
-
-#: How records are read: through a window, or one at a time.
-RecordStream = WeightStream | SingleStream
-
-
-class BlockSink(Protocol):
-    """Takes the gradients of one backward pass."""
-
-    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        """Take a block's gradients, which may be changed in place.
-
-        Args:
-            block: its number, from 0.
-            grads: by parameter, on the device.
-            weights: the block's parameters, in the window.
-
-        Returns:
-            Whether the weights in the window were changed, and are to be written to the store's next generation.
-        """
-        ...
-
-    def collect(self) -> Mapping[str, Tensor]:
-        """The gradients for autograd, when the pass is done."""
-        ...
-
-
-class GradientSink(Protocol):
-    """Where gradients go."""
-
-    def extra_bytes(self) -> int:
-        """What it holds on the device during a backward pass."""
-        ...
-
-    def opened(self, order: Sequence[int]) -> AbstractContextManager[BlockSink]:
-        """For one backward pass, whose blocks' backwards come in this order. What it began is undone when the pass fails."""
-        ...
-
-
-class StreamedRecords(Protocol):
-    """Records in a store, as an optimizer sees them: each has some parameters, or a part of each."""
-
-    device: torch.device
-    store: Store
-
-    @property
-    def num_blocks(self) -> int:
-        """How many records there are."""
-        ...
-
-    @property
-    def weights(self) -> RecordStream:
-        """A way to read the weights."""
-        ...
-
-    def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters, by name."""
-        ...
-
-    def names_of(self, block: int) -> tuple[str, ...]:
-        """The parameters in a record."""
-        ...
-
-    def shape_of(self, param: Tensor) -> tuple[int, ...]:
-        """The shape of what a record has of a parameter."""
-        ...
-
-    def piece(self, value: Tensor, block: int) -> Tensor:
-        """What a record has of a tensor that belongs to a parameter."""
-        ...
-
-    def tensor(self, name: str, key: str) -> Tensor:
-        """A tensor of the current generation that belongs to a parameter, of all records that have a part of it."""
-        ...
-
-    def window(self, store: Store, part: Part, window_bytes: int | None = None) -> RecordStream:
-        """A way to read a store of as many records."""
-        ...
-
-    def set_state(self, state: Mapping[str, Sequence[TensorSpec]], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:
-        """Make room in the records for what an optimizer keeps; whether there was this room before."""
-        ...
-
-    def rebind(self) -> None:
-        """Let the parameters be those of the current generation."""
-        ...
+__all__ = ["StreamedAccess", "StreamedBlocks", "blocks_read"]
 
 
 def blocks_read(operations: Sequence[Operation]) -> list[int]:
@@ -203,7 +116,7 @@ class StreamedBlocks:
     ) -> None:
         self.block, self.num_blocks, self.device = block, num_blocks, device
         self.window_bytes, self.prefetch, self.path, self.durable = window_bytes, prefetch, path, durable
-        self.sink: GradientSink = _HostGradients(self)
+        self.sink: GradientSink = HostGradients(self.num_blocks)
         self._buffer_names = tuple(buffers)
         self._pin = torch.cuda.is_available()
         params = {name: param.detach() for name, param in block.named_parameters()}
@@ -387,41 +300,6 @@ class StreamedBlocks:
         """A window of as many blocks as that of the parameters has."""
         size = store.layouts[0].part_bytes("weights")
         return WeightStream(store, self.device, window_bytes=size * self.weights.num_slots, prefetch=self.prefetch)
-
-
-class _HostGradients:
-    """Gathers gradients in the host's memory, for autograd to put into ``.grad``."""
-
-    def __init__(self, blocks: StreamedBlocks) -> None:
-        self._blocks = blocks
-
-    def extra_bytes(self) -> int:
-        """Nothing on the device."""
-        return 0
-
-    @contextlib.contextmanager
-    def opened(self, order: Sequence[int]) -> Iterator[BlockSink]:
-        """For one pass."""
-        yield _Gathered(self._blocks.num_blocks)
-
-
-class _Gathered:
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._grads: dict[str, Tensor] = {}
-
-    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
-        for name, value in grads.items():
-            if name not in self._grads:
-                shape = (self._num_blocks, *value.shape)
-                size = torch.Size(shape).numel() * value.element_size()
-                self._grads[name] = host_bytes(size).view(value.dtype).view(shape)
-            self._grads[name][block].copy_(value)
-        return False
-
-    def collect(self) -> Mapping[str, Tensor]:
-        grads, self._grads = self._grads, {}
-        return grads
 
 
 def _spec(name: str, tensor: Tensor) -> TensorSpec:

@@ -19,7 +19,7 @@ from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.graph import Graph, Node, Ref, refs_in
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator, Window, window_of
-from sft.analysis.schedule import NodeRows, Read, Step
+from sft.analysis.steps import NodeRows, Read, Step
 from sft.lower.backend import Backend
 from sft.lower.emitter import Emitter
 from sft.lower.pieces import Span, spans_of

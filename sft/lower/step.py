@@ -11,7 +11,7 @@ from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import Node
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import NodeRows, Step
+from sft.analysis.steps import NodeRows, Step
 from sft.lower.context import NodeContext, Patch, Scope
 from sft.lower.emitter import Emitter
 from sft.lower.patches import add_patches, patch_slot, sum_of_patches

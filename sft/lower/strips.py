@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import NodeRows, Schedule
+from sft.analysis.schedule import Schedule
+from sft.analysis.steps import NodeRows
 from sft.analysis.tile import TileSchedule
 from sft.lower.context import NodeContext, Patch, Scope
 from sft.lower.emitter import Emitter

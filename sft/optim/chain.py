@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sft.deep.streamed import BlockSink, RecordStream, StreamedRecords
+from sft.deep.records import RecordStream, StreamedRecords
+from sft.deep.sinks import BlockSink
 from sft.errors import InputError
 from sft.optim.replicas import Staging
 from sft.walk.weights import Taking

@@ -149,7 +149,7 @@ def _proposal(tail: Tail, schedule: Schedule) -> TailPlan | None:
     """A schedule of a tail as moves; ``None`` if the region cannot run it."""
     region = build_region(tail.staged.problem, tail.choices)
     proposal = tail.plan(schedule, region)
-    return None if proposal is None or replace(region, order=proposal.order).misplaced() is not None else proposal
+    return None if proposal is None or replace(region, order=proposal.order).lifetimes.misplaced() is not None else proposal
 
 
 def _fits(problem: Problem, planned: Planned, room_bytes: int) -> bool:

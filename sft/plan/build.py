@@ -9,7 +9,8 @@ from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import window_of
-from sft.analysis.schedule import NodeRows, Read, Schedule, Step, build_schedule
+from sft.analysis.schedule import Schedule, build_schedule
+from sft.analysis.steps import NodeRows, Read, Step
 from sft.analysis.tile import TileSchedule, tile_steps
 from sft.errors import InputError
 from sft.lower.context import Scope

@@ -43,8 +43,8 @@ def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order |
     region = replace(build_region(problem, choices), order=order)
     if any(move.is_copy for move in region.moves):
         region = region.run_in_full()
-    unkept = region.unkept() if order is not None and problem.training else ()
-    misplaced = region.misplaced() if order is not None and problem.training else None
+    unkept = region.lifetimes.unkept() if order is not None and problem.training else ()
+    misplaced = region.lifetimes.misplaced() if order is not None and problem.training else None
     if unkept:
         raise InputError(
             f"the plan's order runs segments {list(unkept)} back without F{unkept[0]}+ before; make a new one with sft.plan(...)"

@@ -43,7 +43,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         segments=tuple(_segment(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
         order=_order(planned.region),
         host_bytes=planned.projection.host_bytes,
-        skips_repeats=any(getattr(segment, "skips_repeats", False) for segment in planned.region.segments),
+        skips_repeats=any(isinstance(segment, TiledSegment) and segment.skips_repeats for segment in planned.region.segments),
         notes=(*dict.fromkeys(problem.phases.whole_reasons.values()), *_repeats(problem)),
         repeat_budgets=free_budgets(problem),
         streamed_weights=0 if problem.weights is None else len(problem.weights.num_bytes),
@@ -67,6 +67,7 @@ def _order(region: Region) -> tuple[str, ...]:
 def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) -> SegmentPlan:
     graph, phases = problem.graph, problem.phases
     choice, segment, makes = planned.choices[index], planned.region.segments[index], planned.region.makes[index]
+    assert isinstance(segment, (TiledSegment, WholeSegment))
     num_forwards = num_forwards_of(planned.region.moves, index)
     formulas: tuple[tuple[str, str], ...] = ()
     num_steps, panel_cols, num_panels, state_bytes = 1, 0, 1, 0

@@ -16,7 +16,8 @@ import torch
 
 from sft.analysis.axes import ROWS
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import NodeRows, Schedule, Step
+from sft.analysis.schedule import Schedule
+from sft.analysis.steps import NodeRows, Step
 from sft.analysis.tile import TileSchedule, kinds_of
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program

@@ -22,39 +22,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from sft.analysis.graph import Graph
-from sft.lower.context import Scope
-from sft.walk.copies import Copies, lives_of, misplaced
+from sft.walk.copies import Copies
+from sft.walk.lifetimes import Lifetimes, Segment
 from sft.walk.machine import Handle, Machine
-from sft.walk.order import LOSS, Move, Order, dying_at, plain_order
+from sft.walk.order import LOSS, Move, Order, plain_order
+from sft.walk.segments import TiledSegment
 from sft.walk.values import Gradients, Values
 from sft.walk.weights import Passage, StreamedWeights, completed_by, read_by
 
 __all__ = ["Region", "Tape"]
-
-
-class Segment(Protocol):
-    """What a region asks of its segments."""
-
-    @property
-    def accumulates(self) -> bool: ...
-    @property
-    def scope(self) -> Scope: ...
-    @property
-    def to_host(self) -> frozenset[str]: ...
-    @property
-    def saves(self) -> bool: ...
-    @property
-    def views(self) -> frozenset[str]: ...
-    @property
-    def keeps_buffers(self) -> bool: ...
-    def buffers(self, machine: Machine, saved: Any) -> Sequence[Handle]: ...
-    def hands_on(self, keep: bool) -> frozenset[str]: ...
-    def reads_back(self, reads: Sequence[str]) -> Sequence[str]: ...
-    def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
-    def backward(self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
 
 
 @dataclass(slots=True)
@@ -92,7 +71,7 @@ class Region:
     """
 
     graph: Graph
-    segments: Sequence[Any]
+    segments: Sequence[Segment]
     reads: Sequence[tuple[str, ...]]
     makes: Sequence[tuple[str, ...]]
     shapes: Mapping[str, tuple[int, ...]]
@@ -124,14 +103,14 @@ class Region:
         moves = self.moves if keep else plain_order(len(self.segments))
         moves = moves[: moves.index(LOSS)]
         with self._passing(machine, moves, tape.weights) as passage:
-            for place, (move, dying) in enumerate(zip(moves, self._dying if keep else self._dying_forward, strict=False)):
+            for place, (move, dying) in enumerate(zip(moves, self.lifetimes.dying if keep else self.lifetimes.dying_forward, strict=False)):
                 machine.begin(move)
                 if move.is_copy:
                     self._copy(machine, tape.values, tape.kept, tape.copies, move)
                     self._drop(machine, tape.values, tape.copies, dying)
                     continue
                 segment, makes = self.segments[move.segment], self.makes[move.segment]
-                tape.copies.settle(machine, self._reads_from_outside[move.segment])
+                tape.copies.settle(machine, self.lifetimes.reads_from_outside[move.segment])
                 tape.values.by_name |= {name: hosts[name] for name in segment.to_host - self.streamed}
                 if passage is not None:
                     passage.enter(place, tape.values.by_name)
@@ -149,46 +128,31 @@ class Region:
 
     def run_in_full(self) -> Region:
         """The region without strips being left out: a slab for copies is laid out for what each strip leaves behind."""
-        tiled = [replace(each, skips_repeats=False) if getattr(each, "skips_repeats", False) else each for each in self.segments]
+        tiled = [replace(each, skips_repeats=False) if isinstance(each, TiledSegment) else each for each in self.segments]
         return replace(self, segments=tiled)
 
     def output_shape(self, name: str) -> tuple[int, ...]:
         """Shape of an output, and of its gradient, as the caller has it."""
         return self.shapes[name]
 
+    @cached_property
+    def lifetimes(self) -> Lifetimes:
+        """What lives from when to when."""
+        return Lifetimes(
+            graph=self.graph,
+            segments=self.segments,
+            reads=self.reads,
+            makes=self.makes,
+            requires_grad=self.requires_grad,
+            outputs=self.outputs,
+            streamed=self.streamed,
+            moves=self.moves,
+        )
+
     @property
     def moves(self) -> Order:
         """The moves of a step with a backward pass."""
         return plain_order(len(self.segments)) if self.order is None else self.order
-
-    def unkept(self) -> tuple[int, ...]:
-        """The segments that the order runs back without having kept what that needs; none, or the order is wrong."""
-        kept: set[int] = set()
-        found = []
-        for move in self.moves:
-            index = move.segment
-            if move.kind == "forward" and move.keep:
-                kept.add(index)
-            elif move.kind == "backward" and self._differentiated[index] and self.segments[index].saves:
-                if index not in kept:
-                    found.append(index)
-                kept.discard(index)
-        return tuple(found)
-
-    def misplaced(self) -> str | None:
-        """What is wrong with the order's copies; ``None`` if nothing is."""
-        back = self._reading_back(through_kept=True)
-        return misplaced(self.moves, self._reads_from_outside, back, self.makes, self._dying, self._movable, self._keepers)
-
-    def lives(self, moves: Order) -> dict[str, list[tuple[int, int]]]:
-        """When what may leave for the host is made and read last, in an order without copies; see `lives_of`."""
-        back = self._reading_back(through_kept=True)
-        return lives_of(moves, self._reads_from_outside, back, self.makes, self._movable, self._keepers)
-
-    @cached_property
-    def _keepers(self) -> frozenset[int]:
-        """The segments that keep what may leave."""
-        return frozenset(i for i, segment in enumerate(self.segments) if self._differentiated[i] and segment.keeps_buffers)
 
     def _copy(self, machine: Machine, values: Values, kept: Mapping[int, Any], copies: Copies, move: Move) -> None:
         """Run a move that copies."""
@@ -198,15 +162,9 @@ class Region:
             handles = [values.by_name[move.value]] if move.value else segment.buffers(machine, kept[move.segment])
         copies.run(machine, move, handles)
 
-    @cached_property
-    def _movable(self) -> frozenset[str]:
-        """What may leave for the host: made by segments for each other, and not in the caller's hands."""
-        made = frozenset(name for makes in self.makes for name in makes)
-        return made.difference(self.outputs, self.graph.outputs, self._leaves, self.streamed)
-
     def _run_forward(self, machine: Machine, values: Values, kept: dict[int, Any] | None, move: Move) -> None:
         """Run a segment forward; without ``kept`` no backward pass follows."""
-        segment, keep = self.segments[move.segment], kept is not None and move.keep and self._differentiated[move.segment]
+        segment, keep = self.segments[move.segment], kept is not None and move.keep and self.lifetimes.differentiated[move.segment]
         own = segment.to_host | segment.hands_on(keep)
         for name in self.makes[move.segment]:
             if name in self.streamed:
@@ -217,54 +175,6 @@ class Region:
         saved = segment.forward(machine, values, keep=keep)
         if keep and kept is not None:
             kept[move.segment] = saved
-
-    @cached_property
-    def _differentiated(self) -> tuple[bool, ...]:
-        """Which segments have a backward pass; one whose values are all frozen keeps nothing for it."""
-        needed = self.requires_grad
-        return tuple(
-            not needed.isdisjoint(makes) and not needed.isdisjoint(segment.scope.names)
-            for makes, segment in zip(self.makes, self.segments, strict=True)
-        )
-
-    @cached_property
-    def _dying(self) -> tuple[tuple[str, ...], ...]:
-        """For each move of a step the values that go behind it."""
-        moves = [move for move in self.moves if move.kind != "backward" or self._differentiated[move.segment]]
-        dying = iter(dying_at(moves, self._reads_from_outside, self._reads_back, self.makes, self._leaves))
-        skipped = (move.kind == "backward" and not self._differentiated[move.segment] for move in self.moves)
-        return tuple(() if skips else next(dying) for skips in skipped)
-
-    @cached_property
-    def _reads_back(self) -> tuple[tuple[str, ...], ...]:
-        """For each segment the values whose handles its backward pass needs.
-
-        Where values leave for the host these are also those that it reads through what it kept.
-        """
-        return self._reading_back(through_kept=any(move.is_copy for move in self.moves))
-
-    def _reading_back(self, *, through_kept: bool) -> tuple[tuple[str, ...], ...]:
-        return tuple(
-            (*segment.reads_back(reads), *(sorted(segment.views) if through_kept else ())) if is_run else ()
-            for segment, reads, is_run in zip(self.segments, self.reads, self._differentiated, strict=True)
-        )
-
-    @cached_property
-    def _dying_forward(self) -> tuple[tuple[str, ...], ...]:
-        """The same where no backward pass follows."""
-        moves = plain_order(len(self.segments))[: len(self.segments)]
-        return dying_at(moves, self._reads_from_outside, self.reads, self.makes, self._leaves)
-
-    @cached_property
-    def _reads_from_outside(self) -> tuple[tuple[str, ...], ...]:
-        """For each segment what its forward pass reads."""
-        return tuple(
-            tuple(name for name in reads if name not in makes) for reads, makes in zip(self.reads, map(set, self.makes), strict=True)
-        )
-
-    @cached_property
-    def _leaves(self) -> frozenset[str]:
-        return frozenset(node.name for node in self.graph.nodes if node.kind != "operator")
 
     def _drop(self, machine: Machine, values: Values, copies: Copies, names: Sequence[str]) -> None:
         for name in names:
@@ -290,11 +200,11 @@ class Region:
         grads, borrowed = Gradients(dict(output_grads), dict(sinks or {})), set(output_grads) - self.host_outputs
         waiting = {name for name in self.host_outputs if name in output_grads}
         turn = self.moves.index(LOSS)
-        self._drop(machine, values, copies, self._dying[turn])
+        self._drop(machine, values, copies, self.lifetimes.dying[turn])
         moves = self.moves[turn + 1 :]
         try:
             with self._passing(machine, moves, tape.weights) as passage:
-                for place, (move, dying) in enumerate(zip(moves, self._dying[turn + 1 :], strict=True)):
+                for place, (move, dying) in enumerate(zip(moves, self.lifetimes.dying[turn + 1 :], strict=True)):
                     machine.begin(move)
                     if move.is_copy:
                         self._copy(machine, values, kept, copies, move)
@@ -303,11 +213,11 @@ class Region:
                     if passage is not None:
                         passage.enter(place, values.by_name)
                     if move.kind == "forward":
-                        copies.settle(machine, self._reads_from_outside[move.segment])
+                        copies.settle(machine, self.lifetimes.reads_from_outside[move.segment])
                         self._run_forward(machine, values, kept, move)
                     else:
                         own = f"{move.segment}+"
-                        copies.settle(machine, (*self._reads_back[move.segment], own))
+                        copies.settle(machine, (*self.lifetimes.reads_back[move.segment], own))
                         copies.end(machine, (own,))  # before it runs, as it frees what was kept piece by piece
                         is_last = consume or move.segment not in tape.kept
                         self._run_back(machine, values, kept, grads, move.segment, borrowed, waiting, is_last)
@@ -319,7 +229,7 @@ class Region:
         finally:
             copies.restore(machine)
         found: dict[str, Handle] = {}
-        for name in [name for name in grads.by_name if name in self._leaves]:
+        for name in [name for name in grads.by_name if name in self.lifetimes.leaves]:
             found[name] = self._rounded(machine, name, grads)
         return found
 
@@ -334,8 +244,8 @@ class Region:
         if self.weights is None:
             yield None
             return
-        reads_back = self._reads_back if any(move.kind == "backward" for move in moves) else self.reads
-        reads = read_by(moves, self._reads_from_outside, reads_back, self.weights.num_bytes)
+        reads_back = self.lifetimes.reads_back if any(move.kind == "backward" for move in moves) else self.reads
+        reads = read_by(moves, self.lifetimes.reads_from_outside, reads_back, self.weights.num_bytes)
         passage = Passage(machine=machine, weights=self.weights, shapes=self.shapes, dtypes=self.dtypes, handles=handles, reads=reads)
         try:
             yield passage
@@ -352,7 +262,7 @@ class Region:
     def _completed(self) -> tuple[tuple[str, ...], ...]:
         """For each segment the streamed weights whose gradients are whole when it has run back."""
         weights = self.requires_grad.intersection(() if self.weights is None else self.weights.num_bytes)
-        return completed_by(self.reads, self._differentiated, weights)
+        return completed_by(self.reads, self.lifetimes.differentiated, weights)
 
     def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
         """Hear that all gradients of inputs and parameters are there that this process can compute."""
@@ -370,7 +280,7 @@ class Region:
     ) -> None:
         """Run a segment back; with ``consume`` what it kept is used up."""
         segment, saved = self.segments[index], kept.pop(index, None)
-        if self._differentiated[index]:
+        if self.lifetimes.differentiated[index]:
             for name in self.makes[index]:
                 if name not in self.requires_grad:
                     continue

@@ -21,7 +21,7 @@ import torch
 from sft.analysis.axes import ROWS
 from sft.analysis.interval import Interval
 from sft.analysis.repeats import Bools
-from sft.analysis.schedule import Step
+from sft.analysis.steps import Step
 from sft.lower.program import Port, Program
 from sft.lower.reducing import lower_finish, partial_shape, partial_start
 from sft.walk.layout import TiledLayout, Walk

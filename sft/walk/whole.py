@@ -10,7 +10,7 @@ from typing import ClassVar
 from sft.analysis.axes import ROWS
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Step
+from sft.analysis.steps import Step
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
 from sft.lower.step import lower_whole

@@ -14,9 +14,8 @@ What is promised, at every moment:
 The current generation is mapped privately: pages come in when they are read, are the system's to drop again at no cost, and never go back
 to the file. The next one is written with plain writes at its records' places, and takes the other's name.
 
-The format is public (a length, a JSON header, bytes), and any reader of safetensors reads these files: the tensors are called
-``<block>.<name>``, as in a state dict of ``nn.Sequential``. What that library does not offer is to write a tensor at a time at its own
-place, so the header is written and checked here.
+The format (:mod:`sft.weights.header`) is that of safetensors. What that library does not offer is to write a tensor at a time at its own
+place, so that is done here.
 """
 
 from __future__ import annotations
@@ -25,41 +24,23 @@ import ctypes
 import errno
 import fcntl
 import gc
-import json
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sft.errors import InputError, SourceError
-from sft.weights.layout import ALIGNMENT_BYTES, Field, Layout, Part, TensorSpec
+from sft.weights.header import header_bytes, read_header
+from sft.weights.layout import ALIGNMENT_BYTES, Layout, Part
 from sft.weights.store import record_offsets
 
 __all__ = ["DiskStore"]
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-#: Fills a gap, since safetensors allows none.
-_GAP = "_gap"
-_STATE = "_state"
-_MARK = {"format": "pt", "sft": "blocks-1"}
 _MOST_HEADER_BYTES = 2**31
 
 
@@ -169,7 +150,7 @@ class DiskStore:
             self._file, self._closing = file, weakref.finalize(self, os.close, file)
             self._check_identity()
             os.ftruncate(file, 0)
-            self._start = len(_header(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_ROOM_BYTES
+            self._start = len(header_bytes(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_ROOM_BYTES
             os.posix_fallocate(file, 0, self._start + self._offsets[-1])
         except BlockingIOError as error:
             raise SourceError(f"another process, or another model of this one, writes weights to {self.path}; give each its own") from error
@@ -204,7 +185,7 @@ class DiskStore:
         if self._file is None:
             raise InputError("there is no next generation to commit; begin it first")
         kept = dict(metadata or {})
-        header = _header(self.layouts, kept, room_bytes=self._start)
+        header = header_bytes(self.layouts, kept, room_bytes=self._start)
         for block, layout in enumerate(self.layouts):
             for half in ("weights", "state"):
                 if (block, half) not in self._written and layout.part_bytes("state" if half == "state" else "weights"):
@@ -312,39 +293,6 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _header(layouts: Sequence[Layout], metadata: Mapping[str, str], *, room_bytes: int) -> bytes:
-    """The bytes in front of the data: at least ``room_bytes``, in whole cache lines.
-
-    Raises:
-        InputError: they are more than the room.
-    """
-    entries: dict[str, Any] = {"__metadata__": {**metadata, **_MARK}}
-    start = 0
-    for block, layout in enumerate(layouts):
-        end = start
-        for field in layout.fields:
-            spec, begin = field.spec, start + field.offset_bytes
-            if spec.dtype not in _NAMES:
-                raise InputError(f"weights of type {spec.dtype} cannot be stored in a file; there are {', '.join(map(str, _NAMES))}")
-            _fill_gap(entries, block, end, begin)
-            end = begin + spec.num_bytes
-            name = f"{block}.{_STATE}.{spec.name}" if spec.is_state else f"{block}.{spec.name}"
-            entries[name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
-        start += layout.record_bytes
-        _fill_gap(entries, block, end, start)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    least = 8 + len(text)
-    size = max(room_bytes, -(-least // ALIGNMENT_BYTES) * ALIGNMENT_BYTES)
-    if room_bytes and size > room_bytes:
-        raise InputError(f"the metadata takes {size} bytes with the header, and there is room for {room_bytes}; keep it short")
-    return (size - 8).to_bytes(8, "little") + text + b" " * (size - least)
-
-
-def _fill_gap(entries: dict[str, Any], block: int, begin: int, end: int) -> None:
-    if begin != end:
-        entries[f"{block}.{_GAP}.{begin}"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-
-
 def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor, tuple[int, int]]:
     """The layouts, the metadata and the mapped records of a file, and which one it is: its device and inode.
 
@@ -355,73 +303,18 @@ def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor, tuple[
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
             num_bytes = found.st_size
-            header_bytes = int.from_bytes(file.read(8), "little")
-            if num_bytes < 8 or not 2 <= header_bytes <= min(num_bytes - 8, _MOST_HEADER_BYTES):
-                raise SourceError(f"{path} is no file of weights, or was cut short: {num_bytes} bytes, a header of {header_bytes}.")
-            text = file.read(header_bytes)
-        layouts, metadata = _read_header(path, text)
-        expected = 8 + header_bytes + record_offsets(layouts)[-1]
+            num_header_bytes = int.from_bytes(file.read(8), "little")
+            if num_bytes < 8 or not 2 <= num_header_bytes <= min(num_bytes - 8, _MOST_HEADER_BYTES):
+                raise SourceError(f"{path} is no file of weights, or was cut short: {num_bytes} bytes, a header of {num_header_bytes}.")
+            text = file.read(num_header_bytes)
+        layouts, metadata = read_header(path, text)
+        expected = 8 + num_header_bytes + record_offsets(layouts)[-1]
         if num_bytes != expected:
             raise SourceError(f"{path} has {num_bytes} bytes, and its header speaks of {expected}: it was cut short, or is another's.")
         # Private: what is written to these pages stays with this process. So nothing here can damage the file.
-        data = np.memmap(path, dtype=np.uint8, mode="c", offset=8 + header_bytes)
+        data = np.memmap(path, dtype=np.uint8, mode="c", offset=8 + num_header_bytes)
     except OSError as error:
         if isinstance(error, SourceError):
             raise
         raise _cannot("read", path, error) from error
     return layouts, metadata, torch.from_numpy(data), (found.st_dev, found.st_ino)
-
-
-def _read_header(path: Path, text: bytes) -> tuple[tuple[Layout, ...], dict[str, str]]:
-    """The layouts of a header.
-
-    Raises:
-        SourceError: it is not one that this module wrote.
-    """
-    try:
-        entries = json.loads(text)
-        metadata = entries.pop("__metadata__")
-        if metadata.pop("sft") != _MARK["sft"]:
-            raise KeyError("sft")
-        metadata.pop("format", None)
-        by_block: dict[int, list[tuple[int, int, TensorSpec | None]]] = {}
-        for name, entry in entries.items():
-            number, _, rest = name.partition(".")
-            begin, end = entry["data_offsets"]
-            is_state = rest.startswith(_STATE + ".")
-            spec = TensorSpec(
-                name=rest.removeprefix(_STATE + "."), shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]], is_state=is_state
-            )
-            is_gap = rest.startswith(_GAP + ".")
-            if not is_gap and spec.num_bytes != end - begin:
-                raise ValueError(f"{name} has {spec.num_bytes} bytes in {end - begin}")
-            by_block.setdefault(int(number), []).append((begin, end, None if is_gap else spec))
-        if sorted(by_block) != list(range(len(by_block))) or not by_block:
-            raise ValueError("its blocks are not numbered from 0")
-        same: dict[Layout, Layout] = {}
-        layouts, start = [], 0
-        for block in range(len(by_block)):
-            layout, start = _layout(by_block[block], start)
-            layouts.append(same.setdefault(layout, layout))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise SourceError(
-            f"{path} is no file of blocks written by sft ({type(error).__name__}: {error}). Load weights of another origin with "
-            "load_state_dict."
-        ) from error
-    return tuple(layouts), metadata
-
-
-def _layout(entries: Iterable[tuple[int, int, TensorSpec | None]], start: int) -> tuple[Layout, int]:
-    """A block's layout, and where its record ends."""
-    ordered = sorted(entries, key=lambda entry: entry[:2])
-    end = start
-    for begin, after, _ in ordered:
-        if begin != end or after < begin:
-            raise ValueError(f"bytes {end}..{begin} belong to nothing")
-        end = after
-    fields = tuple(Field(spec=spec, offset_bytes=begin - start) for begin, _, spec in ordered if spec is not None)
-    states = [field.offset_bytes for field in fields if field.spec.is_state]
-    layout = Layout(fields=fields, weight_bytes=min(states, default=end - start), record_bytes=end - start)
-    if layout != Layout.of(field.spec for field in fields):
-        raise ValueError("its tensors lie in another order")
-    return layout, end

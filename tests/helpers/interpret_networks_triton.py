@@ -25,7 +25,15 @@ import sft
 from sft.backends.laboratory import verified_on
 from sft.backends.trials import Collector
 from sft.engine import Engine
-from sft.kernels import blocks, conv2d_gradient_triton, conv2d_triton, conv3d_triton
+from sft.kernels import (
+    blocks,
+    conv2d_data_gradient_triton,
+    conv2d_triton,
+    conv2d_weight_gradient_triton,
+    conv3d_data_gradient_triton,
+    conv3d_triton,
+    conv3d_weight_gradient_triton,
+)
 from sft.memory import measure_peak
 
 
@@ -43,11 +51,11 @@ _networks = _sibling("backend_networks")
 
 def _large_blocks() -> None:
     large = blocks.Blocks(pixels=256, channels=16, inner=16)
-    for module in (conv2d_triton, conv3d_triton):
+    for module in (conv2d_triton, conv2d_data_gradient_triton, conv3d_triton, conv3d_data_gradient_triton):
         vars(module)["default_blocks"] = lambda *_: large
-    gradient, volume = conv2d_gradient_triton.launch_weight_gradient, conv3d_triton.launch_volume_weight_gradient
-    conv2d_gradient_triton.launch_weight_gradient = functools.partial(gradient, block=(256, 16, 128))
-    conv3d_triton.launch_volume_weight_gradient = functools.partial(volume, block=(256, 16, 128))
+    gradient, volume = conv2d_weight_gradient_triton.launch_weight_gradient, conv3d_weight_gradient_triton.launch_volume_weight_gradient
+    conv2d_weight_gradient_triton.launch_weight_gradient = functools.partial(gradient, block=(256, 16, 128))
+    conv3d_weight_gradient_triton.launch_volume_weight_gradient = functools.partial(volume, block=(256, 16, 128))
 
 
 _large_blocks()

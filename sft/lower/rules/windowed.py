@@ -15,7 +15,7 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Node, refs_in
 from sft.analysis.operators import Window
-from sft.analysis.schedule import Read
+from sft.analysis.steps import Read
 from sft.lower.context import NodeContext, Scope, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule

@@ -19,9 +19,9 @@ from torch import Tensor
 from sft.kernels.blocks import block_size, is_flat
 from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, zero_where_off
 from sft.kernels.conv2d_reference import dense_gradient
-from sft.kernels.conv2d_triton import pixel_strides, unpooled, window_constants
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
+from sft.kernels.windows_triton import pixel_strides, unpooled, window_constants
 
 __all__ = ["launch_reduce", "launch_weight_gradient", "reduce_kernel", "weight_gradient_kernel"]
 
@@ -223,7 +223,7 @@ def launch_weight_gradient(
             *height.input.data,
             width.shift,
             *width.input.data,
-            **window_constants(geometry),
+            **window_constants(geometry.axes),
             LEVELS=levels is not None,
             RELU=output is not None,
             UNPOOL=taps is not None,

@@ -1,0 +1,148 @@
+"""What a step's order of moves says of the values between its segments: who reads them, when they go, which may leave for the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from sft.analysis.graph import Graph
+from sft.lower.context import Scope
+from sft.walk.copies import lives_of, misplaced
+from sft.walk.machine import Handle, Machine
+from sft.walk.order import Order, dying_at, plain_order
+from sft.walk.values import Gradients, Values
+
+__all__ = ["Lifetimes", "Segment"]
+
+
+class Segment(Protocol):
+    """What a region asks of its segments."""
+
+    @property
+    def accumulates(self) -> bool: ...
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def to_host(self) -> frozenset[str]: ...
+    @property
+    def saves(self) -> bool: ...
+    @property
+    def views(self) -> frozenset[str]: ...
+    @property
+    def keeps_buffers(self) -> bool: ...
+    def buffers(self, machine: Machine, saved: Any) -> Sequence[Handle]: ...
+    def hands_on(self, keep: bool) -> frozenset[str]: ...
+    def reads_back(self, reads: Sequence[str]) -> Sequence[str]: ...
+    def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
+    def backward(self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lifetimes:
+    """When the values of a region live.
+
+    Attributes:
+        graph: the model.
+        segments: in order.
+        reads: for each segment the values it takes from outside: sources and side tensors.
+        makes: for each segment the values that others, or the caller, need.
+        requires_grad: values that need a gradient.
+        outputs: the model's outputs, each once.
+        streamed: cuts that are on the host, with their gradients.
+        moves: those of a step with a backward pass.
+    """
+
+    graph: Graph
+    segments: Sequence[Segment]
+    reads: Sequence[tuple[str, ...]]
+    makes: Sequence[tuple[str, ...]]
+    requires_grad: frozenset[str]
+    outputs: tuple[str, ...]
+    streamed: frozenset[str]
+    moves: Order
+
+    @cached_property
+    def differentiated(self) -> tuple[bool, ...]:
+        """Which segments have a backward pass; one whose values are all frozen keeps nothing for it."""
+        needed = self.requires_grad
+        return tuple(
+            not needed.isdisjoint(makes) and not needed.isdisjoint(segment.scope.names)
+            for makes, segment in zip(self.makes, self.segments, strict=True)
+        )
+
+    @cached_property
+    def dying(self) -> tuple[tuple[str, ...], ...]:
+        """For each move of a step the values that go behind it."""
+        moves = [move for move in self.moves if move.kind != "backward" or self.differentiated[move.segment]]
+        dying = iter(dying_at(moves, self.reads_from_outside, self.reads_back, self.makes, self.leaves))
+        skipped = (move.kind == "backward" and not self.differentiated[move.segment] for move in self.moves)
+        return tuple(() if skips else next(dying) for skips in skipped)
+
+    @cached_property
+    def reads_back(self) -> tuple[tuple[str, ...], ...]:
+        """For each segment the values whose handles its backward pass needs.
+
+        Where values leave for the host these are also those that it reads through what it kept.
+        """
+        return self._reading_back(through_kept=any(move.is_copy for move in self.moves))
+
+    def _reading_back(self, *, through_kept: bool) -> tuple[tuple[str, ...], ...]:
+        return tuple(
+            (*segment.reads_back(reads), *(sorted(segment.views) if through_kept else ())) if is_run else ()
+            for segment, reads, is_run in zip(self.segments, self.reads, self.differentiated, strict=True)
+        )
+
+    @cached_property
+    def dying_forward(self) -> tuple[tuple[str, ...], ...]:
+        """The same where no backward pass follows."""
+        moves = plain_order(len(self.segments))[: len(self.segments)]
+        return dying_at(moves, self.reads_from_outside, self.reads, self.makes, self.leaves)
+
+    @cached_property
+    def reads_from_outside(self) -> tuple[tuple[str, ...], ...]:
+        """For each segment what its forward pass reads."""
+        return tuple(
+            tuple(name for name in reads if name not in makes) for reads, makes in zip(self.reads, map(set, self.makes), strict=True)
+        )
+
+    @cached_property
+    def leaves(self) -> frozenset[str]:
+        """Inputs, parameters and buffers."""
+        return frozenset(node.name for node in self.graph.nodes if node.kind != "operator")
+
+    @cached_property
+    def movable(self) -> frozenset[str]:
+        """What may leave for the host: made by segments for each other, and not in the caller's hands."""
+        made = frozenset(name for makes in self.makes for name in makes)
+        return made.difference(self.outputs, self.graph.outputs, self.leaves, self.streamed)
+
+    def unkept(self) -> tuple[int, ...]:
+        """The segments that the order runs back without having kept what that needs; none, or the order is wrong."""
+        kept: set[int] = set()
+        found = []
+        for move in self.moves:
+            index = move.segment
+            if move.kind == "forward" and move.keep:
+                kept.add(index)
+            elif move.kind == "backward" and self.differentiated[index] and self.segments[index].saves:
+                if index not in kept:
+                    found.append(index)
+                kept.discard(index)
+        return tuple(found)
+
+    def misplaced(self) -> str | None:
+        """What is wrong with the order's copies; ``None`` if nothing is."""
+        back = self._reading_back(through_kept=True)
+        return misplaced(self.moves, self.reads_from_outside, back, self.makes, self.dying, self.movable, self.keepers)
+
+    def lives(self, moves: Order) -> dict[str, list[tuple[int, int]]]:
+        """When what may leave for the host is made and read last, in an order without copies; see `lives_of`."""
+        back = self._reading_back(through_kept=True)
+        return lives_of(moves, self.reads_from_outside, back, self.makes, self.movable, self.keepers)
+
+    @cached_property
+    def keepers(self) -> frozenset[int]:
+        """The segments that keep what may leave."""
+        return frozenset(i for i, segment in enumerate(self.segments) if self.differentiated[i] and segment.keeps_buffers)

@@ -35,7 +35,7 @@ from sft.analysis.intricate import intricate_sizes_refused
 from sft.analysis.loose import loose_tensors
 from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
-from sft.analysis.quiet import quiet
+from sft.analysis.quiet import plain_autograd, quiet
 from sft.analysis.repeated import repetitions_followed
 from sft.errors import InputError, UnsupportedError
 
@@ -132,9 +132,10 @@ def capture(
         UnsupportedError: torch.export cannot follow the model.
         InputError: the model itself refuses inputs of this shape.
     """
-    found, changes = _captured(model, shapes, dtypes, device, autocast, any_size)
+    with plain_autograd():
+        found, changes = _captured(model, shapes, dtypes, device, autocast, any_size)
     if changes:
-        with attributes_set(changes):
+        with plain_autograd(), attributes_set(changes):
             later, _ = _captured(model, shapes, dtypes, device, autocast, any_size)
         if later.graph != found.graph:
             names = {id(module): path for path, module in model.named_modules()}

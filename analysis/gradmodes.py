@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
@@ -66,12 +67,16 @@ def _grad_mode_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _functions_refused() -> Iterator[None]:
-    """Refuse autograd functions in this thread; that of ``torch.utils.checkpoint`` computes what it is given, and is stepped into."""
-    original, thread = vars(torch.autograd.Function)["apply"], threading.get_ident()
+    """Refuse autograd functions in this thread; that of ``torch.utils.checkpoint`` computes what it is given, and is stepped into.
+
+    Models may have bound ``Function.apply`` long before; what it calls of its base class is looked up at each call.
+    """
+    base: Any = _SingleLevelFunction
+    thread = threading.get_ident()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
-            return original.__get__(None, cls)(*args, **kwargs)
+            return super(base, cls).apply(*args, **kwargs)
         if cls is CheckpointFunction:
             run, _, *operands = args
             return run(*operands)
@@ -82,11 +87,11 @@ def _functions_refused() -> Iterator[None]:
             ]
         )
 
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment, method-assign]  # put back below
+    base.apply = classmethod(apply)  # in front of that of its own base, until it is removed
     try:
         yield
     finally:
-        torch.autograd.Function.apply = original  # type: ignore[method-assign]
+        del base.apply
 
 
 class _Detaching(TorchFunctionMode):

@@ -6,8 +6,11 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
-__all__ = ["quiet"]
+import torch
+
+__all__ = ["plain_autograd", "quiet"]
 
 #: Loggers that report what is raised as well.
 _TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
@@ -35,3 +38,21 @@ class _Discard:
 
     def flush(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def plain_autograd() -> Iterator[None]:
+    """Trace without the caller's anomaly detection, which looks at numbers that a trace has not, and hooks on what autograd saves."""
+    hooks: list[Any] = []
+    while True:
+        found: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if found is None:
+            break
+        hooks.append(found)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        with torch.autograd.set_detect_anomaly(False):
+            yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -205,6 +205,10 @@ class Reversed(torch.autograd.Function):
         return -grads[0]
 
 
+#: As PyTorch's own tutorials have it.
+_bound: Any = Reversed.apply
+
+
 def _reversed(y: Tensor) -> Tensor:
     out: Tensor = Reversed.apply(y)  # type: ignore[no-untyped-call]  # torch's own
     return out
@@ -272,6 +276,7 @@ def _differentiated(model: Parts, y: Tensor) -> Tensor:
         (lambda model, y: y.detach_(), r"detach_.*write x = x.detach\(\)"),
         (_hooked, r"calls register_hook on a tensor"),
         (lambda model, y: _reversed(y), r"Reversed: a torch.autograd.Function has a backward of its own"),
+        (lambda model, y: _bound(y), r"Reversed: a torch.autograd.Function has a backward of its own"),
         (_differentiated, r"differentiates inside \(grad\)"),
     ],
 )
@@ -304,3 +309,16 @@ def test_hooks_of_the_root_run_once() -> None:
         found.append((y, x.grad))
     assert calls == ["before", "after"] * 2
     assert all(relative_error(ours, eager) <= 1e-12 for ours, eager in zip(found[1], found[0], strict=True))
+
+
+def test_the_callers_hooks_and_anomaly_detection_are_not_on_while_a_model_is_traced() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.Conv2d(4, 2, 3))
+    net = sft.compile(model, (1, 3, None, None))
+    x = torch.randn(1, 3, 24, 20)
+    checkpoint(net, x, use_reentrant=False).sum().backward()  # captures anew while its hooks are on
+    found = [param.grad for param in net.parameters()]
+    plain = torch.autograd.grad(model(x).sum(), tuple(model.parameters()))
+    torch.testing.assert_close(found, list(plain))
+    with torch.autograd.set_detect_anomaly(True):
+        assert sft.compile(nn.Sequential(nn.Conv2d(3, 4, 3), nn.SELU()), (1, 3, 30, 20))(torch.randn(1, 3, 30, 20)).requires_grad
+        assert torch.is_anomaly_enabled()

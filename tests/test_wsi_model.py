@@ -14,8 +14,11 @@ import sft
 from examples.models import resnet18, vgg16
 from sft.errors import InputError, SourceError
 from sft.wsi.backbones import cut_before_pooling, load_backbone, load_weights, num_features
+from sft.wsi.config import ModelConfig
+from sft.wsi.experiment import segmentation_counts
 from sft.wsi.heads import Evidence, SlideModel, build_model
 from sft.wsi.norms import calibrate, set_training
+from sft.wsi.selection import _without_download
 from tests.helpers.wsi import TinyNet
 
 
@@ -220,6 +223,44 @@ def test_evidence_sums_to_the_score(head: Any) -> None:
     assert evidence.shape == (1, 3, 12, 8)
     assert torch.allclose(evidence.sum((2, 3)) + model.head.classifier.bias, scores, rtol=1e-12)
     assert torch.allclose(scores, model(x), rtol=1e-12)
+
+
+def test_evidence_of_many_positions_survives_sixteen_bits() -> None:
+    """A share of half a million positions is nothing in fp16: of a map nearly all was zero, and the rest a few steps."""
+    torch.manual_seed(0)
+    model = build_model(nn.Conv2d(3, 4, 1), 4, 2, head="gap").eval()
+    x = torch.rand(1, 3, 700, 700)
+    with torch.no_grad(), torch.autocast("cpu", torch.float16):
+        net = sft.compile(Evidence(model), x.shape, budget="512MiB")
+        scores, evidence = net(x)
+    assert isinstance(model.head.classifier, nn.Linear)
+    assert evidence.dtype == torch.float32
+    assert evidence.count_nonzero() == evidence.numel()
+    assert torch.allclose(evidence.sum((2, 3)) + model.head.classifier.bias, scores.float(), atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_pixels_are_counted_exactly_whatever_the_precision(dtype: torch.dtype) -> None:
+    prediction = torch.zeros(1, 2, 300, 301, dtype=dtype)
+    prediction[:, 1, :100] = 1
+    labels = torch.zeros(1, 300, 301, dtype=torch.long)
+    labels[:, :, :7] = 1
+    found = segmentation_counts(prediction, labels)
+    assert found.tolist() == [200 * 294, 200 * 301, 300 * 294, 100 * 7, 100 * 301, 300 * 7]
+
+
+def test_a_trained_model_is_built_as_it_was_without_downloading_weights() -> None:
+    """``pretrained`` means more than a download: torchvision's Inception then normalises its input, and your own may do anything."""
+
+    def built(backbone: str, **options: Any) -> dict[str, Any]:
+        return _without_download(ModelConfig(backbone=backbone, options=options))
+
+    assert built("nets:mine", pretrained=True, weights="a") == {"pretrained": True, "weights": "a"}
+    assert built("timm:resnet18", pretrained=True, in_chans=3) == {"in_chans": 3}
+    assert built("torchvision:resnet18", weights="DEFAULT") == {}
+    assert built("torchvision:inception_v3", weights="DEFAULT") == {"transform_input": True}
+    assert built("torchvision:inception_v3", weights=None) == {}
+    assert built("torchvision:googlenet", pretrained=True, aux_logits=True) == {"transform_input": True, "aux_logits": True}
 
 
 def test_calibrated_norms_normalise_and_stay_frozen_in_training() -> None:

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from sft.errors import InputError
 from sft.wsi.config import TaskConfig, TrainConfig
-from sft.wsi.metrics import Prediction, concordance, confusion, evaluate_predictions, of_patients
+from sft.wsi.inference import mean_loss
+from sft.wsi.metrics import Prediction, concordance, confusion, evaluate_predictions, is_measurable, of_patients
 from sft.wsi.optimization import learning_rate
 from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import Task, cox_gradients, make_task
@@ -170,3 +171,12 @@ def test_segmentation_and_multiclass_metrics() -> None:
 def test_the_learning_rate_is_a_function_of_the_step() -> None:
     config = TrainConfig(lr=2.0, schedule="constant", warmup_steps=4)
     assert [learning_rate(config, step, 10) for step in (0, 3, 4, 9)] == [0.5, 2.0, 2.0, 2.0]
+
+
+def test_a_loss_of_cox_takes_an_event() -> None:
+    """A validation part of which all are censored has none; 0 was the best that a run could reach."""
+    task = make_task(TaskConfig(kind="cox"), (), _records([(1.0, 0.0), (2.0, 1.0)]))
+    assert not is_measurable(task, "loss", [(1.0, 0.0), (2.0, 0.0)])
+    assert is_measurable(task, "loss", [(1.0, 0.0), (2.0, 1.0)])
+    censored = [Prediction(name="a", patient="a", split="validation", target=(1.0, 0.0), output=(0.5,), loss=math.nan)]
+    assert math.isnan(mean_loss("cox", censored))

@@ -197,13 +197,16 @@ class _Batch:
 
 @contextmanager
 def _together(group: Any, device: torch.device) -> Iterator[_Batch]:
-    """Post everything inside as one operation, with NCCL."""
+    """Post everything inside as one operation, with NCCL (whose groups, made directly, are told no device)."""
     batch = _Batch()
-    if device.type == "cuda":
-        group._start_coalescing(device)
-    yield batch
-    if device.type == "cuda":
-        batch.work = group._end_coalescing(device)
+    if device.type != "cuda":
+        yield batch
+        return
+    group._start_coalescing()
+    try:
+        yield batch
+    finally:
+        batch.work = group._end_coalescing()
 
 
 def _new_groups(store: Any, place: int, count: int, timeout: timedelta, device: torch.device) -> dict[Topic, Any]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sft.analysis.attributes import told_apart
 from sft.analysis.graph import map_refs
+from sft.analysis.quiet import plain_autograd
 from sft.errors import InternalError
 from sft.lower.functions import FUNCTIONS
 from sft.lower.program import DEVICE
@@ -100,8 +103,14 @@ def _trace(
     dtypes: Sequence[torch.dtype],
     needs_grad: Sequence[bool],
 ) -> Trace:
-    with torch.inference_mode(False):  # the caller's may be on, and a trace is kept for later calls
+    # The caller's modes may be on, and a trace is kept for later calls.
+    with torch.inference_mode(False), plain_autograd(), _attention():
         return _traced(function, shapes, dtypes, needs_grad)
+
+
+def _attention() -> AbstractContextManager[None]:
+    """Where there is a GPU, attention is traced as the products that it consists of: one call of it would be the CPU's, which GPUs lack."""
+    return sdpa_kernel(SDPBackend.MATH) if torch.cuda.is_available() else nullcontext()
 
 
 def _traced(

@@ -295,13 +295,14 @@ def segmentation_loss(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 def segmentation_counts(prediction: Tensor, target: Tensor) -> Tensor:
-    """Pixels that are right, predicted and true, class after class: ``[3 K]`` sums that stream."""
+    """Pixels that are right, predicted and true, class after class: ``[3 K]`` sums that stream, in 32 bits at least."""
+    dtype = torch.promote_types(prediction.dtype, torch.float32)
     labels = target.unsqueeze(1) if target.dim() == prediction.dim() - 1 else target
-    counted = (labels != IGNORED_LABEL).to(prediction.dtype)
+    counted = (labels != IGNORED_LABEL).to(dtype)
     guess = prediction.argmax(1, keepdim=True)
     sums = []
     for number in range(prediction.shape[1]):
-        predicted = (guess == number).to(prediction.dtype) * counted
-        true = (labels == number).to(prediction.dtype)
+        predicted = (guess == number).to(dtype) * counted
+        true = (labels == number).to(dtype)
         sums += [(predicted * true).sum(), predicted.sum(), true.sum()]
     return torch.stack(sums)

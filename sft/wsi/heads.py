@@ -134,7 +134,11 @@ class Evidence(nn.Module):
         assert not isinstance(head, SegmentationHead)
         features = self.model.backbone(image)
         scores = head(features)
-        evidence = F.conv2d(features * head.weights(features), head.classifier.weight[:, :, None, None])
+        # Shares of many positions are too small for 16 bits.
+        with torch.autocast(image.device.type, enabled=False):
+            weight = head.classifier.weight
+            wide = features.to(torch.promote_types(features.dtype, weight.dtype))
+            evidence = F.conv2d(wide * head.weights(wide), weight[:, :, None, None])
         return scores, evidence
 
 

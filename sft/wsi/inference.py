@@ -11,6 +11,7 @@ import torch
 
 from sft.nn import WithLoss
 from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning, decode_further
+from sft.wsi.errors import TrainingError
 from sft.wsi.experiment import Experiment, autocast, compile_model, segmentation_counts, segmentation_loss
 from sft.wsi.interruption import Interruption
 from sft.wsi.metrics import Prediction
@@ -84,6 +85,10 @@ class Predictor:
             else:
                 scores = self._net.eval()(*inputs).float()
                 output = experiment.task.probabilities(scores)
+                if not all(map(math.isfinite, output)):
+                    raise TrainingError(
+                        f"the prediction for {record.name} is {output}: the weights have grown beyond bounds. Lower train.lr."
+                    )
                 if record.target is not None and experiment.task.kind != "cox":
                     loss = float(experiment.task.slide_loss(scores, record.target))
         return Prediction(
@@ -148,6 +153,7 @@ def mean_loss(kind: str, predictions: Sequence[Prediction]) -> float:
     """The loss over slides: their mean, or Cox's of all of them together."""
     known = [prediction for prediction in predictions if prediction.target is not None]
     if kind == "cox":
-        return cox_gradients([p.output[0] for p in known], [p.target for p in known if p.target is not None])[0] if known else math.nan
+        targets = [p.target for p in known if p.target is not None]
+        return cox_gradients([p.output[0] for p in known], targets)[0] if any(target[1] for target in targets) else math.nan
     losses = [prediction.loss for prediction in known]
     return sum(losses) / len(losses) if losses else math.nan

@@ -93,9 +93,11 @@ def of_patients(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 
 def is_measurable(task: Task, name: str, targets: Sequence[tuple[float, ...]]) -> bool:
-    """Whether slides with these targets tell a metric, whatever is predicted: the area under a curve takes both classes."""
-    if task.kind == "segmentation" or name == "loss":
+    """Whether slides with these targets tell a metric, whatever is predicted: an AUC takes both classes, Cox's loss an event."""
+    if task.kind == "segmentation":
         return True
+    if name == "loss":
+        return task.kind != "cox" or any(target[1] for target in targets)
     value = _metrics(task)[name](np.array(targets, np.float64), np.zeros((len(targets), task.num_outputs)))
     return not math.isnan(value)
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from sft.errors import InputError
 from sft.placing import usable
 from sft.wsi.checkpoint import restore_weights
-from sft.wsi.config import Config
+from sft.wsi.config import Config, ModelConfig
 from sft.wsi.errors import RunFolderError
 from sft.wsi.experiment import Experiment, check_records, load_experiment
 from sft.wsi.progress import Reporter
@@ -105,7 +105,7 @@ def load(selection: Selection, console: Console, ranks: Ranks) -> Loaded:
     config = replace(
         config,
         train=replace(config.train, device=selection.device or config.train.device),
-        model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config)),
+        model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config.model)),
     )
     usable(config.train.device)
     ranks.use_device(config.train.device)
@@ -139,6 +139,22 @@ def load(selection: Selection, console: Console, ranks: Ranks) -> Loaded:
     return loaded
 
 
-def _without_download(config: Config) -> dict[str, Any]:
-    """The backbone's options, but for pretrained weights: a trained model brings its own."""
-    return {name: value for name, value in config.model.options.items() if name not in ("pretrained", "weights")}
+#: What torchvision's builders set where weights are given.
+_BUILT_WITH_WEIGHTS: dict[str, dict[str, Any]] = {
+    "googlenet": {"transform_input": True, "aux_logits": False},
+    "inception_v3": {"transform_input": True},
+}
+
+
+def _without_download(model: ModelConfig) -> dict[str, Any]:
+    """The backbone's options, but for pretrained weights: a trained model brings its own.
+
+    What a library builds otherwise where weights are asked for is asked for by name. Options of other backbones are their own.
+    """
+    library, _, name = model.backbone.partition(":")
+    options = model.options
+    if library not in ("timm", "torchvision"):
+        return options
+    kept = {key: value for key, value in options.items() if key not in ("pretrained", "weights")}
+    is_pretrained = any(options.get(key) for key in ("pretrained", "weights"))
+    return {**_BUILT_WITH_WEIGHTS.get(name, {}), **kept} if library == "torchvision" and is_pretrained else kept

@@ -40,9 +40,12 @@ class FrozenNorm(Rule):
         values, shapes = (image, weight, bias), (strip.shape, channels, channels)
         out = tuple(e.slot(shape, ctx.dtype_of(v)) if m else None for m, shape, v in zip(mask, shapes, values, strict=True))
         mean, variance = (ctx.operand_slot(node.argument(name)) for name in ("running_mean", "running_var"))
+        # The CPU takes None for what the forward pass has not saved; CUDA wants tensors, and takes empty ones for none.
+        wide = torch.promote_types(mean.dtype, torch.float32)
+        saved = e.empty((0,), wide), e.empty((0,), wide)
         e.call_many(
             aten.native_batch_norm_backward.default,
-            (grad, strip, ctx.operand_slot(weight), mean, variance, None, None, False, node.argument("eps"), mask),
+            (grad, strip, ctx.operand_slot(weight), mean, variance, *saved, False, node.argument("eps"), mask),
             out,
         )
         for value, slot in zip(values, out, strict=True):

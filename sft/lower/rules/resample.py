@@ -217,8 +217,10 @@ class Resampling(Rule):
 
     @staticmethod
     def _geometry(ctx: NodeContext) -> tuple[Any, ...]:
+        """What ATen is told besides the sizes. Axes that are done already have no scale: on CUDA it would be taken for theirs again."""
         samplings = ctx.node.argument("samplings")
-        return (samplings[0].align_corners, *(sampling.scale for sampling in samplings))
+        left = (None if axis == ROWS or each.is_identity else each.scale for axis, each in enumerate(samplings))
+        return (samplings[0].align_corners, *left)
 
 
 @dataclass(frozen=True, slots=True)

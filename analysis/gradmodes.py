@@ -7,16 +7,20 @@ That is all that the mode does, with one exception, which is refused: a tensor o
 or through ``x.detach()``, keeps its gradient, that of the value before.
 
 An autograd function with a backward of its own is refused, too, and so are hooks on tensors: a graph has the operators' own derivatives.
+Numbers drawn from Python's or NumPy's generators are refused, since the graph would have those of one call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import pickle
+import random
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
@@ -40,7 +44,7 @@ def grad_modes_followed(model: nn.Module) -> Iterator[None]:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _grad_mode_restored(), sizes_compared(), _functions_refused(), _Detaching(model):
+        with _grad_mode_restored(), sizes_compared(), _draws_refused(model), _functions_refused(), _Detaching(model):
             return inner(*args, **kwargs)
 
     own = vars(model).get("forward")
@@ -63,6 +67,26 @@ def _grad_mode_restored() -> Iterator[None]:
         if torch.is_grad_enabled() != before:
             with torch._C.DisableTorchFunction():
                 torch._C._set_grad_enabled(before)
+
+
+@contextlib.contextmanager
+def _draws_refused(model: nn.Module) -> Iterator[None]:
+    """Refuse numbers that ``forward`` draws outside of torch: it runs once, and all steps would have those of the first."""
+    before = _drawn()
+    yield
+    for name, was, now in zip(("random", "numpy.random"), before, _drawn(), strict=True):
+        if was != now:
+            raise UnsupportedError(
+                [
+                    f"{type(model).__name__}: `forward` draws from `{name}`, and a compiled model has the same numbers in each step; "
+                    "draw with operators on images (dropout, rand_like), or outside, and give what depends on it as an input"
+                ]
+            )
+
+
+def _drawn() -> tuple[object, object]:
+    """How far the generators of Python and of NumPy are."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))  # of any generator that it was given
 
 
 @contextlib.contextmanager

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -278,6 +280,8 @@ def _differentiated(model: Parts, y: Tensor) -> Tensor:
         (lambda model, y: _reversed(y), r"Reversed: a torch.autograd.Function has a backward of its own"),
         (lambda model, y: _bound(y), r"Reversed: a torch.autograd.Function has a backward of its own"),
         (_differentiated, r"differentiates inside \(grad\)"),
+        (lambda model, y: y * 2 if random.random() < 0.5 else y, r"Changed: `forward` draws from `random`"),
+        (lambda model, y: y * float(np.random.rand()), r"Changed: `forward` draws from `numpy.random`"),
     ],
 )
 def test_what_autograd_would_not_notice_is_refused(change: Callable[[Parts, Tensor], Tensor], message: str) -> None:

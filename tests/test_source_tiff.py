@@ -165,8 +165,10 @@ def test_planes_of_an_ome_tiff_are_refused(tmp_path: Path) -> None:
 
     path = tmp_path / "stack.ome.tif"
     tifffile.imwrite(path, np.zeros((5, 64, 64), np.uint8), tile=(32, 32), photometric="minisblack", metadata={"axes": "ZYX"})
-    with pytest.raises(NotTiledError, match=r"stack\.ome\.tif.*ZYX"):
+    with pytest.raises(SourceError, match=r"stack\.ome\.tif.*ZYX"):
         _ = TiffImage(path).facts
+    with pytest.raises(SourceError, match=r"stack\.ome\.tif.*ZYX"):  # OpenSlide would give the first plane for all
+        open_image(path)
 
 
 @pytest.mark.parametrize(

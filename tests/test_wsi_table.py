@@ -296,6 +296,7 @@ def test_a_split_that_cannot_be_learnt_from_is_refused() -> None:
     [
         ("data:\n  csv: t.csv\ntrain:\n#  lr: 0.1\n", "line 3: train has no settings below it"),
         ("data: [t.csv]\n", "line 1: data has no settings"),
+        ("data:\n  csv: t.csv\nmodel:\n  options: # {}\n", "line 4: options has no settings"),
         ("data:\n  csv: t.csv\nmodel:\n  options: &a\n    deep: [*a]\n", "line 4: an alias of what it is part of"),
         ("train: &a\n  <<: *a\n", "an alias of what it is part of"),
     ],

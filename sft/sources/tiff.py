@@ -210,10 +210,10 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
         raise NotTiledError(f"cannot decode {path} by tiles: {what}. {remedy} to a tiled TIFF.")
     if tiff.is_ome:
         series = tiff.series[0]
-        if len(series.levels[0].pages) != 1 or not series.levels[0].keyframe.is_tiled:
-            raise NotTiledError(
-                f"cannot decode {path} by tiles: it has {series.axes} = {series.shape}, one plane is read. Export one plane."
-            )
+        if len(series.levels[0].pages) != 1:  # no other reader would see more than the first, either
+            raise SourceError(f"cannot read {path}: it has {series.axes} = {series.shape}, of which one plane is read. Export that plane.")
+        if not series.levels[0].keyframe.is_tiled:
+            raise NotTiledError(f"cannot decode {path} by tiles: its series {series.axes} = {series.shape} is not tiled. Convert it.")
         pages = [level.keyframe for level in series.levels]
     else:
         pages = [page for page in tiff.pages if page.is_tiled and (page is first or tiff.is_svs or page.is_reduced)]

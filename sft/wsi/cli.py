@@ -96,6 +96,9 @@ def read_config(path: Path) -> Config:
         raise InputError(f"{path}: {' '.join(str(error).split())}") from error
 
 
+_NULL = "tag:yaml.org,2002:null"
+
+
 def _check_file(path: Path) -> None:
     """Refuse a YAML file in which a key is there twice (the reader takes the last one, and drops the others without a word), a group has no
     settings, or something is inside of itself: the reader falls over these.
@@ -113,7 +116,8 @@ def _check_file(path: Path) -> None:
             where = f"{path}, line {key.start_mark.line + 1}: {key.value}"
             if keys.count(key.value) > 1:
                 raise InputError(f"{where} is there {keys.count(key.value)} times; leave one")
-            if not above and key.value in GROUPS and not isinstance(value, yaml.MappingNode):
+            is_empty = not isinstance(value, yaml.MappingNode) if not above else key.value == "options" and value.tag == _NULL
+            if is_empty and (above or key.value in GROUPS):
                 raise InputError(f"{where} has no settings below it; write some, or leave the line out")
             check(value, (*above, node))
         for item in node.value if isinstance(node, yaml.SequenceNode) else []:

@@ -257,7 +257,7 @@ def test_a_trained_model_is_built_as_it_was_without_downloading_weights() -> Non
 
     assert built("nets:mine", pretrained=True, weights="a") == {"pretrained": True, "weights": "a"}
     assert built("timm:resnet18", pretrained=True, in_chans=3) == {"in_chans": 3}
-    assert built("torchvision:resnet18", weights="DEFAULT") == {}
+    assert built("torchvision:resnet18", weights="DEFAULT") == built("resnet18", pretrained=True) == {}
     assert built("torchvision:inception_v3", weights="DEFAULT") == {"transform_input": True}
     assert built("torchvision:inception_v3", weights=None) == {}
     assert built("torchvision:googlenet", pretrained=True, aux_logits=True) == {"transform_input": True, "aux_logits": True}

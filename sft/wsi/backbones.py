@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from sft.errors import InputError, SourceError
-from sft.libraries import ModelName
+from sft.libraries import Maker, ModelName
 
-__all__ = ["cut_before_pooling", "load_backbone", "load_weights", "num_features"]
+__all__ = ["cut_before_pooling", "library_of", "load_backbone", "load_weights", "num_features"]
 
 _SIZES_PX = (128, 192)
 _MAX_DEPTH = 3
@@ -36,13 +36,26 @@ def load_backbone(name: str, options: dict[str, Any]) -> nn.Module:
     Raises:
         InputError: there is no such network, its maker fails, or no feature map is found in it.
     """
-    maker = ModelName(text=name, place="model.backbone", options_place="model.options", libraries=("timm", "torchvision")).maker()
+    maker = _maker(name)
     if maker.library == "timm":
         return maker.make({"num_classes": 0, "global_pool": "", **options})
     options = dict(options)
     if maker.library == "torchvision" and options.pop("pretrained", False):
         options.setdefault("weights", "DEFAULT")
     return cut_before_pooling(maker.make(options), name)
+
+
+def library_of(name: str) -> str:
+    """Who makes a backbone: "timm", "torchvision", or a module of the caller's.
+
+    Raises:
+        InputError: there is no such network.
+    """
+    return _maker(name).library
+
+
+def _maker(name: str) -> Maker:
+    return ModelName(text=name, place="model.backbone", options_place="model.options", libraries=("timm", "torchvision")).maker()
 
 
 def num_features(backbone: nn.Module, name: str) -> int:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from sft.errors import InputError
 from sft.placing import usable
+from sft.wsi.backbones import library_of
 from sft.wsi.checkpoint import restore_weights
 from sft.wsi.config import Config, ModelConfig
 from sft.wsi.errors import RunFolderError
@@ -151,10 +152,12 @@ def _without_download(model: ModelConfig) -> dict[str, Any]:
 
     What a library builds otherwise where weights are asked for is asked for by name. Options of other backbones are their own.
     """
-    library, _, name = model.backbone.partition(":")
+    library, _, name = model.backbone.rpartition(":")
     options = model.options
-    if library not in ("timm", "torchvision"):
+    if library not in ("", "timm", "torchvision"):
         return options
     kept = {key: value for key, value in options.items() if key not in ("pretrained", "weights")}
     is_pretrained = any(options.get(key) for key in ("pretrained", "weights"))
-    return {**_BUILT_WITH_WEIGHTS.get(name, {}), **kept} if library == "torchvision" and is_pretrained else kept
+    if is_pretrained and name in _BUILT_WITH_WEIGHTS and (library or library_of(name)) == "torchvision":
+        return {**_BUILT_WITH_WEIGHTS[name], **kept}
+    return kept

@@ -31,9 +31,15 @@ from sft.errors import InputError
 __all__ = ["Peak", "measure_peak"]
 
 
+#: counters of CUDA's allocator
+_COUNTERS = ("allocated_bytes", "requested_bytes")
+
+
 class _Meter(Protocol):
     @property
     def peak_bytes(self) -> int: ...
+    @property
+    def requested_peak_bytes(self) -> int: ...
     @property
     def current_bytes(self) -> int: ...
 
@@ -51,6 +57,11 @@ class Peak:
     def num_bytes(self) -> int:
         """The most bytes that were held at once inside the block, above its start."""
         return self._meter.peak_bytes
+
+    @property
+    def requested_bytes(self) -> int:
+        """The same without what CUDA's allocator rounds up: it hands out blocks, and ``num_bytes`` are those of the blocks."""
+        return self._meter.requested_peak_bytes
 
     @property
     def current_bytes(self) -> int:
@@ -141,6 +152,10 @@ class _DispatchMeter(TorchDispatchMode):
         self._effects: dict[object, _Effect] = {}
         self._on_death: Callable[[_CountedStorage], None] = self._release
 
+    @property
+    def requested_peak_bytes(self) -> int:
+        return self.peak_bytes
+
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -221,14 +236,14 @@ def _storages(value: Any) -> list[torch.UntypedStorage]:
 
 
 class _CudaMeter:
-    """Reads the caching allocator's counters; open meters share its one resettable peak."""
+    """Reads the caching allocator's counters, of blocks and of what was asked for; open meters share its one resettable peak."""
 
     _open: list[_CudaMeter] = []  # noqa: RUF012  # shared on purpose
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start_bytes = 0
-        self._highest_bytes = 0
+        self._start_bytes = dict.fromkeys(_COUNTERS, 0)
+        self._highest_bytes = dict.fromkeys(_COUNTERS, 0)
         self._is_open = False
 
     def start(self) -> None:
@@ -236,7 +251,8 @@ class _CudaMeter:
         for meter in self._open:
             meter._keep_highest()  # the reset below wipes what the enclosing blocks have seen
         torch.cuda.reset_peak_memory_stats(self._device)
-        self._start_bytes = self._highest_bytes = torch.cuda.memory_allocated(self._device)
+        self._start_bytes = self._read("current")
+        self._highest_bytes = dict(self._start_bytes)
         self._is_open = True
         self._open.append(self)
 
@@ -247,13 +263,25 @@ class _CudaMeter:
 
     @property
     def peak_bytes(self) -> int:
-        if self._is_open:
-            self._keep_highest()
-        return self._highest_bytes - self._start_bytes
+        return self._peak("allocated_bytes")
+
+    @property
+    def requested_peak_bytes(self) -> int:
+        return self._peak("requested_bytes")
 
     @property
     def current_bytes(self) -> int:
-        return torch.cuda.memory_allocated(self._device) - self._start_bytes
+        return self._read("current")["allocated_bytes"] - self._start_bytes["allocated_bytes"]
+
+    def _peak(self, counter: str) -> int:
+        if self._is_open:
+            self._keep_highest()
+        return self._highest_bytes[counter] - self._start_bytes[counter]
 
     def _keep_highest(self) -> None:
-        self._highest_bytes = max(self._highest_bytes, torch.cuda.max_memory_allocated(self._device))
+        now = self._read("peak")
+        self._highest_bytes = {counter: max(self._highest_bytes[counter], now[counter]) for counter in _COUNTERS}
+
+    def _read(self, which: str) -> dict[str, int]:
+        stats = torch.cuda.memory_stats(self._device)
+        return {counter: int(stats.get(f"{counter}.all.{which}", 0)) for counter in _COUNTERS}

@@ -35,6 +35,7 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
         f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",
         f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
         *_weights(plan),
+        *_overhead(plan),
         *([f"  host              {format_bytes(plan.host_bytes):>12}  for what leaves the device meanwhile"] if plan.host_bytes else []),
         f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
     ]
@@ -57,6 +58,13 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
     if plan.notes:
         lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines)
+
+
+def _overhead(plan: Plan) -> list[str]:
+    """What a GPU takes besides tensors."""
+    if not plan.overhead_bytes:
+        return []
+    return [f"    overhead        {format_bytes(plan.overhead_bytes):>12}  of the peak: the allocator's rounding, libraries' workspaces"]
 
 
 def _weights(plan: Plan) -> list[str]:

@@ -1,6 +1,9 @@
 """From a problem to a plan that fits: the one handed in, the planner's, one with less for repeated blocks, one with streamed weights.
 
 Problem and plan go together, as what fits may be a changed problem: weights elsewhere, smaller budgets of repeated blocks.
+
+On a GPU a plan that fits by its projection is tried there (``sft.execute.overhead``). What the device takes besides may be more than the
+budget has left; then a plan is looked for that leaves so much.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from sft.analysis.capture import attribute_of
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.deep.parameters import streamable
 from sft.errors import BudgetError, InputError, UnsupportedError
+from sft.execute.costs import open_costs
 from sft.execute.function import autocast_off
+from sft.execute.overhead import Overheads
 from sft.execute.stopwatch import time_step
 from sft.options import Options
 from sft.placing import check_step, refuse_streaming, weights_to_stream
@@ -81,6 +87,21 @@ class Search:
             InputError: the plan that was handed in is for another model.
             UnsupportedError: the weights cannot be streamed.
         """
+        if not _takes_more(self.device):
+            return self._projected(problem)
+        overheads, known = self._overheads(problem), 0
+        while True:
+            try:
+                found, planned = self._projected(problem.with_overhead(known))
+            except BudgetError as error:
+                raise error if known else _before_trial(error) from None
+            tried = _tried(overheads, found, planned)
+            if self._fits(found, tried):
+                return found, tried
+            known = max(tried.projection.overhead_bytes, known + 1)
+
+    def _projected(self, problem: Problem) -> tuple[Problem, Planned]:
+        """A plan that fits by its projection, and the problem that it is for."""
         if self.are_weights_taken or self.options.streams_weights or (self.given is not None and self.given.streamed_weights > 0):
             streamed = self._streaming(problem)
             return self._known(streamed) or self._found(streamed)
@@ -100,13 +121,28 @@ class Search:
     def fastest(self, problem: Problem, planned: Planned) -> tuple[Planned, Sequence[float]]:
         """Of a plan and, where the choice is the planner's, its rivals the one that takes least time here; and the seconds of its moves."""
         others = () if self.given is not None else rivals(problem, planned, self.budget_bytes, self.options, self.device.type)
+        overheads = self._overheads(problem) if _takes_more(self.device) else None
         with autocast_off(self.device):
             seconds = time_step(problem, planned.region, self.device, progress=self.options.progress)
             for other in others:
+                if overheads is not None:
+                    other = _tried(overheads, problem, other)
+                    if not self._fits(problem, other):
+                        continue
                 taken = time_step(problem, other.region, self.device, most_seconds=sum(seconds), progress=self.options.progress)
                 if taken is not None:
                     planned, seconds = other, taken
         return planned, seconds
+
+    def _overheads(self, problem: Problem) -> Overheads:
+        """What finds out what plans take besides on this device."""
+        weights = {n.name: attribute_of(self.model, n.target) for n in problem.graph.nodes if n.kind in ("parameter", "buffer")}
+        plain = {name: weight for name, weight in weights.items() if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)}
+        return Overheads(self.device, open_costs(self.device), plain, num_streams=2 if self.options.cuda_graphs else 1)
+
+    def _fits(self, problem: Problem, tried: Planned) -> bool:
+        """Whether a plan fits with what the device takes besides."""
+        return problem.resident_bytes + tried.projection.peak_bytes + tried.projection.overhead_bytes <= self.budget_bytes
 
     def _streaming(self, problem: Problem) -> Problem:
         """The same problem with streamed weights."""
@@ -160,3 +196,23 @@ class Search:
         check_host(planned, self.options.host_budget_bytes)
         check_device(problem, planned, self.budget_bytes)
         return problem, planned
+
+
+def _takes_more(device: torch.device) -> bool:
+    """Whether a device takes more than tensors."""
+    return device.type == "cuda"
+
+
+def _tried(overheads: Overheads, problem: Problem, planned: Planned) -> Planned:
+    """A plan with what the device takes besides."""
+    with autocast_off(overheads.device):
+        overhead_bytes = overheads.of(problem, planned.region, planned.projection.peak_bytes)
+    return replace(planned, projection=replace(planned.projection, overhead_bytes=overhead_bytes))
+
+
+def _before_trial(error: BudgetError) -> BudgetError:
+    """A refusal of plans that nobody has tried on the device."""
+    return BudgetError(
+        f"{error} On a GPU the allocator's blocks and libraries' workspaces come on top: they are measured when a plan fits without them.",
+        needed_bytes=error.needed_bytes,
+    )

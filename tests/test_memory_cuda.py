@@ -13,15 +13,25 @@ class _FakeAllocator:
     """Stands in for the CUDA caching allocator's counters."""
 
     def __init__(self) -> None:
-        self.allocated = 1000
-        self.highest = 1000
+        self.allocated = self.requested = 1000
+        self.highest = self.highest_requested = 1000
 
-    def allocate(self, num_bytes: int) -> None:
-        self.allocated += num_bytes
+    def allocate(self, num_bytes: int, block_bytes: int | None = None) -> None:
+        self.requested += num_bytes
+        self.allocated += num_bytes if block_bytes is None else block_bytes
         self.highest = max(self.highest, self.allocated)
+        self.highest_requested = max(self.highest_requested, self.requested)
 
     def reset(self, _: torch.device) -> None:
-        self.highest = self.allocated
+        self.highest, self.highest_requested = self.allocated, self.requested
+
+    def stats(self, _: torch.device) -> dict[str, int]:
+        return {
+            "allocated_bytes.all.current": self.allocated,
+            "allocated_bytes.all.peak": self.highest,
+            "requested_bytes.all.current": self.requested,
+            "requested_bytes.all.peak": self.highest_requested,
+        }
 
 
 @pytest.fixture
@@ -30,8 +40,7 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> _FakeAllocator:
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: fake.allocated)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: fake.highest)
+    monkeypatch.setattr(torch.cuda, "memory_stats", fake.stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset)
     return fake
 
@@ -61,6 +70,22 @@ def test_nested_cuda_blocks_share_one_counter(allocator: _FakeAllocator) -> None
         assert inner.num_bytes == 50
     assert (outer.num_bytes, inner.num_bytes) == (1150, 50)
     assert sft.memory._CudaMeter._open == []
+
+
+def test_what_was_asked_for_is_told_from_the_blocks(allocator: _FakeAllocator) -> None:
+    with measure_peak("cuda") as outer:
+        allocator.allocate(100, 512)
+        allocator.allocate(-100, -512)
+        with measure_peak("cuda") as inner:
+            allocator.allocate(40, 512)
+        assert (inner.num_bytes, inner.requested_bytes) == (512, 40)
+    assert (outer.num_bytes, outer.requested_bytes) == (512, 100)
+
+
+def test_on_the_cpu_a_block_is_what_was_asked_for() -> None:
+    with measure_peak() as peak:
+        torch.empty(100)
+    assert peak.num_bytes == peak.requested_bytes == 400
 
 
 @pytest.mark.gpu

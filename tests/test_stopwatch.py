@@ -11,6 +11,7 @@ from torch import nn
 import sft
 from sft.execute.signature import signature
 from sft.execute.stopwatch import Stopwatch, time_step
+from sft.execute.trial import Trial
 from sft.lower.program import Port, Program, Slot
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
@@ -73,15 +74,15 @@ def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], mon
 def test_programs_are_timed_on_operands_in_the_layout_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are the model's, images are ours. Convolutions that found their weights channels last were timed as too fast."""
     problem, region = _planned(monkeypatch, tile=(8, None))
-    made_once, seen = Stopwatch._made, dict[str, set[bool]]()
+    made_once, seen = Trial._made, dict[str, set[bool]]()
 
-    def note(watch: Stopwatch, program: Program, port: Port, slot: Slot) -> Any:
-        made = made_once(watch, program, port, slot)
+    def note(trial: Trial, program: Program, port: Port, slot: Slot) -> Any:
+        made = made_once(trial, program, port, slot)
         if isinstance(made, torch.Tensor) and made.dim() == 4 and made.shape[1] > 1 and max(made.shape[2:]) > 1:
             seen.setdefault(port.role, set()).add(made.is_contiguous(memory_format=torch.channels_last))
         return made
 
-    monkeypatch.setattr(Stopwatch, "_made", note)
+    monkeypatch.setattr(Trial, "_made", note)
     run_step(problem, region, Stopwatch())
     assert seen["side"] == seen["grad_side"] == {False}
     assert seen["source"] == seen["out"] == {True}

@@ -48,27 +48,28 @@ class Recorder(Protocol):
         """Do the work, once or more, and return what does it again on the same memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CudaRecorder:
-    """Records CUDA graphs.
+    """Records CUDA graphs, all on one stream: libraries keep workspaces for each stream that they have run on.
 
     Attributes:
         device: the GPU.
     """
 
     device: torch.device
+    _stream: torch.cuda.Stream | None = None
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Run once on a stream of its own (kernels are compiled and chosen then), then record."""
+        """Run once on a stream of their own (kernels are compiled and chosen then), then record."""
         with torch.cuda.device(self.device):
-            stream = torch.cuda.Stream()
+            stream = self._stream = self._stream or torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 work()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             # Other threads, such as a reader's, may use the device meanwhile.
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 work()
         return graph.replay
 

@@ -28,11 +28,10 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from sft.analysis.interval import Interval
 from sft.execute.costs import Costs, open_costs
 from sft.execute.machine import TorchMachine
-from sft.execute.signature import signature
-from sft.lower.program import Port, Program, Slot
+from sft.execute.trial import Halved, Trial, first_half, key_of
+from sft.lower.program import Port, Program
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
 from sft.plan.rates import LARGE_BUFFER_BYTES
@@ -52,13 +51,6 @@ _PAGES_BYTES = 64 * 2**20
 
 def _no_one() -> None:
     pass
-
-
-@dataclass(slots=True)
-class _TimedSaved(Saved):
-    """What a first half leaves: its byte count, and the program that makes what the second half is timed on."""
-
-    first: Program | None = None
 
 
 @dataclass(slots=True)
@@ -162,22 +154,19 @@ class Stopwatch(PhantomMachine):
         return TorchMachine(self.device)
 
     def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
-        first = saved.first if isinstance(saved, _TimedSaved) else None
+        first = first_half(saved)
         results, left = PhantomMachine.run(self, program, bindings, saved)
         self.seconds += self._seconds(program, first)
         # What is large was new whenever the program was timed.
         self._touch((handle.num_bytes for handle in results.values() if isinstance(handle, Phantom)), recycled_only=True)
         if self.seconds >= self.most_seconds:
             raise _SlowerError
-        return results, _TimedSaved(left.values, left.loaded, first=program if program.saved else None)
+        return results, Halved(left.values, left.loaded, first=program if program.saved else None)
 
     def _seconds(self, program: Program, first: Program | None) -> float:
         """Seconds of a program; a second half is timed on what its first half leaves."""
         if id(program) not in self._keys:
-            names = [signature(one) for one in (program, first) if one is not None]
-            lasting = None not in names
-            key = " ".join(map(str, names)) if lasting else f"program {id(program)}"
-            self._keys[id(program)] = (program, key, lasting)  # held, so that no other program gets its identity
+            self._keys[id(program)] = (program, *key_of(program, first))  # held, so that no other program gets its identity
             self.advance()
         _, key, lasting = self._keys[id(program)]
         known = self.costs.get(key)
@@ -189,50 +178,21 @@ class Stopwatch(PhantomMachine):
 
     def _time(self, program: Program, first: Program | None) -> float:
         """Seconds of a program."""
-        machine = self._real
+        trial = Trial(program, first, self.device)
 
-        def bound(one: Program) -> dict[Port, Any]:
-            return {port: self._made(one, port, slot) for port, slot in one.ports.items()}
+        def once(*, is_last: bool = False) -> float:
+            trial.wait()
+            started = time.perf_counter()
+            trial.run(is_last=is_last)
+            return time.perf_counter() - started
 
-        with torch.no_grad():
-            saved = {} if first is None else machine.run(first, bound(first))[1].values
-            bindings = bound(program)
-
-            def once(*, is_last: bool = False) -> float:
-                # In a step the memory of what was saved is used again as soon as it has been read; so it is the last time.
-                held = None if not saved else Saved(saved) if is_last else Saved(saved).fork()
-                self._wait()
-                started = time.perf_counter()
-                machine.run(program, bindings, held)
-                self._wait()
-                return time.perf_counter() - started
-
-            if once() >= _LONG_SECONDS:
-                return once(is_last=True)
-            return median([once(is_last=run == _NUM_RUNS - 1) for run in range(_NUM_RUNS)])
-
-    def _made(self, program: Program, port: Port, slot: Slot) -> Any:
-        """Something to bind: numbers between 0 and 1, of whole numbers zeros."""
-        if port.role == "origin":
-            return (0, 0, 0)
-        # Weights and their gradients are laid out as the model has them, images as we have them.
-        tensor = self._real.allocate(slot.shape, slot.dtype, zero=True, contiguous=port.role in ("side", "grad_side"))
-        if slot.dtype.is_floating_point:
-            tensor.uniform_(generator=torch.Generator(self.device).manual_seed(0))  # the caller's random state stays as it is
-        dim = _carried_dim(program, slot) if port.role == "carry" else None
-        return tensor if dim is None else [(0, Interval(0, slot.shape[dim]), tensor)]
+        if once() >= _LONG_SECONDS:
+            return once(is_last=True)
+        return median([once(is_last=run == _NUM_RUNS - 1) for run in range(_NUM_RUNS)])
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def _carried_dim(program: Program, slot: Slot) -> int | None:
-    """The dimension along which rows come in pieces, by the call that loads them, whichever it is."""
-    for instruction in program.instructions:
-        if len(instruction.arguments) == 3 and instruction.arguments[2] == slot:
-            return int(instruction.arguments[1])
-    return None
 
 
 class _SlowerError(Exception):

@@ -36,7 +36,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         training=problem.training,
         budget_bytes=budget_bytes,
         resident_bytes=problem.resident_bytes,
-        projected_peak_bytes=planned.projection.peak_bytes,
+        projected_peak_bytes=planned.projection.peak_bytes + planned.projection.overhead_bytes,
         flops=planned.projection.flops,
         plain_flops=sum(program.flops for program in plain_programs(problem)) - extra_flops(problem),
         timeline=timeline_of(problem, planned.choices, planned.projection, rates),
@@ -48,6 +48,7 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         repeat_budgets=free_budgets(problem),
         streamed_weights=0 if problem.weights is None else len(problem.weights.num_bytes),
         weights_peak_bytes=planned.projection.weights_peak_bytes,
+        overhead_bytes=planned.projection.overhead_bytes,
     )
 
 
@@ -76,7 +77,7 @@ def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) 
         footprint = run_footprint(
             graph, choice.nodes, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, choice.batch_tile
         )
-        spare_bytes = budget_bytes - problem.resident_bytes - planned.projection.peak_bytes
+        spare_bytes = budget_bytes - problem.resident_bytes - planned.projection.peak_bytes - planned.projection.overhead_bytes
         tallest = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.stride(choice.nodes))
         rows = "-" if tallest is None else f"{min(tallest, problem.run_height(choice.nodes))} rows"
         formulas = (

@@ -28,7 +28,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
     Raises:
         BudgetError: nothing found fits; names the segment that needs most and the smallest budget found to work.
     """
-    room_bytes = budget_bytes - problem.resident_bytes
+    room_bytes = budget_bytes - problem.occupied_bytes
     if options.strategy == "sft":
         return _fused_tiled(problem, budget_bytes, options)
     if options.strategy in (*RECOMPUTING, *OFFLOADING):
@@ -42,7 +42,7 @@ def plan_segments(problem: Problem, budget_bytes: int, options: Options, device_
 
 def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Planned:
     """The plan with the fewest FLOPs among the SFT paper's that fit."""
-    room_bytes = budget_bytes - problem.resident_bytes
+    room_bytes = budget_bytes - problem.occupied_bytes
     best: Planned | None = None
     smallest: Planned | None = None
     for partitioned in partition_choices(problem, options):
@@ -66,7 +66,7 @@ def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Plann
 
 def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> Planned:
     """The published schedule of that name."""
-    room_bytes = budget_bytes - problem.resident_bytes
+    room_bytes = budget_bytes - problem.occupied_bytes
     staged = StagedModel(problem, rates)
     if not problem.training or len(staged.stages) < 2:  # there is nothing to recompute
         planned = carry_out(problem, staged.choices)
@@ -102,30 +102,36 @@ def check_device(problem: Problem, planned: Planned, budget_bytes: int) -> None:
     Raises:
         BudgetError: it does.
     """
-    needed = problem.resident_bytes + planned.projection.peak_bytes
+    needed = problem.occupied_bytes + planned.projection.peak_bytes
     if needed > budget_bytes:
         raise BudgetError(
             f"the budget is {format_bytes(budget_bytes)}, but the plan that was given needs {format_bytes(needed)} here "
-            f"({format_bytes(problem.resident_bytes)} resident). Raise the budget to {needed} bytes, or leave plan out and have "
+            f"({_occupied(problem)}). Raise the budget to {needed} bytes, or leave plan out and have "
             "one made for this budget.",
             needed_bytes=needed,
         )
 
 
 def _too_small(problem: Problem, smallest: Planned, budget_bytes: int) -> BudgetError:
-    needed = problem.resident_bytes + smallest.projection.peak_bytes
+    needed = problem.occupied_bytes + smallest.projection.peak_bytes
     scopes = [segment.scope for segment in smallest.region.segments]
     worst = max(scopes, key=lambda s: sum(problem.value_bytes(n) for n in s.outputs + s.sources), default=None)
     between = f"; segment {problem.graph[worst.names[0]].label} .. {problem.graph[worst.names[-1]].label}" if worst else ""
     return BudgetError(
         f"the budget is {format_bytes(budget_bytes)}, but a step needs {format_bytes(needed)} at least "
-        f"({format_bytes(problem.resident_bytes)} resident, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and "
+        f"({_occupied(problem)}, {format_bytes(smallest.projection.peak_bytes)} for inputs, cuts and "
         f"strips{between}). "
         f"Raise the budget to {needed} bytes, give a smaller input, "
         f"{_without_outputs(problem, smallest)}{_over_the_host(problem)}{_of_repeats(problem)}{_of_weights(problem, needed)}"
         "or leave out options that force strategy, tile, state_every or state_slots.",
         needed_bytes=needed,
     )
+
+
+def _occupied(problem: Problem) -> str:
+    """What of a budget is taken, whatever is decided."""
+    besides = f", {format_bytes(problem.overhead_bytes)} for blocks and workspaces of the device" if problem.overhead_bytes else ""
+    return f"{format_bytes(problem.resident_bytes)} resident{besides}"
 
 
 def _over_the_host(problem: Problem) -> str:

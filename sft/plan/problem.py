@@ -35,6 +35,7 @@ class Problem:
         requires_grad: values that need a gradient; empty for inference.
         channels_last: model inputs and outputs that are laid out channels last.
         resident_bytes: parameters, their gradients, buffers and optimizer state.
+        overhead_bytes: what the device is known to take besides all tensors: an allocator's rounding, libraries' workspaces.
         from_source: model inputs that are read strip by strip, and never resident.
         outputs_on_host: whether the model's outputs go to the host.
         splits_batch: whether the batch may be taken in parts.
@@ -52,6 +53,7 @@ class Problem:
     requires_grad: frozenset[str]
     channels_last: frozenset[str]
     resident_bytes: int
+    overhead_bytes: int = 0
     from_source: frozenset[str] = frozenset()
     outputs_on_host: bool = False
     splits_batch: bool = True
@@ -62,6 +64,17 @@ class Problem:
     skips_repeats: bool = False
     weights: StreamedWeights | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def occupied_bytes(self) -> int:
+        """Bytes of the budget that no decision can use."""
+        return self.resident_bytes + self.overhead_bytes
+
+    def with_overhead(self, num_bytes: int) -> Problem:
+        """The same problem where the device takes so much besides; nothing that has been derived depends on that, so it is shared."""
+        other = replace(self, overhead_bytes=num_bytes)
+        object.__setattr__(other, "memo", self.memo)
+        return other
 
     def fits_host(self, num_bytes: int) -> bool:
         """Whether a step may take so many bytes of the host."""

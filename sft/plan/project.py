@@ -36,6 +36,7 @@ class Projection:
         host_bytes: most bytes on the host, for what leaves the device meanwhile.
         slab_bytes: those of the slab, for copies; the others are streamed cuts.
         weights_peak_bytes: most bytes of streamed weights at once; they are in ``peak_bytes``.
+        overhead_bytes: what the device takes besides, where that has been found out (``sft.execute.overhead``).
     """
 
     peak_bytes: int
@@ -44,6 +45,7 @@ class Projection:
     host_bytes: int = 0
     slab_bytes: int = 0
     weights_peak_bytes: int = 0
+    overhead_bytes: int = 0
 
 
 def project(problem: Problem, region: Region, *, exactly: bool = False, machine: LapMachine | None = None) -> Projection:

@@ -44,7 +44,7 @@ def rivals(problem: Problem, best: Planned, budget_bytes: int, options: Options,
     """
     if options.strategy != "auto" or options.tile is not None:
         return ()
-    room_bytes = budget_bytes - problem.resident_bytes
+    room_bytes = budget_bytes - problem.occupied_bytes
     found: dict[object, Planned] = {}
     for planned in _all(problem, room_bytes, budget_bytes, options, device_type):
         projection = planned.projection

@@ -144,7 +144,8 @@ class Plan:
         budget_bytes: the budget.
         resident_bytes: parameters, their gradients, buffers, optimizer state; without those of streamed weights.
         projected_peak_bytes: most bytes above the resident ones: inputs (of those that are read, the buffers), outputs and their
-            gradients (where they are on the device), cuts, states, strips, new parameter gradients, streamed weights while they are there.
+            gradients (where they are on the device), cuts, states, strips, new parameter gradients, streamed weights while they are there,
+            and ``overhead_bytes``.
         flops: what a step computes (convolutions and matrix products, as ``torch.utils.flop_counter`` counts them).
         plain_flops: what plain PyTorch computes for the same step.
         projected_seconds: of a step, from timing its programs on the device; ``None`` where that was not asked for. Every plan has
@@ -161,6 +162,7 @@ class Plan:
         repeat_budgets: most bytes that repeated blocks may hold which have no budget of their own, in order; empty where they keep all.
         streamed_weights: how many parameters are streamed; 0 where all are resident.
         weights_peak_bytes: most bytes of streamed weights on the device at once, which are part of the projected peak.
+        overhead_bytes: on a GPU, what its allocator rounds up and libraries take as workspaces, measured there; part of the projected peak.
         mesh: of a plan for several ranks what each holds, computes and sends. The numbers above are then those of the rank that needs most,
             but for ``flops``, which are those of all bands of an image together.
     """
@@ -185,6 +187,7 @@ class Plan:
     repeat_budgets: tuple[int, ...] = ()
     streamed_weights: int = 0
     weights_peak_bytes: int = 0
+    overhead_bytes: int = 0
     mesh: MeshPlan | None = None
 
     @property

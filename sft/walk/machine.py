@@ -196,6 +196,10 @@ class Meter:
         self.peak_bytes = 0
         self.flops = 0
 
+    def held(self, num_bytes: int) -> int:
+        """What a buffer of so many bytes counts for."""
+        return num_bytes
+
     def spike(self, num_bytes: int) -> None:
         """Note a peak of ``num_bytes`` above what is live."""
         self.peak_bytes = max(self.peak_bytes, self.now_bytes + num_bytes)
@@ -208,7 +212,7 @@ class Phantom:
 
     def __init__(self, meter: Meter, num_bytes: int, base: Phantom | None = None) -> None:
         self._meter, self.num_bytes, self._base = meter, num_bytes, base
-        meter.now_bytes += num_bytes
+        meter.now_bytes += meter.held(num_bytes)
         meter.spike(0)
 
     def view(self) -> Phantom:
@@ -222,12 +226,12 @@ class Phantom:
 
     def resize(self, num_bytes: int) -> None:
         """Give the bytes back, or take them again."""
-        self._meter.now_bytes += num_bytes - self.num_bytes
+        self._meter.now_bytes += self._meter.held(num_bytes) - self._meter.held(self.num_bytes)
         self.num_bytes = num_bytes
         self._meter.spike(0)
 
     def __del__(self) -> None:
-        self._meter.now_bytes -= self.num_bytes
+        self._meter.now_bytes -= self._meter.held(self.num_bytes)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,224 @@
+"""What a GPU holds beside the bytes that the programs of a plan ask for.
+
+The projection counts tensors. On a GPU three things come on top, and no formula gives them:
+
+- PyTorch's allocator hands out *blocks*: sizes are rounded up, and a large free block is not split for a request that nearly fills it;
+- an operator may take a *workspace* while it runs, as most of cuDNN's convolutions do, of a size that the library chooses;
+- cuBLAS has a workspace for each thread and stream that has multiplied matrices, and keeps it.
+
+So each distinct program of a plan is run for a moment on the device, on numbers of its own, and the allocator's peak says what it takes
+more than its tensors; that is remembered in the file of measured times (`sft.execute.costs`). The step is then walked once more in byte
+counts, every buffer as large as its block and every program with its workspace. What that walk needs more than the plan's projection is
+the overhead. On a CPU there is none: budgets hold what PyTorch's dispatcher shows there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sft.execute.costs import Costs
+from sft.execute.trial import Halved, Trial, first_half, key_of
+from sft.lower.program import Port, Program
+from sft.memory import measure_peak
+from sft.plan.problem import Problem
+from sft.plan.project import run_step
+from sft.walk.machine import Handle, Meter, PhantomMachine, Saved
+from sft.walk.region import Region
+
+__all__ = ["BlockMachine", "Blocks", "Overheads", "blas_workspace_bytes", "peak_in_blocks"]
+
+#: Operators that cuBLAS computes; others are made of these.
+_PRODUCTS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_KIB = 2**10
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How PyTorch's CUDA allocator rounds.
+
+    Attributes:
+        splits_finely: whether what is left of a block is always split off, as with expandable segments; else up to a mebibyte is not.
+    """
+
+    splits_finely: bool = False
+
+    @classmethod
+    def of_settings(cls) -> Blocks:
+        """As the environment sets the allocator."""
+        settings = " ".join(os.environ.get(name, "") for name in _SETTINGS)
+        return cls(re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) is not None)
+
+    def size(self, num_bytes: int) -> int:
+        """Bytes of the block for a request, at most."""
+        size = -(-num_bytes // 512) * 512
+        return size if size <= _MIB or self.splits_finely else size + _MIB
+
+
+class _BlockMeter(Meter):
+    """Counts each buffer as its block."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        super().__init__()
+        self._blocks = blocks
+
+    def held(self, num_bytes: int) -> int:
+        return self._blocks.size(num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _InBlocks:
+    """A program's bytes, its storages being blocks.
+
+    Attributes:
+        peak_bytes: most alive above the start.
+        end_slack_bytes: what is rounded up of those that are alive at the end.
+    """
+
+    peak_bytes: int
+    end_slack_bytes: int
+
+
+def peak_in_blocks(program: Program, blocks: Blocks) -> _InBlocks:
+    """Walk a program's allocations and frees as the emitter summed them up, with blocks in the place of storages."""
+    slack: dict[int, int] = {}
+    now = slack_now = peak = 0
+    for instruction in program.instructions:
+        rest = instruction.num_bytes
+        for out in instruction.outputs:
+            if out is not None and out.root == out.number:
+                slack[out.number] = blocks.size(out.num_bytes) - out.num_bytes
+                slack_now += slack[out.number]
+                rest -= out.num_bytes
+        if rest > 0:  # many tensors in one slot
+            slack_now += blocks.size(rest) - rest
+        now += instruction.num_bytes
+        peak = max(peak, now + slack_now + blocks.size(instruction.scratch_bytes))
+        now -= instruction.freed_bytes
+        slack_now -= sum(slack.pop(number, 0) for number in instruction.frees)
+    return _InBlocks(peak, slack_now)
+
+
+@dataclass(slots=True)
+class BlockMachine(PhantomMachine):
+    """A machine of byte counts whose buffers are blocks, and whose programs take more than their tensors.
+
+    Attributes:
+        blocks: how sizes are rounded.
+        workspace: bytes that a program takes besides, given its first half where it has one.
+    """
+
+    blocks: Blocks = field(default_factory=Blocks)
+    workspace: Callable[[Program, Program | None], int] = lambda _program, _first: 0
+    _known: dict[int, tuple[Program, _InBlocks]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.meter = _BlockMeter(self.blocks)
+
+    def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+        found = self._in_blocks(program)
+        workspace_bytes = self.workspace(program, first_half(saved))
+        self.meter.spike(found.peak_bytes + self.blocks.size(workspace_bytes))
+        results, left = PhantomMachine.run(self, program, bindings, saved)
+        if program.saved:
+            left.values.resize(left.values.num_bytes + found.end_slack_bytes)
+        return results, Halved(left.values, left.loaded, first=program if program.saved else None)
+
+    def _in_blocks(self, program: Program) -> _InBlocks:
+        if id(program) not in self._known:
+            self._known[id(program)] = (program, peak_in_blocks(program, self.blocks))  # held, so that no other gets its identity
+        return self._known[id(program)][1]
+
+
+class _Products(TorchDispatchMode):
+    """Looks whether matrices are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.found = self.found or func.__name__.partition(".")[0] in _PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(slots=True)
+class Overheads:
+    """Finds the overhead of plans on one device.
+
+    Attributes:
+        device: the GPU.
+        costs: what is known of programs there.
+        weights: the model's, by the operators' names for them.
+        num_streams: streams on which programs run.
+        blocks: how the allocator rounds.
+    """
+
+    device: torch.device
+    costs: Costs
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    num_streams: int = 1
+    blocks: Blocks = field(default_factory=Blocks.of_settings)
+    _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
+    _multiplies: bool = False
+
+    def of(self, problem: Problem, region: Region, projected_bytes: int) -> int:
+        """Bytes that a step takes more than it is projected to take.
+
+        Args:
+            problem: the model at one size.
+            region: the plan's.
+            projected_bytes: the plan's peak.
+        """
+        self._multiplies = False
+        machine = BlockMachine(on_host=problem.on_host, blocks=self.blocks, workspace=self._workspace_bytes)
+        run_step(problem, region, machine)
+        peak_bytes = machine.meter.peak_bytes
+        if self._multiplies:
+            num_threads = 2 if problem.training else 1  # autograd runs the backward pass of a GPU on a thread of its own
+            peak_bytes += num_threads * self.num_streams * self.blocks.size(blas_workspace_bytes(self.device))
+        return max(0, peak_bytes - projected_bytes)
+
+    def _workspace_bytes(self, program: Program, first: Program | None) -> int:
+        if id(program) not in self._keys:
+            name, is_lasting = key_of(program, first)
+            # A search for the fastest algorithm is made anew in each process, and takes what it finds free.
+            is_lasting = is_lasting and not torch.backends.cudnn.benchmark
+            self._keys[id(program)] = (program, f"{self.blocks} {name}", is_lasting)  # held, so that no other gets its identity
+        _, key, is_lasting = self._keys[id(program)]
+        known, multiplies = self.costs.get(f"workspace {key}"), self.costs.get(f"products {key}")
+        if known is None or multiplies is None:
+            known, multiplies = self._measured(program, first)
+            self.costs.add(f"workspace {key}", known, lasting=is_lasting)
+            self.costs.add(f"products {key}", multiplies, lasting=is_lasting)
+        self._multiplies = self._multiplies or multiplies > 0
+        return int(known)
+
+    def _measured(self, program: Program, first: Program | None) -> tuple[float, float]:
+        """Bytes of workspaces, and whether matrices are multiplied. The first run makes what stays, and chooses algorithms."""
+        trial = Trial(program, first, self.device, self.weights)
+        with _Products() as products:
+            trial.run()
+        with measure_peak(self.device) as peak:
+            trial.run(is_last=True)
+        in_blocks = peak_in_blocks(program, self.blocks).peak_bytes
+        return float(max(0, peak.requested_bytes - program.peak_bytes, peak.num_bytes - in_blocks)), float(products.found)
+
+
+def blas_workspace_bytes(device: torch.device) -> int:
+    """Bytes of the workspace that PyTorch gives cuBLAS, by its own rule: for each thread, on each stream."""
+    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if sizes:
+        return sum(int(size) * int(count) for size, count in sizes) * _KIB
+    is_hopper = torch.cuda.get_device_capability(device)[0] >= 9
+    return 32 * _MIB if is_hopper else 8 * _MIB + 128 * _KIB

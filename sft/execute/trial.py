@@ -1,0 +1,104 @@
+"""Programs run by themselves on numbers of their own, to be timed or measured before there is a step.
+
+What a program reads is made up. Where the model's weights are given they are read instead of copies of them, so that a trial takes no more
+of the device than the program takes in its step. A second half (of a segment on whole tensors) runs on what its first half leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from sft.analysis.interval import Interval
+from sft.execute.machine import TorchMachine
+from sft.execute.signature import signature
+from sft.lower.program import Port, Program, Slot
+from sft.walk.machine import Saved
+
+__all__ = ["Halved", "Trial", "first_half", "key_of"]
+
+
+@dataclass(slots=True)
+class Halved(Saved):
+    """What a first half leaves on a machine of byte counts: its bytes, and the program, as trials of the second half begin with it."""
+
+    first: Program | None = None
+
+
+def first_half(saved: Saved | None) -> Program | None:
+    """The program that left this."""
+    return saved.first if isinstance(saved, Halved) else None
+
+
+def key_of(program: Program, first: Program | None) -> tuple[str, bool]:
+    """A name for what is found out about a program, and whether it means the same in another process."""
+    names = [signature(one) for one in (program, first) if one is not None]
+    return (f"program {id(program)}", False) if None in names else (" ".join(map(str, names)), True)
+
+
+@dataclass(slots=True)
+class Trial:
+    """One program and what it runs on.
+
+    Attributes:
+        program: the program.
+        first: its first half, where it has one.
+        device: where it runs.
+        weights: of the model, by the operators' names for them.
+    """
+
+    program: Program
+    first: Program | None
+    device: torch.device
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    _bindings: dict[Port, Any] = field(init=False)
+    _saved: dict[int, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        with torch.no_grad():
+            self._saved = {} if self.first is None else self._machine.run(self.first, self._bound(self.first))[1].values
+            self._bindings = self._bound(self.program)
+
+    @property
+    def _machine(self) -> TorchMachine:
+        return TorchMachine(self.device)
+
+    def run(self, *, is_last: bool = False) -> None:
+        """Run it, and wait for the device. The last time what the first half left goes while it is read, as it does in a step."""
+        held = None if not self._saved else Saved(self._saved) if is_last else Saved(self._saved).fork()
+        with torch.no_grad():
+            self._machine.run(self.program, self._bindings, held)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _bound(self, program: Program) -> dict[Port, Any]:
+        return {port: self._made(program, port, slot) for port, slot in program.ports.items()}
+
+    def _made(self, program: Program, port: Port, slot: Slot) -> Any:
+        """Something to bind: a weight that is there, or numbers between 0 and 1, of whole numbers zeros."""
+        if port.role == "origin":
+            return (0, 0, 0)
+        weight = self.weights.get(port.name) if port.role == "side" else None
+        if weight is not None and weight.shape == slot.shape and weight.dtype == slot.dtype and weight.device == self.device:
+            return weight.detach()
+        # Weights and their gradients are laid out as the model has them, images as we have them.
+        tensor = self._machine.allocate(slot.shape, slot.dtype, zero=True, contiguous=port.role in ("side", "grad_side"))
+        if slot.dtype.is_floating_point:
+            tensor.uniform_(generator=torch.Generator(self.device).manual_seed(0))  # the caller's random state stays as it is
+        dim = _carried_dim(program, slot) if port.role == "carry" else None
+        return tensor if dim is None else [(0, Interval(0, slot.shape[dim]), tensor)]
+
+
+def _carried_dim(program: Program, slot: Slot) -> int | None:
+    """The dimension along which rows come in pieces, by the call that loads them, whichever it is."""
+    for instruction in program.instructions:
+        if len(instruction.arguments) == 3 and instruction.arguments[2] == slot:
+            return int(instruction.arguments[1])
+    return None

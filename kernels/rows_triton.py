@@ -55,11 +55,13 @@ def move_rows_kernel(
     PIXELS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    line = tl.program_id(0).to(tl.int64)
-    i_n, i_h = line // (rows_a + rows_b), line % (rows_a + rows_b)
+    # One axis of the grid alone takes as many programs as a wide row of many channels has blocks.
     num_blocks = tl.cdiv(num_channels, CHANNELS)
-    i_w = (tl.program_id(1) // num_blocks * PIXELS + tl.arange(0, PIXELS)[:, None]).to(tl.int64)  # [P, 1]
-    i_c = tl.program_id(1) % num_blocks * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
+    row_blocks = tl.cdiv(columns, PIXELS) * num_blocks
+    line, i_b = (tl.program_id(0) // row_blocks).to(tl.int64), tl.program_id(0) % row_blocks
+    i_n, i_h = line // (rows_a + rows_b), line % (rows_a + rows_b)
+    i_w = (i_b // num_blocks * PIXELS + tl.arange(0, PIXELS)[:, None]).to(tl.int64)  # [P, 1]
+    i_c = i_b % num_blocks * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
     m = (i_w < columns) & (i_c < num_channels)
     if i_h < rows_a:
         o_source, o_target = i_n * source_a_n + i_h * source_a_h, i_n * target_a_n + i_h * target_a_h
@@ -87,7 +89,7 @@ def launch_move_rows(moves: list[tuple[Tensor, Tensor, bool]], *, block: tuple[i
     rows = [source.shape[2] for source, _, _ in moves] + [0]
     if len(moves) == 1:
         tensors += tensors
-    grid = (num_samples * (rows[0] + rows[1]), ceil_div(columns, block[0]) * ceil_div(num_channels, block[1]))
+    grid = (num_samples * (rows[0] + rows[1]) * ceil_div(columns, block[0]) * ceil_div(num_channels, block[1]),)
     with torch.cuda.device_of(tensors[0]):
         move_rows_kernel[grid](
             *tensors,

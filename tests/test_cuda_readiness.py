@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -10,9 +13,19 @@ from torch import nn
 from torch.nn import functional
 
 import sft
+from sft.backends.select import _check_triton
+from sft.bands import link
 from sft.bands.link import _together
+from sft.bands.traffic import TOPICS
+from sft.execute import reading
+from sft.execute.host import copy_in_order
 from sft.lower import traces
+from sft.plan.survey import Survey
+from sft.sources.array import ArraySource
+from sft.weights.layout import ALIGNMENT_BYTES
+from sft.weights.store import host_bytes
 from tests.helpers.models import seeded
+from tests.helpers.problems import problem_of
 
 _SHAPE = (1, 3, 24, 20)
 
@@ -80,3 +93,116 @@ def test_attention_is_traced_into_calls_that_gpus_have(monkeypatch: pytest.Monke
     names = [str(call.function) for call in (*trace.forward, *trace.backward)]
     assert any("bmm" in name for name in names)
     assert not any("cpu" in name or "attention" in name for name in names)
+
+
+def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of exactly the bytes that are asked for, once, and given back when the memory is."""
+    locked: dict[int, int] = {}
+
+    class Runtime:
+        status = 0
+
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # CUDA's names
+            if self.status == 0:
+                locked[address] = num_bytes
+            return self.status
+
+        def cudaHostUnregister(self, address: int) -> None:
+            del locked[address]
+
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    data = host_bytes(5000, pin=True)
+    assert sum(locked.values()) == 5000 + ALIGNMENT_BYTES and data.numel() == 5000
+    assert data.data_ptr() % ALIGNMENT_BYTES == 0
+    view = data[100:]
+    del data
+    assert locked
+    del view
+    gc.collect()
+    assert not locked
+    runtime.status = 2
+    reported = []
+
+    def report(*_: object, **__: object) -> None:
+        reported.append(2)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", report)
+    with pytest.raises(sft.BudgetError, match=r"streamed weights take 4\.\d+ KiB of page-locked host memory.*CUDA error 2"):
+        host_bytes(4096, pin=True)
+    assert not locked and reported
+
+
+def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL would make each at its first message, which only some ranks may send."""
+    connected = []
+
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, store: object, place: int, count: int, options: object) -> None:
+            self.store = store
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            connected.append((self.store, device))
+
+    monkeypatch.setattr("torch.distributed.ProcessGroupNCCL", Group, raising=False)
+    monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda topic, _: topic)
+    device = torch.device("cuda", 1)
+    groups = link._new_groups(None, 0, 2, timedelta(seconds=1), device)
+    assert connected == [(topic, device) for topic in TOPICS if topic != "control"]
+    assert groups["control"] is groups["globals"]
+
+
+def test_strips_have_no_more_elements_than_gpus_index() -> None:
+    """Where the budget would take them: for some of a GPU's operators 32 bits count the elements."""
+    shape = (1, 3, 65_536, 16_384)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 1, 3, padding=1), nn.AdaptiveAvgPool2d(1))
+    problem, options = problem_of(model, shape, training=True), sft.Options()
+    heights = {kind: Survey(problem, options, kind).strip_rows for kind in ("cpu", "cuda")}
+    assert heights["cuda"] == [rows for rows in heights["cpu"] if rows * 256 * shape[3] < 0.9 * 2**31]
+    assert len(heights["cuda"]) < len(heights["cpu"])
+
+
+def test_whole_inputs_are_copied_sample_by_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of several samples do not lie densely; CUDA makes a buffer beside such a target, of which no plan knows."""
+    targets = []
+
+    def note(target: torch.Tensor, source: torch.Tensor, dense: torch.Tensor) -> None:
+        targets.append(target)
+        copy_in_order(target, source, dense)
+
+    monkeypatch.setattr(reading, "copy_in_order", note)
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 4096)
+    numbers = torch.rand(3, 2, 40, 16)
+    out = torch.empty(numbers.shape).to(memory_format=torch.channels_last)
+    elsewhere: Any = _Elsewhere(out)
+    reading.load_whole(ArraySource(numbers.numpy(), layout="NCHW"), elsewhere, reading.PassReading())
+    assert torch.equal(out, numbers) and len(targets) > 3
+    assert all(target.is_contiguous(memory_format=torch.channels_last) for target in targets)
+
+
+class _Elsewhere:
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __getitem__(self, where: Any) -> torch.Tensor:
+        return self.tensor[where]
+
+
+def test_kernels_for_older_gpus_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sft.backends.select.has_triton", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Old")
+    for capability, count in (((7, 5), 1), ((8, 0), 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            _check_triton(torch.device("cuda"))
+        assert len(caught) == count

@@ -151,7 +151,8 @@ def _measure(steps: Sequence[Callable[[], object]], rounds: int, wait: Callable[
 
 
 def _peak(step: Callable[[], object], device: torch.device) -> tuple[int, int]:
-    """Bytes that a step allocates and reserves above its start."""
+    """Bytes that a step allocates and reserves above its start; in a first one cuDNN looks for algorithms in all memory that is free."""
+    step()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from sft.kernels.dispatch import has_triton
 from sft.lower.backend import Backend
 
 __all__ = ["allows_tf32", "backend_for", "computes_operands"]
+
+#: Of the GPUs that our kernels were written for: older ones lack the matrix instructions.
+_LEAST_CAPABILITY = (8, 0)
 
 
 def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -> Backend | None:
@@ -54,6 +58,12 @@ def _check_triton(device: torch.device) -> None:
         raise InputError(
             f'backend "triton" on {device}: kernels need a CUDA device; move the model there, choose "aten", or set TRITON_INTERPRET=1 '
             "before Triton is imported to try them slowly"
+        )
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+        warnings.warn(
+            f'backend "triton" on {torch.cuda.get_device_name(device)}: kernels are right there, and slow, as they are written for GPUs of '
+            'compute capability 8.0 and above; "auto" takes PyTorch\'s operators',
+            stacklevel=2,
         )
 
 

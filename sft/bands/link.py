@@ -216,4 +216,6 @@ def _new_groups(store: Any, place: int, count: int, timeout: timedelta, device: 
     options._timeout = timeout
     prefixed = {topic: dist.distributed_c10d.PrefixStore(topic, store) for topic in TOPICS if topic != "control"}
     groups: dict[Topic, Any] = {topic: dist.ProcessGroupNCCL(part, place, count, options) for topic, part in prefixed.items()}
+    for group in groups.values():  # else NCCL connects at a first message, to which all ranks of a group must come
+        group.eager_connect_single_device(device)
     return {**groups, "control": groups["globals"]}  # there a message of another size ends in an error, or in the timeout

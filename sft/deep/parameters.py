@@ -355,7 +355,7 @@ class _Gathered:
 
     def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
         for name, value in grads.items():
-            room = host_bytes(value.numel() * value.element_size(), pin=value.is_cuda)
+            room = host_bytes(value.numel() * value.element_size())  # the copy waits: locking its pages would take longer
             self._grads[name] = room.view(value.dtype).view(value.shape).copy_(value)
         return False
 

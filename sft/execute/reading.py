@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from sft.analysis.interval import Interval
+from sft.execute.host import copy_in_order
 from sft.sources.source import Source, select_samples
 from sft.sources.strips import StripReader, source_error
 
@@ -119,7 +120,10 @@ def load_whole(source: Source, out: torch.Tensor, account: PassReading) -> None:
         strips = SourceStrips(source, Interval(0, num), pieces, torch.device("cpu"), account)
         try:
             for rows in pieces:
-                out[:, :, rows.start : rows.stop].copy_(strips.take(rows))
+                piece = strips.take(rows)
+                for sample in range(num):  # rows of several samples are not dense on the device: CUDA would copy to a buffer there first
+                    own = piece[sample : sample + 1]
+                    copy_in_order(out[sample : sample + 1, :, rows.start : rows.stop], own, own)
         finally:
             strips.close()
         return

@@ -4,8 +4,7 @@ A plan says how many bytes of the host its step takes. They are one slab, made f
 takes longer than copying into it. A step that begins while another's backward pass is still to come (two losses, two micro-batches) takes
 a slab of its own; one whose tape is gone gives its slab back, whether its backward pass ran or not.
 
-The memory is NumPy's, so `sft.measure_peak` on the CPU counts the device's share alone. For CUDA it is page-locked in place: torch's own
-page-locked buffers are rounded up to powers of two.
+The memory is NumPy's, so `sft.measure_peak` on the CPU counts the device's share alone. For CUDA it is page-locked in place.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from sft.errors import BudgetError, InternalError
-from sft.execute.room import Bytes, HostRoom
-from sft.units import format_bytes
+from sft.errors import InternalError
+from sft.execute.room import HostRoom
+from sft.weights.pinned import lock_pages
 
 __all__ = ["Lease", "Slabs"]
 
@@ -51,7 +50,7 @@ class Slabs:
             return torch.empty(0, dtype=torch.uint8)  # a dry run has nothing to copy
         data = self._room.take(self.num_bytes, "the plan's copies")
         if self._device.type == "cuda" and self._room.folder is None:
-            _lock(data)
+            lock_pages(data, "the plan's copies", "Set host_budget to what there is, or raise the device's budget.")
         return torch.from_numpy(data)
 
 
@@ -74,20 +73,3 @@ class Lease:
         if start + num_bytes > self.data.numel():
             raise InternalError(f"a copy of {num_bytes} bytes at {start} of a slab of {self.data.numel()}: the plan took it for smaller")
         return self.data[start : start + num_bytes]
-
-
-def _lock(data: Bytes) -> None:
-    """Lock an array's pages for as long as it lives, so that copies run beside the computation.
-
-    Raises:
-        BudgetError: the system does not lock so many.
-    """
-    runtime = torch.cuda.cudart()
-    status = runtime.cudaHostRegister(data.ctypes.data, data.nbytes, 0)
-    if int(status) != 0:
-        raise BudgetError(
-            f"the plan's copies take {format_bytes(data.nbytes)} of page-locked host memory, which the system does not give (CUDA error "
-            f"{int(status)}). Set host_budget to what there is, or raise the device's budget.",
-            needed_bytes=data.nbytes,
-        )
-    weakref.finalize(data, runtime.cudaHostUnregister, data.ctypes.data)

@@ -109,12 +109,13 @@ class Survey:
         if options.tile is not None:
             self.strip_rows, self.sampled = [min(options.tile[0], tallest)], [0]
         elif self.tiling.halo == "recompute":
-            self.strip_rows = [rows for rows in (-(-tallest // 2**e) for e in range(12, -1, -1)) if rows >= min(stride, tallest)]
+            halved = (-(-tallest // 2**e) for e in range(12, -1, -1))
+            self.strip_rows = self._indexed([rows for rows in halved if rows >= min(stride, tallest)])
             self.sampled = list(range(len(self.strip_rows)))
         else:
             low = sorted({max(1, stride // d) for d in (8, 4, 2)} - {stride})
             multiples = [stride * m for e in range(32) for m in (2**e, 3 * 2**e)]
-            high = sorted({*(rows for rows in multiples if rows < tallest), min(stride, tallest), tallest})
+            high = self._indexed(sorted({*(rows for rows in multiples if rows < tallest), min(stride, tallest), tallest}))
             self.strip_rows = [rows for rows in low if rows < tallest and rows < high[0]] + high
             first = len(self.strip_rows) - len(high)
             inner = {first, first + (len(high) - 1) // 3, first + 2 * (len(high) - 1) // 3, len(self.strip_rows) - 1}
@@ -122,6 +123,11 @@ class Survey:
             self.sampled = sorted({0, *inner})
         most = -(-tallest // self.strip_rows[0]) + 1
         self.policies = _policies(options, most) if problem.training and self.tiling.halo == "carry" else [Checkpoints()]
+
+    def _indexed(self, heights: list[int]) -> list[int]:
+        """Of these strip heights, in ascending order, those whose strips a GPU's operators take; the lowest at least."""
+        most = self.tiling.height if self._rates.device_type == "cpu" else self.tiling.indexed_rows
+        return [rows for rows in heights if rows <= most] or heights[:1]
 
     def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
         """The decisions that a candidate stands for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 from sft.options import Options
 from sft.plan.problem import Problem
@@ -13,6 +14,8 @@ from sft.walk.checkpoints import Checkpoints
 __all__ = ["ALL_KEPT", "Tiling", "panel_cols"]
 
 ALL_KEPT = Checkpoints()
+#: Of the elements that 32 bits count a strip's new rows have this share at most.
+_INDEXED_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +61,17 @@ class Tiling:
     def num_panels(self) -> int:
         """Panels side by side."""
         return -(-self.width // self.panel_cols)
+
+    @property
+    def indexed_rows(self) -> int:
+        """Rows of the tallest source whose strips have no value of more elements than 32 bits count; carried rows come on top.
+
+        Operators of GPUs that index with so many bits refuse larger tensors, or run something slower instead.
+        """
+        streamed = [name for phase in self.problem.phases.phases for name in phase.streamed]
+        most = max((prod(self.problem.shapes[name]) for name in streamed), default=0)
+        row_elements = most * self.batch_tile / (self.problem.num_batch * self.num_panels * self.height)
+        return max(1, int(_INDEXED_SHARE * 2**31 / max(1.0, row_elements)))
 
     @property
     def num_walks(self) -> int:

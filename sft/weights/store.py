@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sft.errors import InputError
 from sft.weights.layout import ALIGNMENT_BYTES, Layout, Part
+from sft.weights.pinned import lock_pages
 
 __all__ = ["HostStore", "Store", "host_bytes", "record_offsets"]
 
@@ -74,15 +75,18 @@ def record_offsets(layouts: Sequence[Layout]) -> list[int]:
 def host_bytes(num_bytes: int, *, pin: bool = False) -> Tensor:
     """Uninitialised memory of the host.
 
-    It is NumPy's unless it is pinned, so that :func:`sft.measure_peak` counts on a CPU only what stands for the device's.
+    It is NumPy's, so that :func:`sft.measure_peak` counts on a CPU only what stands for the device's.
 
     Args:
         num_bytes: how much.
         pin: lock the pages, for copies to a CUDA device beside the computation.
+
+    Raises:
+        BudgetError: the system does not lock so many.
     """
-    if pin:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     data = np.empty(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
+    if pin:
+        lock_pages(data, "streamed weights", "Keep them in a file with DiskStore or Options(weights=<path>), or stream fewer.")
     start = -data.ctypes.data % ALIGNMENT_BYTES
     return torch.from_numpy(data[start : start + num_bytes])
 

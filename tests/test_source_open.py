@@ -18,6 +18,7 @@ from sft.sources import (
     Slide,
     TiffImage,
     ZarrImage,
+    at_mpp,
     open_image,
 )
 
@@ -211,3 +212,21 @@ def test_a_damaged_chunk_is_named(tmp_path: Path) -> None:
     filled: Any = open_image(tmp_path / "slide.zarr", on_error="fill")
     filled.read(0, 0, 130, 100)
     assert len(filled.bad_tiles) == 1
+
+
+def test_levels_that_merge_planes_are_left_out(tmp_path: Path) -> None:
+    """An index along another axis means another plane there."""
+    import zarr
+
+    planes = np.stack([np.full((64, 96), 40 * number, np.uint8) for number in range(4)])
+    group = zarr.open_group(str(tmp_path / "stack.zarr"), mode="w", zarr_format=2)
+    for name, pixels in (("0", planes), ("1", planes[:, ::2, ::2]), ("2", planes[::2, ::4, ::4])):
+        group.create_array(name, shape=pixels.shape, chunks=(1, 32, 32), dtype=np.uint8)[:] = pixels
+    axes: Any = [{"name": "z", "type": "space"}, *({"name": axis, "type": "space", "unit": "micrometer"} for axis in "yx")]
+    scales = {"0": [1, 0.25, 0.25], "1": [1, 0.5, 0.5], "2": [2, 1, 1]}
+    datasets: Any = [{"path": name, "coordinateTransformations": [{"type": "scale", "scale": scale}]} for name, scale in scales.items()]
+    group.attrs.update({"multiscales": [{"version": "0.4", "axes": axes, "datasets": datasets}]})
+    image = ZarrImage(tmp_path / "stack.zarr", at={"z": 3})
+    assert image.level_dimensions == ((96, 64), (48, 32))
+    for mpp in (0.25, 0.5, 1.0):
+        assert int(at_mpp(image, mpp).read(0, 0, 1, 1)[0, 0, 0]) == 120

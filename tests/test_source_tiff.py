@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
 from sft.sources import Normalized, NotTiledError, Raster, Slide, StripReader, TiffImage, load_tensor, open_image, read_strips
+from sft.sources.open import Reader
 from sft.sources.workers import for_each, resolve_threads
 
 from .helpers.slides import SLIDE, SLIDE_SIZE, decode_threads, open_files, overwrite_tile, tissue_like, write_slide
@@ -175,7 +176,6 @@ def test_planes_of_an_ome_tiff_are_refused(tmp_path: Path) -> None:
     ("pixels", "options", "message"),
     [
         (np.zeros((64, 64, 3), np.uint8), {}, "not tiled"),
-        (np.zeros((64, 64), np.uint16), {"tile": (32, 32)}, "uint16"),
         (np.zeros((64, 64, 4), np.uint8), {"tile": (32, 32), "photometric": "rgb", "extrasamples": ["unassalpha"]}, "4 samples"),
         (np.zeros((3, 64, 64), np.uint8), {"tile": (32, 32), "photometric": "rgb", "planarconfig": "separate"}, "planes"),
         (np.zeros((64, 64), np.uint8), {"tile": (32, 32), "photometric": "miniswhite"}, "colours"),
@@ -188,6 +188,70 @@ def test_other_kinds_of_tiff_are_refused(tmp_path: Path, pixels: Any, options: d
     tifffile.imwrite(path, pixels, metadata=None, **{"photometric": "rgb" if pixels.ndim == 3 else "minisblack", **options})
     with pytest.raises(NotTiledError, match=rf"other\.tif.*{message}"):
         _ = TiffImage(path).facts
+
+
+@pytest.mark.parametrize("reader", ["auto", "tiff"])
+@pytest.mark.parametrize(
+    ("pixels", "options", "message"),
+    [
+        (np.zeros((64, 64), np.uint16), {"tile": (32, 32)}, "samples are uint16"),
+        (np.zeros((64, 64, 3), np.uint16), {"tile": (32, 32), "photometric": "rgb"}, "samples are uint16"),
+        (np.zeros((64, 64), np.int8), {"tile": (32, 32)}, "samples are int8"),
+        (np.zeros((64, 64, 5), np.uint8), {"tile": (32, 32), "planarconfig": "contig"}, "5 channels, of which 4 are"),
+        (np.zeros((64, 64, 4), np.uint8), {"tile": (32, 32), "photometric": "rgb", "extrasamples": ["unspecified"]}, "4 channels"),
+        (np.zeros((3, 64, 64), np.uint8), {"tile": (32, 32)}, "3 images of 64 x 64 px"),
+    ],
+)
+def test_nothing_of_an_image_is_dropped_or_scaled(
+    tmp_path: Path, pixels: Any, options: dict[str, Any], message: str, reader: Reader
+) -> None:
+    """OpenSlide opens all of these: as their first channel or image, or with half of their bits."""
+    import tifffile
+
+    path = tmp_path / "other.tif"
+    tifffile.imwrite(path, pixels, metadata=None, **{"photometric": "minisblack", **options})
+    with pytest.raises(SourceError, match=rf"other\.tif.*{message}") as refused:
+        open_image(path, reader=reader)
+    assert not isinstance(refused.value, NotTiledError)
+
+
+def test_an_ome_tiff_whose_pixels_are_in_another_file(tmp_path: Path) -> None:
+    """Its places are those of the other file: read from this one they are noise, or the wrong slide."""
+    import tifffile
+
+    pixels, number = tissue_like(96, 128), "00000000-0000-0000-0000-00000000000"
+    for own in "12":
+        described = (
+            f'<OME xmlns="http://www.openmicroscopy.org/Schemas/OME/2016-06" UUID="urn:uuid:{number}{own}"><Image ID="Image:0">'
+            '<Pixels ID="Pixels:0" DimensionOrder="XYCZT" Type="uint8" SizeX="128" SizeY="96" SizeC="3" SizeZ="1" SizeT="1">'
+            '<Channel ID="Channel:0:0" SamplesPerPixel="3"/><TiffData IFD="0" PlaneCount="1"><UUID FileName="2.ome.tif">'
+            f"urn:uuid:{number}2</UUID></TiffData></Pixels></Image></OME>"
+        )
+        named = tmp_path / f"{own}.ome.tif"
+        tifffile.imwrite(
+            named, pixels if own == "2" else 255 - pixels, photometric="rgb", tile=(32, 32), description=described, metadata=None
+        )
+    with pytest.raises(SourceError, match=r"1\.ome\.tif: its pixels are in 2\.ome\.tif"):
+        open_image(tmp_path / "1.ome.tif")
+    assert np.array_equal(open_image(tmp_path / "2.ome.tif").read(0, 0, 128, 96), pixels)
+
+
+def test_a_tile_whose_place_is_the_header(tmp_path: Path) -> None:
+    """The header of an uncompressed file would be pixels."""
+    import tifffile
+
+    path, pixels = tmp_path / "slide.tif", tissue_like(64, 96)
+    tifffile.imwrite(path, pixels, tile=(32, 32), photometric="rgb", metadata=None)
+    with tifffile.TiffFile(path, mode="r+") as tiff:
+        offsets = list(tiff.pages[0].dataoffsets)
+        offsets[1] = 0
+        tiff.pages[0].tags["TileOffsets"].overwrite(offsets)  # type: ignore[union-attr]
+    with pytest.raises(SourceError, match="1 of 6 tiles of level 0 do not lie in it, the first at column 32, row 0"):
+        open_image(path)
+    with pytest.raises(SourceError, match="its place in the file is given as 0, in the header"):
+        TiffImage(path).read(0, 0, 96, 64)
+    filled = open_image(path, on_error="fill").read(0, 0, 96, 64)
+    assert np.array_equal(filled[:, 64:], pixels[:, 64:])
 
 
 def test_what_we_refuse_openslide_gets(tmp_path: Path) -> None:

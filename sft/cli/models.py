@@ -56,7 +56,7 @@ def parse_input(text: str) -> Shaped:
     """
     sizes, has_type, kind = text.partition(":")
     least = "*" if has_type else "+"
-    if re.fullmatch(rf"[1-9][0-9]*([x,][1-9][0-9]*){least}", sizes) is None:
+    if re.fullmatch(rf"[1-9][0-9]{{0,17}}([x,][1-9][0-9]{{0,17}}){least}", sizes) is None:
         raise InputError(f"--input {text!r}: write batch, channels and sizes, such as 1x3x20480x20480, or 4x512:int64 for whole numbers")
     shape = tuple(map(int, re.split("[x,]", sizes)))
     if not has_type:

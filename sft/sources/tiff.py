@@ -11,8 +11,9 @@ are OpenSlide's, bit for bit, where both read a file. That takes care in four pl
 - *The colour space is the TIFF tag's*, whatever markers a JPEG tile carries. An abbreviated stream (a tile without its tables) gets the
   tables and an Adobe marker of the tag's colour space in front.
 - *What cannot be the same is refused*, with a `NotTiledError` upon which `sft.sources.open_image` turns to OpenSlide: strips instead of
-  tiles, other sample types than uint8, planes of channels, alpha, palettes, and vendors whose tiles overlap or are placed by a
-  table.
+  tiles, planes of channels, alpha, palettes, and vendors whose tiles overlap or are placed by a table. What OpenSlide would read as
+  something else is refused with a `SourceError`: sample types other than uint8, channels beside colours and alpha, further images of the
+  same size, pixels in another file.
 
 Tiles that a scanner left out (zero bytes) have the background colour.
 """
@@ -44,6 +45,10 @@ _YCBCR = 6
 #: photometric interpretations by number of samples
 _PHOTOMETRIC = {1: (1,), 3: (2, _YCBCR)}
 _APERIO_YCBCR = 33003
+#: extra samples that are alpha, multiplied into the colours or not
+_ALPHA = (1, 2)
+#: the header of a TIFF has so many bytes
+_LEAST_OFFSET = 8
 #: Formats of vendors that tifffile knows, in which tiles overlap, lie in several areas, or are placed by metadata.
 _FOREIGN = ("is_bif", "is_ndpi", "is_scn", "is_philips", "is_qpi", "is_fluoview", "is_lsm", "is_avs")
 _FOREIGN_SOFTWARE = ("MedScan",)  # Trestle
@@ -115,18 +120,18 @@ class TiffImage(FileImage[_Handle]):
         """Refuse a file whose end is missing, before anything is read.
 
         Raises:
-            SourceError: tiles lie beyond the end of the file.
+            SourceError: tiles lie beyond the end of the file, or in its header.
         """
         num_bytes = self.path.stat().st_size
         for number, level in enumerate(self._handle().levels):
             ends = level.offsets + level.sizes
-            beyond = np.flatnonzero((ends > num_bytes) & (level.sizes > 0))
+            beyond = np.flatnonzero(((ends > num_bytes) | (level.offsets < _LEAST_OFFSET)) & (level.sizes > 0))
             if len(beyond):
                 down, across = divmod(int(beyond[0]), level.num_across)
                 raise SourceError(
-                    f"cannot use {self.path} ({num_bytes} bytes): {len(beyond)} of {len(ends)} tiles of level {number} lie beyond its end, "
-                    f"the first at column {across * level.tile_width_px}, row {down * level.tile_height_px}. It is cut short; compare "
-                    'its size with the original and copy it again, or keep what is there with on_error="fill".'
+                    f"cannot use {self.path} ({num_bytes} bytes): {len(beyond)} of {len(ends)} tiles of level {number} do not lie in it, "
+                    f"the first at column {across * level.tile_width_px}, row {down * level.tile_height_px}. It is cut short or "
+                    'damaged; compare its size with the original and copy it again, or keep what is there with on_error="fill".'
                 )
 
     def _open(self) -> _Handle:
@@ -182,6 +187,8 @@ class TiffImage(FileImage[_Handle]):
             return
         try:
             data = handle.read(size, int(wanted.offsets[position]))
+            if int(wanted.offsets[position]) < _LEAST_OFFSET:
+                raise ValueError(f"its place in the file is given as {wanted.offsets[position]}, in the header")
             if len(data) != size:
                 raise ValueError(f"the file ends after {len(data)} of {size} bytes")
             pixels = wanted.decode(data, position)
@@ -212,19 +219,40 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
         series = tiff.series[0]
         if len(series.levels[0].pages) != 1:  # no other reader would see more than the first, either
             raise SourceError(f"cannot read {path}: it has {series.axes} = {series.shape}, of which one plane is read. Export that plane.")
+        holder = series.levels[0].keyframe.parent.filehandle
+        if holder is not tiff.filehandle:
+            raise SourceError(f"cannot read {path}: its pixels are in {holder.name}. Open that, or export one file.")
         if not series.levels[0].keyframe.is_tiled:
             raise NotTiledError(f"cannot decode {path} by tiles: its series {series.axes} = {series.shape} is not tiled. Convert it.")
         pages = [level.keyframe for level in series.levels]
     else:
         pages = [page for page in tiff.pages if page.is_tiled and (page is first or tiff.is_svs or page.is_reduced)]
         pages += [page for page in first.pages or () if page.is_tiled]
+        size = first.imagewidth, first.imagelength
+        others = [page for page in tiff.pages[1:] if page not in pages and (page.imagewidth, page.imagelength) == size]
+        if others:
+            several = f"{len(others) + 1} images of {size[0]} x {size[1]} px, of which one is read"
+            raise SourceError(f"cannot read {path}: it has {several}. Export that one.")
     pages.sort(key=lambda page: -page.imagewidth)
     for page in pages:
+        unread = _unread(page)
+        if unread:
+            raise SourceError(f"cannot read {path}: {unread}. Convert it to RGB or grey of uint8.")
         reason = _refusal(page, pages[0])
         if reason:
             raise NotTiledError(f"cannot decode {path} by tiles: {reason}. Use OpenSlide, or convert it to RGB of uint8 in tiles.")
         _check_page(path, page)
     return pages
+
+
+def _unread(page: Any) -> str | None:
+    """What of a page no reader here hands out as it is; None if all of it is pixels."""
+    if page.dtype is None or page.dtype.kind not in "bu" or page.dtype.itemsize > 1:
+        return f"its samples are {page.dtype}, which would be scaled to 8 bits"
+    is_alpha = [int(kind) in _ALPHA for kind in page.extrasamples]
+    if is_alpha not in ([], [True]):
+        return f"it has {page.samplesperpixel} channels, of which {len(is_alpha)} are neither colours nor alpha and would be dropped"
+    return None
 
 
 def _refusal(page: Any, base: Any) -> str | None:

@@ -10,7 +10,7 @@ its codec can tell: Zstandard (the default of format 3) notices a chunk that was
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ class ZarrImage(FileImage[_Levels]):
             )
         described = multiscales[0]
         axes = "".join(axis if isinstance(axis, str) else axis["name"] for axis in described["axes"])
-        arrays = tuple(found[dataset["path"]] for dataset in described["datasets"])
+        arrays = _of_one_stack([found[dataset["path"]] for dataset in described["datasets"]], axes)
         return _Levels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes), descriptions=tuple(map(self._description, arrays)))
 
     def _description(self, array: Any) -> Path | None:
@@ -115,6 +115,16 @@ class ZarrImage(FileImage[_Levels]):
         if "c" not in left:
             part, left = part[..., None], [*left, "c"]
         return np.ascontiguousarray(part.transpose([left.index(axis) for axis in "yxc"]))
+
+
+def _of_one_stack(arrays: Sequence[Any], axes: str) -> tuple[Any, ...]:
+    """The levels that differ from the first in height and width alone: where planes were merged, an index is another plane's."""
+
+    def others(array: Any) -> list[int]:
+        return [extent for axis, extent in zip(axes, array.shape, strict=False) if axis not in "yx"]
+
+    first = arrays[0]
+    return tuple(array for array in arrays if array.ndim == first.ndim and others(array) == others(first))
 
 
 def _size(extents: tuple[int, ...], axes: str) -> Size:

@@ -17,6 +17,8 @@ from sft.units import parse_bytes
 __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "RanksConfig", "TaskConfig", "TaskKind", "TrainConfig"]
 
 _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
+#: Hidden units of the attention at most; a slide's features have some thousand at most.
+_MOST_HIDDEN = 2**20
 _LARGEST = 2.0**128  # what float32 is infinite from
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
@@ -135,8 +137,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         problems = []
-        if self.attention_dim < 1:
-            problems.append(f"model.attention_dim {self.attention_dim}: give at least 1")
+        if not 1 <= self.attention_dim <= _MOST_HIDDEN:
+            problems.append(f"model.attention_dim {self.attention_dim}: give 1 to {_MOST_HIDDEN}")
         if not 0 <= self.dropout < 1:
             problems.append(f"model.dropout {self.dropout}: give a probability below 1")
         if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:

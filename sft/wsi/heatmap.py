@@ -104,7 +104,7 @@ class HeatmapMaker:
         image = experiment.feed.coloured(record)
         small, factor = thumbnail(image, _OVERLAY_PX)
         folder = self._folder / record.name
-        stride_px = _stride_px(image.height_px, evidence.shape[0])
+        stride_px = _stride_px((image.height_px, image.width_px), evidence.shape)
         title = f"{record.name}, {name}: score {scores[0, output].item():.3f}"
         files = [folder / f"map-{part}.npy", folder / f"map-{part}.png"]
         with replacing(files[0]) as temporary:
@@ -260,11 +260,15 @@ def output_numbers(experiment: Experiment, names: Sequence[str] | None) -> list[
     return [classes.index(name) for name in names]
 
 
-def _stride_px(height_px: int, rows: int) -> float:
-    """Pixels from one position of the map to the next: nearly always a power of two, of which the last row may be a part."""
-    ratio = height_px / rows
-    power = float(2 ** round(np.log2(ratio)))
-    return power if rows - 1 < height_px / power < rows + 1 else ratio
+def _stride_px(extents_px: tuple[int, int], positions: tuple[int, ...]) -> float:
+    """Pixels from one position of the map to the next: nearly always a power of two, of which the last row or column may be a part.
+
+    The axis of more positions tells it best; of a map of one row the height tells nearly nothing.
+    """
+    both = list(zip(extents_px, positions, strict=True))
+    extent, count = max(both, key=lambda each: each[1])
+    power = float(2 ** round(np.log2(extent / count)))
+    return power if all(n - 1 < e / power < n + 1 for e, n in both) else extent / count
 
 
 def _block_means(values: npt.NDArray[np.floating[Any]], factor: int) -> npt.NDArray[np.floating[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -70,7 +71,9 @@ def evaluate_predictions(task: Task, predictions: Sequence[Prediction], *, seed:
     draws = _draws([prediction.patient for prediction in known], seed, num_draws)
     for name, metric in _metrics(task).items():
         value = metric(targets, outputs)
-        drawn = [metric(targets[rows], outputs[rows]) for rows in draws]
+        with warnings.catch_warnings():  # of what a draw lacks sklearn warns for each, and few slides have many that lack something
+            warnings.simplefilter("ignore", UserWarning)
+            drawn = [metric(targets[rows], outputs[rows]) for rows in draws]
         drawn = [number for number in drawn if not math.isnan(number)]
         # An interval from a few draws that had both classes would look surer than it is.
         low, high = np.percentile(drawn, (2.5, 97.5)).tolist() if len(drawn) > num_draws / 2 else (math.nan, math.nan)

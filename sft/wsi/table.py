@@ -323,11 +323,12 @@ def _number(text: str, what: str, add: _Add) -> float | None:
 
 def _named(records: Sequence[SlideRecord], problems: list[str]) -> list[SlideRecord]:
     """Give each slide a name that is a file name; refuse files that are there twice."""
-    lines: dict[Path, int] = {}
+    lines: dict[object, int] = {}
     for record in records:
-        if record.path in lines:
-            problems.append(f"line {record.row}: slide {record.path.name} is on line {lines[record.path]} already; leave one")
-        lines.setdefault(record.path, record.row)
+        file = _file_of(record.path)
+        if file in lines:
+            problems.append(f"line {record.row}: slide {record.path.name} is on line {lines[file]} already; leave one")
+        lines.setdefault(file, record.row)
     stems = Counter(safe_name(record.path.stem) for record in records)
     named, taken = [], set[str]()
     for record in records:
@@ -348,6 +349,15 @@ def _named(records: Sequence[SlideRecord], problems: list[str]) -> list[SlideRec
             )
         )
     return named
+
+
+def _file_of(path: Path) -> object:
+    """What makes two paths one file, whatever links there are to it."""
+    try:
+        facts = path.stat()
+    except OSError:
+        return path
+    return (facts.st_dev, facts.st_ino) if facts.st_ino else path.resolve()
 
 
 def _check_patients(records: Sequence[SlideRecord], problems: list[str]) -> None:

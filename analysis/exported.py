@@ -73,6 +73,26 @@ def _plain_expr(expr: sp.Expr) -> sp.Expr:
     return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
 
 
+class AsFloat(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+    """A size as a floating-point number, so that what it is multiplied by is not: ``0.6 * (2 * n + 1)`` is rounded once, as PyTorch does.
+
+    SymPy would make ``1.2 * n + 0.6`` of it, which at some sizes is just below the whole number that PyTorch finds.
+    """
+
+    @classmethod
+    def eval(cls, size: sp.Expr) -> sp.Expr | None:
+        """Of a number the same in double precision."""
+        return sp.Float(int(size), 15) if size.is_Integer else None
+
+    def _eval_is_integer(self) -> bool | None:
+        found: bool | None = self.args[0].is_integer
+        return found
+
+    def _eval_is_positive(self) -> bool | None:
+        found: bool | None = self.args[0].is_positive
+        return found
+
+
 #: The exporter's own SymPy functions.
 _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
     "FloorDiv": lambda a, b: floor(a / b),
@@ -82,7 +102,7 @@ _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
     "Mod": lambda a, b: a - b * floor(a / b),
     "IntTrueDiv": lambda a, b: a / b,
     "FloatTrueDiv": lambda a, b: a / b,
-    "ToFloat": lambda a: a,
+    "ToFloat": lambda a: AsFloat(a) if a.is_Add or a.is_Mul else a,
     "TruncToInt": lambda a: floor(a),  # of sizes, which are not negative
     "FloorToInt": lambda a: floor(a),
     "CeilToInt": lambda a: sp.ceiling(a),

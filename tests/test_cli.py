@@ -167,6 +167,7 @@ def test_check_says_what_cannot_be_compiled(capsys: pytest.CaptureFixture[str]) 
         (["plan", "torch:zeros", "--model-args", "size=(1,)", "--input", "1x3x64x64"], ["Tensor", "nn.Module"]),
         (["plan", "torch.nn:ReLU", "--input", "64"], ["64", "1x3x20480x20480"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x0x64"], ["1x3x0x64"]),
+        (["plan", "torch.nn:ReLU", "--input", f"1x3x64x{10**25}"], ["1x3x20480x20480"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64:float16"], ["float16", "int64"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64:int"], ["int64"]),
         (["plan", "torch.nn:ReLU", "--input", "1x3x64x64", "--budget", "much"], ["much", "11GiB"]),

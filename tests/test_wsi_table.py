@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,7 +13,7 @@ import pytest
 
 from sft.errors import InputError
 from sft.wsi.cli import read_config
-from sft.wsi.config import DataConfig, TaskConfig, TaskKind, TrainConfig
+from sft.wsi.config import AugmentConfig, DataConfig, ModelConfig, RanksConfig, TaskConfig, TaskKind, TrainConfig
 from sft.wsi.errors import DatasetError
 from sft.wsi.splits import assign_splits
 from sft.wsi.table import SlideRecord, SlideTable, read_table
@@ -147,6 +149,24 @@ def test_other_content_of_a_mask_is_another_table(tmp_path: Path) -> None:
         (lambda: TrainConfig(lr=1e300), "train.lr 1e[+]300: give a number above 0 that float32 holds"),
         (lambda: TrainConfig(weight_decay=float("nan")), "train.weight_decay"),
         (lambda: DataConfig(csv=Path("t.csv"), fold=3), "data.fold 3 without data.num_folds"),
+        (lambda: DataConfig(csv=Path("t.csv"), num_folds=2), "data.num_folds 2: give at least 3"),
+        (lambda: ModelConfig(attention_dim=10**10), "model.attention_dim 10000000000: give 1 to"),
+        *(
+            (lambda make=make, name=name: make(**{name: None}), f"{group}.{name} is null: give a value")
+            for group, make, name in (
+                ("data", partial(DataConfig, csv=Path("t.csv")), "tissue"),
+                ("data", DataConfig, "csv"),
+                ("task", TaskConfig, "kind"),
+                ("task", TaskConfig, "class_weights"),
+                ("model", ModelConfig, "norm"),
+                ("model", ModelConfig, "mean"),
+                ("augment", AugmentConfig, "flips"),
+                ("augment", AugmentConfig, "stain"),
+                ("train", TrainConfig, "precision"),
+                ("train", TrainConfig, "schedule"),
+                ("ranks", RanksConfig, "bands"),
+            )
+        ),
     ],
 )
 def test_settings_that_would_fail_later_or_be_ignored(make: Callable[[], object], message: str) -> None:
@@ -218,6 +238,32 @@ def test_wrong_targets(tmp_path: Path, kind: TaskKind, text: str, message: str) 
     classes = ["x", "y"] if kind in ("classification", "multilabel", "segmentation") else None
     problems = _problems(_table(tmp_path, text, "a.svs"), TaskConfig(kind=kind, classes=classes))
     assert any(message in problem for problem in problems), problems
+
+
+@pytest.mark.parametrize("text", ["nan", "NA", "n/a", "<NA>"])
+def test_a_label_that_stands_for_none_is_no_class(text: str, tmp_path: Path) -> None:
+    """Else a network would learn it, beside the others."""
+    path = _table(tmp_path, f"slide,label\na.svs,x\nb.svs,{text}\n", "a.svs", "b.svs")
+    for kind in cast("list[TaskKind]", ["classification", "multilabel"]):
+        (problem,) = _problems(path, TaskConfig(kind=kind))
+        assert f"line 3: label {text!r} is what programs write for one that is missing" in problem
+        assert len(read_table(path, TaskConfig(kind=kind, classes=["x", text])).records) == 2
+
+
+def test_links_to_a_slide_are_that_slide(tmp_path: Path) -> None:
+    """In two splits it would be validated on what it was trained on."""
+    path = _table(tmp_path, "slide,label,split\na.svs,x,train\nb.svs,y,val\nc.svs,y,train\n", "a.svs")
+    (tmp_path / "b.svs").symlink_to("a.svs")
+    os.link(tmp_path / "a.svs", tmp_path / "c.svs")
+    problems = _problems(path, TaskConfig())
+    assert problems == ("line 3: slide b.svs is on line 2 already; leave one", "line 4: slide c.svs is on line 2 already; leave one")
+
+
+def test_folds_of_a_table_with_splits_are_refused() -> None:
+    table = _made(9, 1)
+    splits = SlideTable(records=tuple(replace(record, split="train") for record in table.records), classes=table.classes)
+    with pytest.raises(DatasetError, match=r"data\.num_folds 3, but the table has splits"):
+        assign_splits(splits, DataConfig(csv=Path("t.csv"), num_folds=3), "classification", seed=0)
 
 
 def _made(num_patients: int, slides_each: int) -> SlideTable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -180,3 +181,17 @@ def test_a_loss_of_cox_takes_an_event() -> None:
     assert is_measurable(task, "loss", [(1.0, 0.0), (2.0, 1.0)])
     censored = [Prediction(name="a", patient="a", split="validation", target=(1.0, 0.0), output=(0.5,), loss=math.nan)]
     assert math.isnan(mean_loss("cox", censored))
+
+
+def test_draws_that_lack_a_class_warn_of_nothing() -> None:
+    """Of five slides most draws lack one; sklearn would say so for each."""
+    task = make_task(TaskConfig(), ("a", "b", "c"), _records([(0.0,), (1.0,), (2.0,)]))
+    truth, scores = [0, 1, 2, 0, 1], [[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.1, 0.2, 0.7], [0.3, 0.6, 0.1], [0.1, 0.8, 0.1]]
+    predictions = [
+        Prediction(name=str(n), patient=str(n), split="test", target=(float(t),), output=tuple(p))
+        for n, (t, p) in enumerate(zip(truth, scores, strict=True))
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = evaluate_predictions(task, predictions, num_draws=200)
+    assert 0 <= found["balanced_accuracy"].value <= 1

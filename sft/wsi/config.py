@@ -53,13 +53,13 @@ class DataConfig:
     test_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = _nulls("data", self)
         if self.mpp is not None and not 0 < self.mpp < 1000:
             problems.append(f"data.mpp {self.mpp}: give micrometres per pixel, such as 0.5")
         if self.host_budget is not None:
             problems += _not_bytes("data.host_budget", self.host_budget)
-        if self.num_folds is not None and self.num_folds < 2:
-            problems.append(f"data.num_folds {self.num_folds}: give at least 2")
+        if self.num_folds is not None and self.num_folds < 3:
+            problems.append(f"data.num_folds {self.num_folds}: give at least 3, one for testing, one for validation and one to train on")
         if self.fold and self.num_folds is None:
             problems.append(f"data.fold {self.fold} without data.num_folds: say how many folds there are")
         elif not 0 <= self.fold < (self.num_folds or self.fold + 1):
@@ -90,7 +90,7 @@ class TaskConfig:
     num_intervals: int = 4
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = _nulls("task", self)
         if self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 1):
             problems.append(f"task.classes {self.classes}: give each name once")
         if self.kind == "segmentation" and not self.classes:
@@ -136,7 +136,7 @@ class ModelConfig:
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = _nulls("model", self)
         if not 1 <= self.attention_dim <= _MOST_HIDDEN:
             problems.append(f"model.attention_dim {self.attention_dim}: give 1 to {_MOST_HIDDEN}")
         if not 0 <= self.dropout < 1:
@@ -173,6 +173,7 @@ class AugmentConfig:
     stain: Literal["none", "macenko", "reinhard"] = "none"
 
     def __post_init__(self) -> None:
+        _nulls("augment", self)
         _refuse(
             f"augment.{name} {getattr(self, name)}: give a share in 0..1"
             for name in ("brightness", "contrast", "saturation", "hed")
@@ -222,12 +223,7 @@ class TrainConfig:
     on_error: Literal["raise", "skip", "fill"] = "raise"
 
     def __post_init__(self) -> None:
-        problems = [
-            f"train.{name} is null: give a value"
-            for name in ("epochs", "accumulate", "lr", "weight_decay", "warmup_steps", "min_lr", "checkpoint_every", "seed", "device")
-            if getattr(self, name) is None
-        ]
-        _refuse(problems)
+        problems = _nulls("train", self)
         problems += [
             f"train.{name} {getattr(self, name)}: give at least 1"
             for name in ("epochs", "accumulate", "checkpoint_every", "patience")
@@ -259,7 +255,7 @@ class RanksConfig:
     timeout_seconds: float = 7200.0
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = _nulls("ranks", self)
         if self.bands < 1:
             problems.append(f"ranks.bands {self.bands}: give at least 1")
         if not 0 < self.timeout_seconds < 1e9:
@@ -287,7 +283,8 @@ class Config:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        problems = []
+        problems = [f"{name} is null: give a value" for name in ("run", "tensorboard") if getattr(self, name) is None]
+        _refuse(problems)
         if (self.model.head == "segmentation") != (self.task.kind == "segmentation"):
             problems.append(f"model.head {self.model.head} with task.kind {self.task.kind}: segmentation wants both, or neither")
         if self.task.kind == "cox" and self.train.accumulate < 2:
@@ -341,6 +338,20 @@ def _not_bytes(name: str, text: int | str) -> list[str]:
         parse_bytes(text)
     except InputError as error:
         return [f"{name}: {error}"]
+    return []
+
+
+def _nulls(group: str, config: Any) -> list[str]:
+    """No problems: settings that must have a value have one.
+
+    Raises:
+        InputError: some are null.
+    """
+    _refuse(
+        f"{group}.{item.name} is null: give a value, or leave the line out"
+        for item in fields(config)
+        if getattr(config, item.name) is None and "None" not in str(item.type)
+    )
     return []
 
 

@@ -31,6 +31,8 @@ def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: i
     """
     where = str(config.csv)
     records = list(table.records)
+    if config.num_folds is not None and any(record.split is not None for record in records):
+        raise DatasetError(where, [f"data.num_folds {config.num_folds}, but the table has splits; leave out one of the two"])
     if not any(record.split is not None for record in records):
         splits = _derived(records, config, kind, seed, where)
         records = [replace(record, split=split) for record, split in zip(records, splits, strict=True)]

@@ -63,6 +63,8 @@ _SPLITS: Mapping[str, Split] = {
 _EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide", ".zarr", ".npy")
 _MAX_BYTES = 256 * 2**20
 _WHOLE = re.compile("-?[0-9]+")
+#: What pandas, R and spreadsheets write for a value that is missing.
+_MISSING = frozenset({"nan", "na", "n/a", "<na>", "#n/a", "null"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,13 @@ def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_
     if not cells and not problems:
         problems.append("no slides; add a row for each")
     classes = _classes(task, [cell.get("label", "") for _, cell in cells])
+    if task.classes is None:
+        problems += [
+            f"line {number}: label {cell['label']!r} is what programs write for one that is missing; leave the cell empty, or "
+            "name the class in task.classes"
+            for number, cell in cells
+            if classes and any(part.strip().lower() in _MISSING for part in cell.get("label", "").split(";"))
+        ]
     records = [_record(number, cell, task.kind, classes, path, root, needs_targets, problems) for number, cell in cells]
     records = _named(records, problems)
     _check_patients(records, problems)

@@ -6,8 +6,9 @@ import multiprocessing
 import os
 import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from sft.errors import InputError, SkipSlideError, SourceError
 from sft.sources import (
     ArrayImage,
+    Normalized,
     Slide,
     TiffImage,
     ZarrImage,
@@ -230,3 +232,22 @@ def test_levels_that_merge_planes_are_left_out(tmp_path: Path) -> None:
     assert image.level_dimensions == ((96, 64), (48, 32))
     for mpp in (0.25, 0.5, 1.0):
         assert int(at_mpp(image, mpp).read(0, 0, 1, 1)[0, 0, 0]) == 120
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda path: open_image(path, mpp=cast(Any, (0.5, 0.5))), "give one number"),
+        (lambda path: open_image(path, mpp=cast(Any, "0.5")), "give one number"),
+        (lambda path: open_image(path, num_threads=cast(Any, "2")), "in '2' threads"),
+        (lambda path: Normalized(open_image(path), mean=cast(Any, 0.5), std=(1.0, 1.0, 1.0)), "mean 0.5: give a number for every channel"),
+        (lambda path: open_image(path.with_name("a" * 300)), "File name too long"),
+        (lambda path: open_image(path.with_name("b.npy")), "there is no such file"),
+    ],
+)
+def test_arguments_of_another_kind(call: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    import tifffile
+
+    tifffile.imwrite(tmp_path / "a.tif", tissue_like(64, 64), tile=(32, 32), photometric="rgb", metadata=None)
+    with pytest.raises((InputError, SourceError), match=message):
+        call(tmp_path / "a.tif")

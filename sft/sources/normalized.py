@@ -8,7 +8,7 @@ a backward walk does. That is at most two blocks of raw pixels, and a third whil
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,9 @@ class Normalized:
             )
         if not dtype.is_floating_point:
             raise InputError(f"cannot read {image} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
+        for name, given in (("mean", mean), ("std", std)):
+            if not isinstance(given, Sized):
+                raise InputError(f"cannot normalise with {name} {given!r}: give a number for every channel.")
         if len(mean) < 1 or len(mean) != len(std):
             raise InputError(f"cannot normalise with mean {tuple(mean)} and std {tuple(std)}: give one of each for every channel.")
         self.image = image

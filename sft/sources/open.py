@@ -92,8 +92,11 @@ def open_image(
 
 
 def _open(path: Path, reader: Reader, policy: OnError, num_threads: int | None) -> Raster:
-    if not path.exists():
-        raise SourceError(f"cannot open {path}: there is no such file. Check the path.")
+    try:
+        path.stat()
+    except OSError as error:
+        why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
+        raise SourceError(f"cannot open {path}: {why}. Check the path.") from error
     kind = _kind(path) if reader == "auto" else reader
     image: Raster
     if kind == "zarr":

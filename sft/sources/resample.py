@@ -23,6 +23,8 @@ from __future__ import annotations
 
 from fractions import Fraction
 from math import ceil
+from numbers import Real
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -58,6 +60,9 @@ def at_mpp(image: Raster, mpp: float) -> Raster:
         InputError: the image does not say its resolution, or is coarser than that.
         SourceError: it cannot be opened.
     """
+    given: Any = mpp
+    if not isinstance(given, Real):
+        raise InputError(f"cannot read {image} at mpp {mpp!r}: give one number, which holds in x and in y.")
     (wanted, _) = resolve_mpp(float(mpp), "mpp")
     if image.mpp is None:
         raise InputError(

@@ -29,13 +29,13 @@ def resolve_threads(num_threads: int | None) -> int:
     """How many threads decode: what was asked for, else one for each core that this process may use, at most four.
 
     Raises:
-        InputError: fewer than one.
+        InputError: fewer than one, or no number.
     """
     if num_threads is None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         return min(_MAX_DEFAULT_THREADS, cores)
-    if num_threads < 1:
-        raise InputError(f"cannot decode in {num_threads} threads: at least one does the work. Use num_threads >= 1, or None.")
+    if not isinstance(num_threads, int) or num_threads < 1:
+        raise InputError(f"cannot decode in {num_threads!r} threads: at least one does the work. Use num_threads >= 1, or None.")
     return num_threads
 
 

@@ -74,6 +74,10 @@ _OF_LABELS: dict[str, nn.Module] = {
     "weighted sum": _Weighted("sum"),
     "each": _Function(lambda y, t: F.cross_entropy(y, t, reduction="none").square().mean()),
     "nll": _Function(lambda y, t: F.nll_loss(y.log_softmax(1), t, ignore_index=0)),
+    "nll of an image": _Function(lambda y, t: F.nll_loss(y, t)),
+    "nll of logarithms": _Function(
+        lambda y, t: F.nll_loss(y.softmax(1).log(), t, weight=torch.linspace(0.5, 2.0, _CLASSES, dtype=y.dtype), ignore_index=2)
+    ),
     "list of pixels": _Function(lambda y, t: F.cross_entropy(y.movedim(1, -1).reshape(-1, _CLASSES), t.reshape(-1))),
     "focal": _Function(_focal),
     "one hot": _Function(lambda y, t: (y.sigmoid() * F.one_hot(t, _CLASSES).movedim(-1, 1)).mean()),

@@ -253,6 +253,16 @@ def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_device_that_others_fill(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(trial: Trial, *, is_last: bool = False) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(Trial, "run", full)
+    monkeypatch.setenv(CACHE_VARIABLE, "")
+    with pytest.raises(sft.BudgetError, match=r"cpu has less free.*Tried to allocate 2\.00 GiB.*lower the budget to what is free"):
+        sft.compile(seeded(Residual), _SHAPE)
+
+
 def test_how_the_allocator_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [Blocks().size(n) for n in (0, 1, 512, 513, 2**20, 2**20 + 1)] == [0, 512, 512, 1024, 2**20, 2**20 + 512 + 2**20]
     assert _EXACTLY.size(2**20 + 1) == 2**20 + 512

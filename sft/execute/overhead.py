@@ -23,12 +23,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sft.errors import BudgetError
 from sft.execute.costs import Costs
 from sft.execute.trial import Halved, Trial, first_half, key_of
 from sft.lower.program import Port, Program
 from sft.memory import measure_peak
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
+from sft.units import format_bytes
 from sft.walk.machine import Handle, Meter, PhantomMachine, Saved
 from sft.walk.region import Region
 
@@ -179,6 +181,9 @@ class Overheads:
             problem: the model at one size.
             region: the plan's.
             projected_bytes: the plan's peak.
+
+        Raises:
+            BudgetError: a program does not fit on the device beside what is there.
         """
         self._multiplies = False
         machine = BlockMachine(on_host=problem.on_host, blocks=self.blocks, workspace=self._workspace_bytes)
@@ -206,11 +211,18 @@ class Overheads:
 
     def _measured(self, program: Program, first: Program | None) -> tuple[float, float]:
         """Bytes of workspaces, and whether matrices are multiplied. The first run makes what stays, and chooses algorithms."""
-        trial = Trial(program, first, self.device, self.weights)
-        with _Products() as products:
-            trial.run()
-        with measure_peak(self.device) as peak:
-            trial.run(is_last=True)
+        try:
+            trial = Trial(program, first, self.device, self.weights)
+            with _Products() as products:
+                trial.run()
+            with measure_peak(self.device) as peak:
+                trial.run(is_last=True)
+        except torch.OutOfMemoryError as error:
+            raise BudgetError(
+                f"the plan fits the budget, and {self.device} has less free: a program of it that takes {format_bytes(program.peak_bytes)} "
+                f"for what it computes ran out of memory ({error}). Give what else is there back, or lower the budget to what is free.",
+                needed_bytes=program.peak_bytes,
+            ) from error
         in_blocks = peak_in_blocks(program, self.blocks).peak_bytes
         return float(max(0, peak.requested_bytes - program.peak_bytes, peak.num_bytes - in_blocks)), float(products.found)
 

@@ -34,9 +34,13 @@ def cross_entropy(self: Tensor, target: Tensor, weight: Tensor | None, ignore_in
 
 
 def nll(self: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    """The negative of the channel that each pixel's label names, ``[N, 1, axes...]``."""
-    found = torch.nn.functional.nll_loss(self, target.squeeze(1), weight=weight, ignore_index=ignore_index, reduction="none")
-    return found.unsqueeze(1)
+    """The negative of the channel that each pixel's label names, ``[N, 1, axes...]``; the backward of torch's own wants channels first."""
+    counts = target != ignore_index
+    named = torch.where(counts, target, torch.zeros_like(target)).long()
+    found = -self.gather(1, named)
+    if weight is not None:
+        found = found * weight[named]
+    return torch.where(counts, found, torch.zeros((), dtype=found.dtype, device=found.device))
 
 
 def label_weight(self: Tensor, weight: Tensor | None, ignore_index: int, dtype: str) -> Tensor:

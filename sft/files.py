@@ -40,6 +40,8 @@ def replacing(
         SourceError: it cannot be written; ``path`` is as it was.
     """
     target = Path(path)
+    if not target.name:
+        raise refusal(f"cannot write {os.fspath(path)!r}: it names no file. {remedy}")
     # A name of its own, as the target's may be as long as names can be; the suffix stays last, since image writers look at it.
     beside = target.with_name(f"{PARTIAL}{secrets.token_hex(8)}{target.suffix}")
     try:

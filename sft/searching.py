@@ -185,10 +185,12 @@ class Search:
         if (plan.streamed_weights > 0) != (problem.weights is not None):
             return None
         known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
-        if sorted(name for segment in plan.segments for name in segment.nodes) != sorted(known):
+        named = [name for segment in plan.segments for name in segment.nodes]
+        if sorted(named) != sorted(known):
             if self.uses_autocast:
                 return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")
+        _check_order(problem, named)
         if plan.repeat_budgets:
             problem = with_free_budgets(problem, plan.repeat_budgets)
         order = parse_order(plan.order, len(plan.segments)) if plan.order and problem.training else None
@@ -196,6 +198,19 @@ class Search:
         check_host(planned, self.options.host_budget_bytes)
         check_device(problem, planned, self.budget_bytes)
         return problem, planned
+
+
+def _check_order(problem: Problem, names: Sequence[str]) -> None:
+    """Refuse a plan that runs an operator before one that it reads.
+
+    Raises:
+        InputError: it does.
+    """
+    place = {name: number for number, name in enumerate(names)}
+    for number, name in enumerate(names):
+        late = [operand for operand in problem.graph[name].operands if place.get(operand, -1) >= number]
+        if late:
+            raise InputError(f"the plan runs {name} before {late[0]}, which it reads; make a new one with sft.plan(model, ...)")
 
 
 def _takes_more(device: torch.device) -> bool:

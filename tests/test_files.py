@@ -12,6 +12,7 @@ from sft.errors import SourceError
 from sft.files import PARTIAL, replacing, sync_folder
 from sft.wsi.errors import RunFolderError
 from sft.wsi.files import clear_partial, write_text
+from sft.wsi.runfolder import RunFolder
 
 
 class _Lost(Exception):
@@ -108,3 +109,19 @@ def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "whole.png").write_text("whole")
     clear_partial(tmp_path)
     assert _names(tmp_path) == ["whole.png"]
+
+
+@pytest.mark.parametrize("path", [".", "/", ""])
+def test_a_path_without_a_name(path: str) -> None:
+    with pytest.raises(SourceError, match="it names no file"), replacing(path):
+        raise AssertionError("the block runs")
+
+
+def test_a_run_folder_that_cannot_be_written_holds_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunFolderError, match="cannot write to the run folder"), RunFolder(tmp_path / "run"):
+        raise AssertionError("the block runs")
+    assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".probe")]

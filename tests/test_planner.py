@@ -23,7 +23,7 @@ from sft.plan.survey import Survey
 
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
-from .helpers.models import Branches, Residual, TinyUNet, image, seeded
+from .helpers.models import Branches, ConvNet, Residual, TinyUNet, image, seeded
 from .helpers.problems import problem_of
 
 captures = one_capture_a_model("factor")
@@ -77,6 +77,17 @@ def test_wishes_are_granted() -> None:
     plan = sft.plan(model, (3, 3, 96, 64), options=sft.Options(tile=(7, None), state_every=3, batch_tile=2))
     segment = plan.segments[0]
     assert (segment.mode, segment.strip_rows, segment.state_every, segment.batch_tile) == ("tiled", 7, 3, 2)
+
+
+@pytest.mark.parametrize("what", ["segments", "nodes"])
+def test_a_plan_in_another_order_is_refused(what: str) -> None:
+    plan = sft.plan(seeded(ConvNet), _SHAPE, options=sft.Options(tile=(16, None)))
+    if what == "segments":
+        turned = replace(plan, segments=plan.segments[::-1])
+    else:
+        turned = replace(plan, segments=(replace(plan.segments[0], nodes=plan.segments[0].nodes[::-1]), *plan.segments[1:]))
+    with pytest.raises(sft.InputError, match=r"the plan runs \w+ before \w+, which it reads; make a new one"):
+        sft.compile(seeded(ConvNet), _SHAPE, plan=sft.Plan.from_json(turned.to_json()))
 
 
 def test_a_plan_from_json_is_the_plan() -> None:

@@ -58,11 +58,13 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
             probe = self.path / f".probe-{os.getpid()}"
-            with probe.open("wb") as file:
-                file.write(b"0" * 4096)
-                file.flush()
-                os.fsync(file.fileno())
-            probe.unlink()
+            try:
+                with probe.open("wb") as file:
+                    file.write(b"0" * 4096)
+                    file.flush()
+                    os.fsync(file.fileno())
+            finally:
+                probe.unlink(missing_ok=True)
             free_bytes = shutil.disk_usage(self.path).free
         except OSError as error:
             self._close()

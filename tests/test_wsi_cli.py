@@ -108,6 +108,15 @@ def test_evaluate_the_runs_own_slides_and_others_without_labels(trained: Path, t
     assert told["metrics"] == {"slides": {}, "patients": {}}
     assert [row["slide"] for row in _rows(tmp_path / "new" / "predictions.csv")] == ["s0", "s1"]
     assert main(["evaluate", str(trained / "run"), "--split", "test", "--bootstrap", "0"]) == 3
+    # What the last weights say does not take the place of what the best said, nor anything that of the run's own files.
+    best = (trained / "run" / "val" / "predictions.csv").read_bytes()
+    capsys.readouterr()
+    assert main(["evaluate", str(trained / "run"), "--checkpoint", "last", "--bootstrap", "0", "--json"]) == 0
+    told, _ = _said(capsys)
+    assert told["folder"] == str(trained / "run" / "val-last")
+    assert (trained / "run" / "val" / "predictions.csv").read_bytes() == best
+    assert main(["evaluate", str(trained / "run"), "--bootstrap", "0", "--out", str(trained / "run")]) == 1
+    assert "the run's own folder" in capsys.readouterr().err
 
 
 def test_heatmaps_are_the_decision(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,7 +146,7 @@ def evaluate(selection: Selection, console: Console, *, num_draws: int, ranks: R
         SftError: the run, the table or a slide is wrong.
     """
     loaded = load(selection, console, ranks)
-    folder = selection.out or selection.run / (f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
+    folder = selection.folder(f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
     title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
     predictor = Predictor(loaded.experiment, ranks=ranks)
     estimates = evaluate_records(predictor, loaded, folder, console, title=title, num_draws=num_draws, ranks=ranks)
@@ -176,7 +176,7 @@ def heatmap(
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
         raise InputError(f"--names {', '.join(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
-    folder = selection.out or selection.run / "heatmaps"
+    folder = selection.folder("heatmaps")
     maker = HeatmapMaker(loaded.experiment, folder)
     outputs = output_numbers(loaded.experiment, classes)
     drawn = []

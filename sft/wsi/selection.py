@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,16 @@ class Selection:
     device: str | None = None
     budget: str | None = None
     out: Path | None = None
+
+    def folder(self, name: str) -> Path:
+        """Where results go: where that was asked for, else a folder of this name in the run's; what the last weights give, beside it.
+
+        Raises:
+            InputError: results would lie among the run's own files.
+        """
+        if self.out is not None and os.path.realpath(self.out) == os.path.realpath(self.run):
+            raise InputError(f"--out {self.out} is the run's own folder, whose results it would replace; name another, or leave it out")
+        return self.out or self.run / (name if self.checkpoint == "best" else f"{name}-{self.checkpoint}")
 
 
 @dataclass(slots=True, kw_only=True)

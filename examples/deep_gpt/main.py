@@ -40,7 +40,10 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of weights and lines")
     parser.add_argument("--device", default="cpu", help="where to train")
-    return parser.parse_args(arguments)
+    found = parser.parse_args(arguments)
+    if found.resume and found.file is None:
+        parser.error("--resume goes on with a file: name it with --file")
+    return found
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +25,16 @@ from sft.units import parse_rate
 
 __all__ = ["main"]
 
+_PIPED_COLUMNS = 240
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of ``python -m sft``; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(arguments)
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _PIPED_COLUMNS  # there is no screen that a table's columns have to fit
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the model's own package, while it is imported and made

@@ -234,6 +234,8 @@ def _only_splits(old: Sequence[int], new: Sequence[int]) -> bool:
     >>> _only_splits((2, 6, 5), (2, 3, 2, 5)), _only_splits((2, 3, 2, 5), (2, 6, 5))
     (True, False)
     """
+    if 0 in old:
+        return True  # there is nothing to lay out
     sizes = [size for size in new if size != 1][::-1]
     for extent in old:
         rest = int(extent)

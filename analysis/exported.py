@@ -5,6 +5,7 @@ Only :mod:`sft.analysis.capture` uses this; they and :mod:`sft.analysis.function
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -93,6 +94,34 @@ class AsFloat(sp.Function):  # type: ignore[misc]  # SymPy is not typed
         return found
 
 
+class Quotient(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+    """A quotient in double precision; SymPy's would be exact, and ``size / 49 * 49`` the size again."""
+
+    @classmethod
+    def eval(cls, number: sp.Expr, divisor: sp.Expr) -> sp.Expr | None:
+        """Of numbers a number."""
+        return sp.Float(float(number) / float(divisor), 15) if number.is_number and divisor.is_number and divisor != 0 else None
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return True if self.args[0].is_nonnegative and self.args[1].is_positive else None
+
+
+def _is_power_of_two(number: sp.Expr) -> bool:
+    """Whether dividing by it is exact."""
+    return bool(number.is_number and number > 0 and math.frexp(float(number))[0] == 0.5)
+
+
+class Truncated(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+    """A number without what is behind its point, as ``int`` takes it: of one below zero that is not its floor."""
+
+    is_integer = True
+
+    @classmethod
+    def eval(cls, number: sp.Expr) -> sp.Expr | None:
+        """Of a number the whole one."""
+        return sp.Integer(int(number)) if number.is_number else None
+
+
 #: The exporter's own SymPy functions.
 _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
     "FloorDiv": lambda a, b: floor(a / b),
@@ -100,10 +129,10 @@ _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
     "CeilDiv": lambda a, b: floor((a + b - 1) / b),
     "PythonMod": lambda a, b: a - b * floor(a / b),
     "Mod": lambda a, b: a - b * floor(a / b),
-    "IntTrueDiv": lambda a, b: a / b,
-    "FloatTrueDiv": lambda a, b: a / b,
+    "IntTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else Quotient(a, b),
+    "FloatTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else Quotient(a, b),
     "ToFloat": lambda a: AsFloat(a) if a.is_Add or a.is_Mul else a,
-    "TruncToInt": lambda a: floor(a),  # of sizes, which are not negative
+    "TruncToInt": lambda a: floor(a) if a.is_nonnegative else Truncated(a),
     "FloorToInt": lambda a: floor(a),
     "CeilToInt": lambda a: sp.ceiling(a),
     "Max": lambda *a: sp.Max(*a),

@@ -9,6 +9,9 @@ strip must be products, then, not input rows. So the operator becomes
   multiplications as the operator itself, none of them twice; along the other axes it is what it was.
 * ``sft.overlap_add``: each output row is the sum of the products that land on it, and the bias.
 
+In half precision all of this is in single precision: products that were rounded before they are summed up would be off by more than the
+operator's own rounding, and where a ReLU follows, of another sign. (Half numbers times half numbers are exact in TF32, too.)
+
 Rows that do not overlap (a kernel of 2 with a stride of 2) need none of this: then an output row is one input row's own.
 """
 
@@ -41,7 +44,12 @@ def _is_to_part(node: Node, graph: Graph) -> bool:
 
 
 def _parts(node: Node, graph: Graph) -> list[Node]:
-    weight, groups, count = graph[node.argument("weight").name], node.argument("groups"), graph.axes.count
+    weight, image = graph[node.argument("weight").name], graph[node.argument("input").name]
+    groups, count = node.argument("groups"), graph.axes.count
+    wider: list[Node] = []
+    if node.dtype in _HALF:
+        wider = [_widened(value, node, name) for value, name in ((weight, "weight"), (image, "input"))]
+        weight, image = wider
     inputs, channels, kernel, *rest = weight.shape
     shape = (inputs, channels * kernel, 1, *rest)
     rows = replace(
@@ -55,7 +63,6 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
         effect="",
     )
     across = {name: _across(node.argument(name), alone, count) for name, alone in _ALONE.items()}
-    image = graph[node.argument("input").name]
     arguments = (
         ("input", Ref(image.name)),
         ("weight", Ref(rows.name)),
@@ -69,6 +76,8 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
         node,
         name=f"{node.name}__products",
         shape=(node.shape[0], node.shape[1] * kernel, image.shape[2], *node.shape[3:]),
+        dtype=image.dtype,
+        itemsize_bytes=image.itemsize_bytes,
         arguments=arguments,
     )
     spread = tuple((_NAMES.get(name, name), _entry(node.argument(name), ROWS)) for name in ("kernel_size", *_ALONE))
@@ -77,9 +86,25 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
         target="sft.overlap_add",
         arguments=(("self", Ref(products.name)), ("bias", node.argument("bias")), ("groups", groups), ("spread", spread)),
     )
-    return [rows, products, sums]
+    return [*wider, rows, products, sums]
 
 
+def _widened(value: Node, node: Node, name: str) -> Node:
+    """What the operator reads, in single precision."""
+    return replace(
+        value,
+        name=f"{node.name}__{name}",
+        kind="operator",
+        target="aten._to_copy.default",
+        dtype="float32",
+        itemsize_bytes=4,
+        arguments=(("self", Ref(value.name)), ("dtype", "float32")),
+        module_path=node.module_path,
+        effect="",
+    )
+
+
+_HALF = frozenset({"float16", "bfloat16"})
 #: Arguments with an entry for each axis, and what they are along one that is not spread.
 _ALONE = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 _NAMES = {"kernel_size": "kernel"}

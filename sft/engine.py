@@ -282,9 +282,16 @@ class Engine:
             return first.dtype, self.streamed_weights.device
         return (first.dtype, first.device) if first is not None else (torch.get_default_dtype(), torch.device("cpu"))
 
+    @property
+    def _has_dtype(self) -> bool:
+        """Whether the model has numbers of its own."""
+        return any(tensor.is_floating_point() for tensor in (*self.model.parameters(), *self.model.buffers()))
+
     def _resolve(self, inputs: Sequence[Any], input_grad: Any) -> tuple[tuple[Given, ...], tuple[bool, ...]]:
         """The inputs as images, and which of them lacked channels."""
         dtype, device = self._dtype_and_device()
+        if not self._has_dtype:  # what comes in says it, as in eager PyTorch
+            dtype = next((value.dtype for value in inputs if isinstance(value, torch.Tensor) and value.is_floating_point()), dtype)
         given = resolve_inputs(inputs, input_grad, dtype, device, casts=_autocast_dtype(device) is not None)
         lacking = lacking_channels([value.shape for value in given])
         return with_channels(given, lacking), lacking

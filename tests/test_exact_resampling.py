@@ -223,3 +223,24 @@ def test_access_map_covers_every_window(kind: Any, extent: int, length: int, ali
 
 def _span(interval: Interval) -> tuple[int, int]:
     return interval.start, interval.stop
+
+
+@pytest.mark.parametrize(
+    ("shape", "how"),
+    [
+        ((1, 1, 54, 18), {"size": (38, 18)}),  # row 19 of 38 begins at 27 of 54, nearly: in double precision just below
+        ((1, 1, 54, 18), {"size": (38, 100)}),
+        ((1, 2, 54, 100), {"size": (38, 90)}),
+        ((1, 2, 54, 100), {"size": (38, 91)}),
+        ((1, 1, 50, 6), {"scale_factor": 2.3, "mode": "nearest-exact"}),
+        ((1, 2, 56, 7, 6), {"size": (46, 6, 6)}),
+        ((1, 2, 56), {"size": (46,)}),
+    ],
+    ids=str,
+)
+def test_nearest_pixels_are_those_that_aten_finds(shape: tuple[int, ...], how: dict[str, Any]) -> None:
+    """It has a loop in single precision for images whose rows and columns are 128 together, and one in the image's own for others."""
+    model, x = nn.Sequential(nn.Upsample(**how), nn.Identity()), image(*shape)
+    for tile in ((5, None), None):
+        net = sft.compile(model, shape, options=sft.Options(tile=tile))
+        assert torch.equal(net(x), model(x)), tile

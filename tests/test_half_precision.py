@@ -97,6 +97,11 @@ def _volume() -> nn.Module:
     return chain(nn.Conv3d(3, 8, 3), nn.InstanceNorm3d(8), nn.SiLU(), *up, nn.Conv3d(6, 4, 3))
 
 
+def _overlapping() -> nn.Module:
+    """What a ReLU lets through depends on the sign of a sum of products: rounded one by one they have another one here and there."""
+    return chain(nn.ConvTranspose2d(3, 8, 4, 2, 1, bias=False), nn.ReLU(), nn.Conv2d(8, 2, 3, padding=1))
+
+
 _IMAGE, _SIGNAL, _VOLUME = (1, 3, 48, 18), (1, 3, 256), (1, 3, 14, 8, 7)
 
 
@@ -121,6 +126,7 @@ def _error(ours: Sequence[Tensor], reference: Sequence[Tensor]) -> float:
     [
         (_resampled, _IMAGE, _AUTOCAST[0]),
         (Gates, _IMAGE, _PURE[0]),
+        (_overlapping, _IMAGE, _PURE[1]),
         (_channels, _IMAGE, _AUTOCAST[0]),
         (_signal, _SIGNAL, _AUTOCAST[1]),
         (_volume, _VOLUME, _PURE[1]),

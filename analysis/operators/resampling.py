@@ -21,6 +21,8 @@ __all__ = ["AdaptiveAverage", "AdaptiveMax", "Antialiased", "Grid", "Interpolati
 
 #: Below so many windows along the rows each would hold much of the image.
 _FEWEST_WINDOWS = 4
+#: Rows and columns of an image that is small for ATen (``_use_vectorized_kernel_cond_2d`` of its UpSampleKernel.cpp).
+_SMALL_EXTENTS = 128
 
 #: Of an interpolation, by the operator's name without its number of axes.
 _KINDS: dict[str, Kind] = {
@@ -121,6 +123,8 @@ class Interpolation(Resampling):
     def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
         size, scales, kind = node.argument("output_size"), node.argument("scale_factors"), _kind(node)
         lengths = tuple(int(extent * scale) for extent, scale in zip(extents, scales, strict=True)) if size is None else tuple(size)
+        # ATen has another loop for the nearest pixels of small images, which finds them in single precision.
+        is_small = kind.startswith("nearest") and len(lengths) == 2 and sum(lengths) <= _SMALL_EXTENTS
         return tuple(
             Sampling(
                 kind=kind,
@@ -128,7 +132,7 @@ class Interpolation(Resampling):
                 length=length,
                 scale=None if scales is None else float(scales[axis]),
                 align_corners=bool(node.argument("align_corners", False)),
-                is_double=node.dtype == "float64",
+                is_double=node.dtype == "float64" and not is_small,
                 # Where no axis changes its size ATen's backward copies, though the forward may have moved the rows.
                 copies_back=kind == "cubic" and lengths == extents,
             )

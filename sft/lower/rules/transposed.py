@@ -167,7 +167,7 @@ class OverlapAdd(Rule):
         if not ctx.reads_nothing(operand):
             landing, products = self._landing(ctx, operand), ctx.strip(operand)
             # Adding a narrower type makes a wider copy of what is added.
-            most = max(count for _, count, _ in landing.taps) if wide != dtype else 0
+            most = max(count for _, count, _ in landing.taps) if wide != products.dtype else 0
             pixels = math.prod(ctx.scope.axes.of(products.shape)[1:])
             scratch_bytes = products.shape[0] * ctx.out_shape[1] * most * pixels * wide.itemsize
             e.call(landing.add, products, out, writes=out, scratch_bytes=scratch_bytes)
@@ -180,7 +180,7 @@ class OverlapAdd(Rule):
         _add_bias_grad(ctx, node.argument("bias"), grad)
         if ctx.reads_nothing(operand) or not ctx.needs_grad(image):
             return
-        products = e.zeros(ctx.strip(operand).shape, grad.dtype)
+        products = e.zeros(ctx.strip(operand).shape, ctx.strip(operand).dtype)
         e.call(self._landing(ctx, operand).take, grad, products, writes=products)
         ctx.add_grad(image, products, owned=True)
 

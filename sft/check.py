@@ -75,6 +75,11 @@ def check_model(model: nn.Module) -> None:
             f"(the model itself): {type(model).__name__} has a `__call__` of its own, which would run around and inside of what is "
             "compiled; move what it does into `forward`, or compile nn.Sequential(model)"
         )
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise InputError(
+            f"(the model itself): {type(model).__name__} copies gradients between devices around the model; compile model.module, and wrap "
+            "the compiled one in nn.parallel.DistributedDataParallel"
+        )
     for path, module in model.named_modules():
         where = f"{path or '(the model itself)'}: {type(module).__name__}"
         if isinstance(module, torch.jit.ScriptModule):

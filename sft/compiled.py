@@ -123,6 +123,13 @@ class Compiled:
             raise InputError(f"plan_for needs every extent, got {inputs!r}")
         return self._sft_engine.plan_for_shapes(shapes, dtypes_of(given))
 
+    #: What ``nn.Module.compile`` of the plain model leaves in the shared dictionary: it would run that model, and on its own.
+    _compiled_call_impl = property(lambda self: None)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """What ``nn.Module`` has for ``torch.compile`` in place."""
+        refuse_wrapping("its own method compile()", "use torch.compile(net), which compiles what is around it")
+
     def __prepare_scriptable__(self) -> Any:
         """What ``torch.jit.script`` asks for."""
         refuse_wrapping("torch.jit.script", "script the original model")

@@ -125,3 +125,16 @@ def test_a_run_folder_that_cannot_be_written_holds_nothing_new(tmp_path: Path, m
     with pytest.raises(RunFolderError, match="cannot write to the run folder"), RunFolder(tmp_path / "run"):
         raise AssertionError("the block runs")
     assert not [name for name in os.listdir(tmp_path / "run") if name.startswith(".probe")]
+
+
+def test_a_folder_of_others_files_is_no_run_folder(tmp_path: Path) -> None:
+    """A run would write over a table of that name, or a page."""
+    (tmp_path / "splits.csv").write_text("a table")
+    (tmp_path / ".hidden").write_text("")
+    with pytest.raises(RunFolderError, match=r"holds other files \(splits.csv\).* Give a new one with --run"), RunFolder(tmp_path):
+        raise AssertionError("the block runs")
+    assert _names(tmp_path) == [".hidden", "splits.csv"]
+    (tmp_path / "splits.csv").unlink()
+    for _ in range(2):  # an empty one, and one that holds a run
+        with RunFolder(tmp_path):
+            (tmp_path / "splits.csv").write_text("of the run")

@@ -114,3 +114,14 @@ def test_what_is_wrong_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "nibabel", None)
     with pytest.raises(SourceError, match=r'pip install "sft-engine\[volume\]"'):
         _ = NiftiVolume(path).shape
+
+
+def test_voxels_that_are_no_real_numbers_and_numbers_that_are_none(tmp_path: Path) -> None:
+    nibabel.save(nibabel.Nifti1Image(np.ones(SHAPE, np.complex64), np.eye(4)), tmp_path / "complex.nii")
+    with pytest.raises(SourceError, match="its voxels are complex64, not real numbers"):
+        _ = NiftiVolume(tmp_path / "complex.nii").shape
+    write_volume(tmp_path / "brain.nii")
+    brain = NiftiVolume(tmp_path / "brain.nii")
+    for mean, std in ((float("nan"), 1.0), (0.0, float("inf")), (0.0, 0.0)):
+        with pytest.raises(InputError, match="with mean"):
+            brain.load_tensor(mean=mean, std=std)

@@ -114,6 +114,7 @@ def test_torch_compile_leaves_it_as_it_is() -> None:
         (lambda net, x: torch.export.export(net, (x,)), "called inside torch.export.*export or compile the original model"),
         (lambda net, x: sft.compile(chain(net, nn.ReLU()), _SHAPE), "another sft.compile.*as a whole"),
         (lambda net, x: net._replicate_for_data_parallel(), "nn.DataParallel cannot take it; use nn.parallel.DistributedDataParallel"),
+        (lambda net, x: net.compile(backend="eager"), r"its own method compile\(\) cannot take it; use torch.compile\(net\)"),
         (lambda net, x: torch.autograd.functional.jacobian(lambda v: net(v).mean((1, 2, 3)), x, vectorize=True), "batched gradients"),
         (lambda net, x: _dual(net, x), "forward-mode derivatives have no strips"),
     ],
@@ -172,3 +173,43 @@ def test_a_layer_with_two_names_keeps_its_parameters() -> None:
     expected = model(x)
     assert relative_error(sft.compile(model, _SHAPE, options=_OPTIONS)(x), expected) <= 1e-12
     assert all(kept is p for kept, p in zip(model.parameters(), own, strict=True))
+
+
+def test_a_plain_model_that_is_compiled_in_place_stays_beside() -> None:
+    """``model.compile()`` leaves its wrapper in the dictionary that both share; the compiled one must not run the plain model."""
+    model, net = _pair()
+    x = image(*_SHAPE)
+    plain: nn.Module = net._sft_engine.model
+    plain.compile(backend="eager")
+    with sft.measure_peak() as peak:
+        y = net(x)
+    assert relative_error(y, model(x)) <= 1e-12
+    assert peak.num_bytes <= net.plan.projected_peak_bytes
+
+
+def test_a_wrapper_for_several_devices_goes_around_the_compiled_model() -> None:
+    with pytest.raises(sft.InputError, match=r"DataParallel copies gradients.*compile model.module, and wrap the compiled one"):
+        sft.compile(nn.DataParallel(nn.Conv2d(3, 2, 3)), _SHAPE)
+
+
+def test_a_model_without_numbers_takes_its_inputs_type() -> None:
+    net = sft.compile(nn.Sequential(nn.AvgPool2d(2), nn.ReLU()), _SHAPE, options=_OPTIONS)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        x = image(*_SHAPE).to(dtype)
+        assert net(x).dtype == dtype and torch.equal(net(x), torch.relu(nn.functional.avg_pool2d(x, 2)))
+
+
+def test_layers_without_outputs() -> None:
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(0, 8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.weight)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), Last())
+    net = sft.compile(model, (1, 3, 16, 16))
+    y = net(torch.randn(1, 3, 16, 16))
+    assert y.shape == (1, 0)
+    y.sum().backward()

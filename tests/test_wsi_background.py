@@ -86,6 +86,7 @@ def test_tiles_of_columns_leave_out_background_beside_tissue(tmp_path: Path) -> 
 
 def test_rows_of_earlier_versions_stay(tmp_path: Path) -> None:
     """A run that was begun without the column goes on with it; a row that was cut short is computed again."""
+    (tmp_path / ".lock").touch()  # what tells a run
     (tmp_path / "steps.csv").write_text("step,epoch,loss\n1,0,0.5\n2,0,0.4\n3,0\n")
     with RunFolder(tmp_path, needed_bytes=0) as folder:
         folder.start_steps(2)

@@ -377,6 +377,14 @@ def test_tissue_is_found_drawn_and_may_be_given_back_as_a_mask(tmp_path: Path, c
     # The outline goes along the borders of the mask's px, which hold several of the slide's: both say the same of each of them.
     assert np.array_equal(mask.region(700, 900, 300, 200), polygons.region(700, 900, 300, 200))
     assert main(["tissue", str(slide), "--out", str(tmp_path / "out"), "--mpp", "0"]) == 1
+    # A mask that somebody has mended stays, unless it is asked for.
+    Path(found["files"][0]).write_bytes(b"mended")
+    again = ["tissue", str(slide), "--out", str(tmp_path / "out"), "--json"]
+    assert main(again) == 3
+    assert "may have been mended: name another --out, or give --overwrite" in _said(capsys)[0][0]["error"]
+    assert Path(found["files"][0]).read_bytes() == b"mended"
+    assert main([*again, "--overwrite"]) == 0
+    assert _said(capsys)[0][0]["share"] == found["share"]
 
 
 def test_a_run_with_damage_filled_and_tissue_cropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from sft.wsi.errors import RunFolderError
 from sft.wsi.experiment import calibrate_norms, load_experiment
 from sft.wsi.progress import Reporter
 from sft.wsi.runstate import check_same_run, fingerprint, surroundings
-from sft.wsi.table import SlideTable
+from sft.wsi.table import SlideTable, file_bytes, read_table
 from tests.helpers.wsi import TinyNet, damage_tile, write_config, write_task
 
 
@@ -117,6 +117,13 @@ def test_other_surroundings_are_told_by_name_and_other_settings_are_refused(tmp_
     other = {**state, "surroundings": {**now, "imagecodecs": "0", "gpu": "H200"}}
     with pytest.warns(RuntimeWarning, match=r"otherwise: imagecodecs \(was '0', is '[^']+'\), gpu \(was 'H200', is None\). It"):
         check_same_run(tmp_path, other, config, table)
+    full = read_table(config.data.csv, config.task)
+    sizes = {"table": full.digest(), "file_bytes": file_bytes(full)}
+    check_same_run(tmp_path, {**state, **sizes}, config, full)
+    resized = {**state, **sizes, "file_bytes": {**file_bytes(full), full.records[0].name: 1}}
+    told = r"otherwise: 1 slide file\(s\) of another size, bytes of \w+ \(was 1, is \w+\). It goes on"
+    with pytest.warns(RuntimeWarning, match=told):
+        check_same_run(tmp_path, resized, config, full)
     changed = replace(config, train=replace(config.train, lr=1.0, on_error="skip"))
     with pytest.raises(RunFolderError, match=r"other settings: train.lr \(was 0.01, is 1.0\). Put"):
         check_same_run(tmp_path, state, changed, table)

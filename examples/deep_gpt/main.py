@@ -41,6 +41,9 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of weights and lines")
     parser.add_argument("--device", default="cpu", help="where to train")
     found = parser.parse_args(arguments)
+    for name in ("blocks", "width", "batch", "ratio"):
+        if not getattr(found, name) > 0:
+            parser.error(f"--{name} {getattr(found, name)}: give a number above 0")
     if found.resume and found.file is None:
         parser.error("--resume goes on with a file: name it with --file")
     return found

@@ -93,7 +93,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--more", type=int, default=4, help="also train the patch baseline on so many times as many pixels; 0: do not")
     parser.add_argument("--budget", default="24MiB", help="bytes for the whole-slide training")
     parser.add_argument("--seed", type=int, default=0, help="of everything")
-    return parser.parse_args()
+    found = parser.parse_args()
+    for name in ("slides", "size", "needle", "epochs", "patch", "accumulate"):
+        if not getattr(found, name) > 0:
+            parser.error(f"--{name} {getattr(found, name)}: give a number above 0")
+    return found
 
 
 def run(arguments: argparse.Namespace) -> int:

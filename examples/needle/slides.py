@@ -39,8 +39,10 @@ def make_slides(folder: Path, *, num_slides: int, size_px: int, needle_px: int, 
     Returns:
         The table, a CSV file.
     """
-    if size_px % _MOSAIC_PX or needle_px % BLOCK_PX:
-        raise ValueError(f"size_px {size_px} and needle_px {needle_px}: give multiples of {_MOSAIC_PX} and {BLOCK_PX}")
+    if size_px % _MOSAIC_PX or needle_px % BLOCK_PX or needle_px > _MOSAIC_PX:
+        raise ValueError(
+            f"size_px {size_px} and needle_px {needle_px}: give multiples of {_MOSAIC_PX} and {BLOCK_PX}, a needle of {_MOSAIC_PX} at most"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(seed)
     with Slide(SOURCE) as source:

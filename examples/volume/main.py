@@ -64,7 +64,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--noise", type=float, default=0.2, help="standard deviation of the noise, in those of the brain")
     parser.add_argument("--lr", type=float, default=1.5e-2, help="learning rate of AdamW, after a half cosine")
     parser.add_argument("--seed", type=int, default=0, help="of everything")
-    return parser.parse_args()
+    found = parser.parse_args()
+    for name in ("steps", "width", "share", "every"):
+        if not getattr(found, name) > 0:
+            parser.error(f"--{name} {getattr(found, name)}: give a number above 0")
+    return found
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -50,6 +50,8 @@ class LabelSource:
             raise InputError(
                 f"cannot read labels of {given.dtype} from {name}: labels are whole numbers. Convert them, or use ArraySource."
             )
+        if given.dtype == np.uint64 and given.size and int(given.max()) > np.iinfo(np.int64).max:
+            raise InputError(f"cannot read labels from {name}: {int(given.max())} is above what int64 holds. Number the labels anew.")
         shape = given.shape if len(given.shape) != 4 else (given.shape[0], *given.shape[2:])
         if len(shape) not in (2, 3) or min(given.shape) < 1 or (len(given.shape) == 4 and given.shape[1] != 1):
             raise InputError(f"cannot read labels from {name} of shape {given.shape}: give [H, W], [N, H, W] or [N, 1, H, W], none empty.")

@@ -9,6 +9,7 @@ A compressed file (``.nii.gz``) can only be read from its start: in slabs forwar
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from operator import index
@@ -118,8 +119,8 @@ class NiftiVolume:
             SourceError: the file cannot be read.
         """
         channels, depth, height, width = self.shape
-        if not dtype.is_floating_point or not std > 0:
-            raise InputError(f"cannot load {self} as {dtype} with std {std}: use a floating-point dtype and a std above 0.")
+        if not dtype.is_floating_point or not 0 < std < math.inf or not math.isfinite(mean):
+            raise InputError(f"cannot load {self} as {dtype} with mean {mean} and std {std}: use a floating-point dtype and a std above 0.")
         result = torch.empty(1, channels, depth, height, width, dtype=dtype) if out is None else out
         if tuple(result.shape) != (1, channels, depth, height, width):
             raise InputError(f"cannot load {self} into shape {tuple(result.shape)}: it has {(1, channels, depth, height, width)}.")
@@ -167,6 +168,8 @@ def _load(path: Path) -> Any:
         image: Any = nibabel.load(path, keep_file_open=True)
         if len(image.shape) < 3:
             raise SourceError(f"cannot use {path} as a volume: it has shape {image.shape}. Give a file with three spatial axes.")
+        if np.dtype(image.get_data_dtype()).kind not in "iufb":
+            raise SourceError(f"cannot use {path} as a volume: its voxels are {image.get_data_dtype()}, not real numbers. Convert them.")
     except SftError:
         raise
     except Exception as error:

@@ -144,6 +144,7 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
     tissue.add_argument("slides", type=Path, nargs="+", help="slide files")
     tissue.add_argument("--out", type=Path, required=True, help="folder for the results")
     tissue.add_argument("--mpp", type=float, default=8.0, help="micrometres per pixel of the masks")
+    tissue.add_argument("--overwrite", action="store_true", help="find masks anew that are there already")
     tissue.add_argument("--slide-mpp", type=float, help="micrometres per pixel of the slides, where the files are wrong or silent")
     plan = _configured("how a training step is computed, and what it takes; runs nothing")
     plan.add_argument("--size", type=int, nargs=2, metavar=("HEIGHT", "WIDTH"), help="of the image, in px; default: the largest slide")
@@ -173,7 +174,9 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
     return parser, {
         "doctor": lambda given, console: inspection.doctor(console),
         "slide-info": lambda given, console: inspection.slide_information(given.slides, console),
-        "tissue": lambda given, console: inspection.tissue(given.slides, given.out, console, mpp=given.mpp, slide_mpp=given.slide_mpp),
+        "tissue": lambda given, console: inspection.tissue(
+            given.slides, given.out, console, mpp=given.mpp, slide_mpp=given.slide_mpp, overwrite=given.overwrite
+        ),
         "plan": _plan,
         "train": _train,
         "evaluate": _evaluate,

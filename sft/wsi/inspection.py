@@ -86,7 +86,9 @@ def slide_information(paths: Sequence[Path], console: Console) -> Result:
     return Result(value=values, num_failed=failed)
 
 
-def tissue(paths: Sequence[Path], folder: Path, console: Console, *, mpp: float = 8.0, slide_mpp: float | None = None) -> Result:
+def tissue(
+    paths: Sequence[Path], folder: Path, console: Console, *, mpp: float = 8.0, slide_mpp: float | None = None, overwrite: bool = False
+) -> Result:
     """Find the tissue on slides; for each write NAME-mask.png, NAME.geojson (px of the largest level) and NAME-overlay.png.
 
     Args:
@@ -95,6 +97,7 @@ def tissue(paths: Sequence[Path], folder: Path, console: Console, *, mpp: float 
         console: is told what was found.
         mpp: micrometres per px of the mask. Default: 8
         slide_mpp: of the slides' largest level, where files are wrong or silent. Default: `None`
+        overwrite: whether masks that are there already, which somebody may have mended, are found anew. Default: `False`
 
     Raises:
         InputError: ``mpp`` is no resolution.
@@ -107,7 +110,7 @@ def tissue(paths: Sequence[Path], folder: Path, console: Console, *, mpp: float 
     for path in paths:
         name = safe_name(path.stem if stems[safe_name(path.stem)] == 1 else str(path))
         try:
-            values.append(_find(path, folder / name, mpp, slide_mpp))
+            values.append(_find(path, folder / name, mpp, slide_mpp, overwrite))
             told = f"{path}: {values[-1]['share']:.1%} tissue, {values[-1]['files'][-1]}"
         except RunFolderError:
             raise
@@ -118,14 +121,17 @@ def tissue(paths: Sequence[Path], folder: Path, console: Console, *, mpp: float 
     return Result(value=values, num_failed=sum("error" in value for value in values))
 
 
-def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None) -> dict[str, Any]:
+def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None, overwrite: bool) -> dict[str, Any]:
+    files = [base.with_name(base.name + ending) for ending in ("-mask.png", ".geojson", "-overlay.png")]
+    there = [file.name for file in files[:2] if file.exists() and not overwrite]
+    if there:
+        raise InputError(f"{' and '.join(there)} in {base.parent} may have been mended: name another --out, or give --overwrite")
     slide = open_image(path, slide_mpp=slide_mpp)
     try:
         mask = find_tissue(slide, mpp=mpp)
         small, _ = thumbnail(slide, _OVERLAY_PX)
     finally:
         slide.close()
-    files = [base.with_name(base.name + ending) for ending in ("-mask.png", ".geojson", "-overlay.png")]
     with replacing(files[0]) as temporary:
         mask.save_png(temporary)
     with replacing(files[1]) as temporary:

@@ -44,7 +44,7 @@ class RunFolder:
         needed_bytes: what must be free on its disk.
 
     Raises:
-        RunFolderError: it cannot be written, has no room, or another process uses it.
+        RunFolderError: it cannot be written, has no room, holds other files, or another process uses it.
     """
 
     def __init__(self, path: Path, *, needed_bytes: int = 0) -> None:
@@ -54,6 +54,7 @@ class RunFolder:
         self.checkpoints = CheckpointFolder(path / "checkpoints")
 
     def __enter__(self) -> RunFolder:
+        self._refuse_others_files()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / ".lock").open("w")
@@ -88,6 +89,17 @@ class RunFolder:
         if self.checkpoints.path.is_dir():
             self.checkpoints.clear_partial()
         return self
+
+    def _refuse_others_files(self) -> None:
+        """A run writes over what is in its folder: that must be a run, or nothing."""
+        if (self.path / ".lock").exists() or self.checkpoints.path.is_dir() or not self.path.is_dir():
+            return
+        found = sorted(entry.name for entry in self.path.iterdir() if not entry.name.startswith("."))
+        if found:
+            held = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+            raise RunFolderError(
+                f"the folder {self.path} holds other files ({held}), which a run might write over, and no run. Give a new one with --run."
+            )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._close()

@@ -15,7 +15,7 @@ import torch
 from sft.bands.mesh import MeshShape
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError
-from sft.wsi.table import SlideTable
+from sft.wsi.table import SlideTable, file_bytes
 
 __all__ = ["Progress", "check_same_run", "fingerprint", "surroundings"]
 
@@ -88,6 +88,9 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
     now = surroundings(shape, config.train.device)
     before = {**surroundings(device=config.train.device), **state["surroundings"]}  # checkpoints of earlier versions say less
     different |= _different(before, now)
+    sizes = _different(state.get("file_bytes", {}), file_bytes(table)) if "file_bytes" in state else {}
+    if sizes:
+        different["slides"] = f"{len(sizes)} slide file(s) of another size, bytes of {next(iter(sizes.values()))}"
     if different:
         listed = ", ".join(different.values())
         warnings.warn(f"the run was started otherwise: {listed}. It goes on, but not to the same bits", RuntimeWarning, stacklevel=2)

@@ -16,6 +16,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ from sft.wsi.config import TaskConfig, TaskKind
 from sft.wsi.errors import DatasetError
 from sft.wsi.files import safe_name
 
-__all__ = ["ALIASES", "SlideRecord", "SlideTable", "Split", "read_table"]
+__all__ = ["ALIASES", "SlideRecord", "SlideTable", "Split", "file_bytes", "read_table"]
 
 Split = Literal["train", "val", "test"]
 _Add = Callable[[str], None]
@@ -61,8 +62,11 @@ _SPLITS: Mapping[str, Split] = {
     "test": "test", "testing": "test", "holdout": "test",
 }  # fmt: skip
 _EXTENSIONS = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".vms", ".vmu", ".bif", ".dcm", ".czi", ".svslide", ".zarr", ".npy")
+_FLAGS = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}
 _MAX_BYTES = 256 * 2**20
 _WHOLE = re.compile("-?[0-9]+")
+#: Sums of squares of numbers below this are numbers, too.
+_LARGEST = 1e100
 #: What pandas, R and spreadsheets write for a value that is missing.
 _MISSING = frozenset({"nan", "na", "n/a", "<na>", "#n/a", "null"})
 
@@ -104,6 +108,16 @@ class SlideTable:
         """A fingerprint of everything but where files are; of masks it is what they hold."""
         rows = [(r.name, r.target, r.patient, r.split, r.mpp, *([] if r.mask is None else [_mask_digest(r.mask)])) for r in self.records]
         return hashlib.sha256(json.dumps([rows, self.classes]).encode()).hexdigest()
+
+
+def file_bytes(table: SlideTable) -> dict[str, int]:
+    """How large the slides' files are, by name; of folders and of those that cannot be looked at, nothing."""
+    found: dict[str, int] = {}
+    for record in table.records:
+        with suppress(OSError):
+            if record.path.is_file():
+                found[record.name] = record.path.stat().st_size
+    return found
 
 
 def _mask_digest(path: Path) -> str:
@@ -290,9 +304,11 @@ def _target(cell: Mapping[str, str], kind: TaskKind, classes: tuple[str, ...], n
         time = _number(cell.get("time", ""), "time", add)
         is_event = bool(cell.get("event"))
         flag = cell.get("event") or cell.get("censored", "")
-        event = {"0": 0.0, "1": 1.0, "0.0": 0.0, "1.0": 1.0, "false": 0.0, "true": 1.0}.get(flag.lower())
+        event = _FLAGS.get(flag.lower())
         if (needed and time is None) or (time is not None and time < 0):
             add(f"time {cell.get('time', '')!r} is no time of at least 0")
+        if event is not None and is_event and cell.get("censored") and _FLAGS.get(cell["censored"].lower()) == event:
+            add(f"event {flag!r} and censored {cell['censored']!r} contradict each other; leave out one of the columns")
         if (needed or flag) and event is None:
             is_asked = is_event or "censored" not in cell
             add(f"event {flag!r} is neither 1 (it happened) nor 0 (censored)" if is_asked else f"censored {flag!r} is neither 1 nor 0")
@@ -321,10 +337,10 @@ def _number(text: str, what: str, add: _Add) -> float | None:
     if not text:
         return None
     try:
-        value = float(text)
+        value = math.nan if "_" in text else float(text)  # Python reads 1_000, which nobody means
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
+    if not abs(value) < _LARGEST:
         add(f"{what} {text!r} is no number")
         return None
     return value

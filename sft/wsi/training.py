@@ -38,7 +38,7 @@ from sft.wsi.randomness import generator
 from sft.wsi.ranks import ALONE, Ranks
 from sft.wsi.runfolder import RunFolder
 from sft.wsi.runstate import Progress, check_same_run, fingerprint, surroundings
-from sft.wsi.table import SlideRecord
+from sft.wsi.table import SlideRecord, file_bytes
 from sft.wsi.together import dealt
 
 __all__ = ["Trainer"]
@@ -94,6 +94,7 @@ class Trainer:
         self._records = experiment.records("train")
         self.progress = Progress(failed=tuple(failed.items()))
         self._saved: Progress | None = None
+        self._file_bytes = file_bytes(experiment.table)
         num_groups = math.ceil(len(self._records) / config.train.accumulate)
         self._num_steps = num_groups * config.train.epochs
 
@@ -311,6 +312,7 @@ class Trainer:
             "random": get_random_state(),
             "settings": fingerprint(self._config),
             "table": self.experiment.table.digest(),
+            "file_bytes": self._file_bytes,
             "surroundings": surroundings(self._ranks.shape, self._config.train.device),
         }
         # Before the checkpoint: what is computed again is noted again.

@@ -49,6 +49,7 @@ _REMEDIES = {
     "tensor subclasses": "numbers leave torch there; compute with tensors, or outside of the compiled model",
     "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
     "DynamicOutputShape": "the size of what this operator makes depends on values; compute it outside of the compiled model",
+    "expected scalar type": "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()",
 }
 _LEAVE = "control flow that depends on tensor values must move out of `forward`"
 

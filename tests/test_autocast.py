@@ -434,3 +434,17 @@ def test_what_autocast_does_inside_of_an_operator(dtype: torch.dtype) -> None:
         assert ours.dtype == eagers.dtype
         torch.testing.assert_close(ours, eagers, rtol=1e-2, atol=1e-4)
     assert (found[0].dtype, found[1].dtype) == (torch.float32, dtype)
+
+
+def test_two_types_that_the_exporter_does_not_bring_together_are_told() -> None:
+    class Mixes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3)
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("nchw,cd->ndhw", self.conv(x), self.weight)
+
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(sft.UnsupportedError, match=r"two types meet there.*cast one of them with"):
+        sft.compile(Mixes(), (2, 3, 12, 10))(torch.zeros(2, 3, 12, 10))

@@ -5,11 +5,9 @@ Only :mod:`sft.analysis.capture` uses this; they and :mod:`sft.analysis.function
 
 from __future__ import annotations
 
-import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import sympy as sp
@@ -18,10 +16,10 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import CustomObjArgument
 
 from sft.analysis.axes import Axes
-from sft.analysis.extents import floor
 from sft.analysis.functional import FunctionalProgram
 from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, SizeNumber, refs_in
 from sft.analysis.repeated import NEXT, REPEAT, Repetition
+from sft.analysis.sizes import extent_of, plain_expr
 from sft.errors import UnsupportedError
 
 __all__ = ["bounds_of", "graph_of", "guards_of", "module_path_of", "ties_of", "with_sizes"]
@@ -33,7 +31,7 @@ def bounds_of(program: ExportedProgram) -> tuple[tuple[sp.Expr, int, int | None]
     for size, interval in program.range_constraints.items():
         # The exporter's default lower bound of 2 only excludes the sizes 0 and 1, which it specialises.
         low, high = _bound(interval.lower), _bound(interval.upper)
-        bounds.append((_plain_expr(size), low or 0, None if high is None or high >= 2**62 else high))
+        bounds.append((plain_expr(size), low or 0, None if high is None or high >= 2**62 else high))
     return tuple(bounds)
 
 
@@ -48,96 +46,8 @@ def guards_of(program: ExportedProgram) -> tuple[sp.Basic, ...]:
         for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
             if isinstance(size, torch.SymInt):
                 env = size.node.shape_env
-                return tuple(dict.fromkeys(_plain_expr(env.replace(guard.expr)) for guard in env.guards))
+                return tuple(dict.fromkeys(plain_expr(env.replace(guard.expr)) for guard in env.guards))
     return ()
-
-
-def _plain_symbol(symbol: sp.Symbol) -> sp.Symbol:
-    return sp.Symbol(symbol.name, integer=True, positive=True)
-
-
-def _extent(size: int | torch.SymInt) -> sp.Expr | int:
-    if isinstance(size, int):
-        return size
-    expr = size.node.expr
-    if expr.is_number:
-        return int(expr)
-    return _plain_expr(expr)
-
-
-@lru_cache(maxsize=2**12)  # a network has many values of one size
-def _plain_expr(expr: sp.Expr) -> sp.Expr:
-    """Torch's own integer division in SymPy's words, on our symbols."""
-    plain = expr
-    for name, meaning in _TORCH_FUNCTIONS.items():
-        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
-    return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
-
-
-class AsFloat(sp.Function):  # type: ignore[misc]  # SymPy is not typed
-    """A size as a floating-point number, so that what it is multiplied by is not: ``0.6 * (2 * n + 1)`` is rounded once, as PyTorch does.
-
-    SymPy would make ``1.2 * n + 0.6`` of it, which at some sizes is just below the whole number that PyTorch finds.
-    """
-
-    @classmethod
-    def eval(cls, size: sp.Expr) -> sp.Expr | None:
-        """Of a number the same in double precision."""
-        return sp.Float(int(size), 15) if size.is_Integer else None
-
-    def _eval_is_integer(self) -> bool | None:
-        found: bool | None = self.args[0].is_integer
-        return found
-
-    def _eval_is_positive(self) -> bool | None:
-        found: bool | None = self.args[0].is_positive
-        return found
-
-
-class Quotient(sp.Function):  # type: ignore[misc]  # SymPy is not typed
-    """A quotient in double precision; SymPy's would be exact, and ``size / 49 * 49`` the size again."""
-
-    @classmethod
-    def eval(cls, number: sp.Expr, divisor: sp.Expr) -> sp.Expr | None:
-        """Of numbers a number."""
-        return sp.Float(float(number) / float(divisor), 15) if number.is_number and divisor.is_number and divisor != 0 else None
-
-    def _eval_is_nonnegative(self) -> bool | None:
-        return True if self.args[0].is_nonnegative and self.args[1].is_positive else None
-
-
-def _is_power_of_two(number: sp.Expr) -> bool:
-    """Whether dividing by it is exact."""
-    return bool(number.is_number and number > 0 and math.frexp(float(number))[0] == 0.5)
-
-
-class Truncated(sp.Function):  # type: ignore[misc]  # SymPy is not typed
-    """A number without what is behind its point, as ``int`` takes it: of one below zero that is not its floor."""
-
-    is_integer = True
-
-    @classmethod
-    def eval(cls, number: sp.Expr) -> sp.Expr | None:
-        """Of a number the whole one."""
-        return sp.Integer(int(number)) if number.is_number else None
-
-
-#: The exporter's own SymPy functions.
-_TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
-    "FloorDiv": lambda a, b: floor(a / b),
-    "CleanDiv": lambda a, b: a / b,
-    "CeilDiv": lambda a, b: floor((a + b - 1) / b),
-    "PythonMod": lambda a, b: a - b * floor(a / b),
-    "Mod": lambda a, b: a - b * floor(a / b),
-    "IntTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else Quotient(a, b),
-    "FloatTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else Quotient(a, b),
-    "ToFloat": lambda a: AsFloat(a) if a.is_Add or a.is_Mul else a,
-    "TruncToInt": lambda a: floor(a) if a.is_nonnegative else Truncated(a),
-    "FloorToInt": lambda a: floor(a),
-    "CeilToInt": lambda a: sp.ceiling(a),
-    "Max": lambda *a: sp.Max(*a),
-    "Min": lambda *a: sp.Min(*a),
-}
 
 
 def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = ()) -> Graph:
@@ -266,7 +176,7 @@ class _GraphBuilder:
             name=name,
             kind=kind,
             target=target,
-            shape=tuple(_extent(size) for size in value.shape),
+            shape=tuple(extent_of(size) for size in value.shape),
             dtype=str(value.dtype).removeprefix("torch."),
             itemsize_bytes=value.dtype.itemsize,
             arguments=tuple(arguments),
@@ -345,7 +255,7 @@ class _GraphBuilder:
     def _number(self, fx_node: torch.fx.Node, value: Any) -> Any:
         """A number that is computed of sizes."""
         if isinstance(value, torch.SymInt):
-            return _extent(value)
+            return extent_of(value)
         if not isinstance(value, (torch.SymFloat, torch.SymBool)):
             return value
         if fx_node.kwargs or not callable(fx_node.target):
@@ -361,13 +271,13 @@ class _GraphBuilder:
             return Ref(self._alias.get(value.name, value.name))
         if isinstance(value, (list, tuple)):
             return tuple(self._convert(item) for item in value)
-        return _extent(value) if isinstance(value, torch.SymInt) else value
+        return extent_of(value) if isinstance(value, torch.SymInt) else value
 
 
 def _is_like(value: torch.Tensor, fx_node: Any) -> bool:
     """Whether a value has another's shape and element type."""
     other = fx_node.meta["val"]
-    return bool(other.dtype == value.dtype and tuple(map(_extent, other.shape)) == tuple(map(_extent, value.shape)))
+    return bool(other.dtype == value.dtype and tuple(map(extent_of, other.shape)) == tuple(map(extent_of, value.shape)))
 
 
 def _dtype_of(fx_node: Any) -> torch.dtype:
@@ -414,8 +324,8 @@ def _part_arguments(made: Node, parts: Sequence[torch.Tensor], index: int) -> tu
     dim, operand = made.argument("dim", 0), made.argument("self")
     if made.target == "aten.unbind.int":
         return (("self", operand), ("dim", dim), ("index", index))
-    start = sum((_extent(part.shape[dim]) for part in parts[:index]), start=0)
-    return (("self", operand), ("dim", dim), ("start", start), ("end", start + _extent(parts[index].shape[dim])), ("step", 1))
+    start = sum((extent_of(part.shape[dim]) for part in parts[:index]), start=0)
+    return (("self", operand), ("dim", dim), ("start", start), ("end", start + extent_of(parts[index].shape[dim])), ("step", 1))
 
 
 def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:

@@ -1,0 +1,108 @@
+"""The exporter's sizes in SymPy's words, on our symbols.
+
+Sizes are integers, and SymPy's arithmetic of these is exact, as Python's. Where a model multiplies a size by a float, or divides it, Python
+rounds at each operation; SymPy would multiply out, cancel and only then round, and find another integer at some sizes. The functions here
+are numbers to SymPy only when a size is, and are then what Python computes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+
+import sympy as sp
+import torch
+
+from sft.analysis.extents import floor
+
+__all__ = ["AsFloat", "Quotient", "Truncated", "extent_of", "plain_expr"]
+
+
+def _plain_symbol(symbol: sp.Symbol) -> sp.Symbol:
+    return sp.Symbol(symbol.name, integer=True, positive=True)
+
+
+def extent_of(size: int | torch.SymInt) -> sp.Expr | int:
+    """A size of the exporter's as a number, or on our symbols."""
+    if isinstance(size, int):
+        return size
+    expr = size.node.expr
+    if expr.is_number:
+        return int(expr)
+    return plain_expr(expr)
+
+
+@lru_cache(maxsize=2**12)  # a network has many values of one size
+def plain_expr(expr: sp.Expr) -> sp.Expr:
+    """Torch's own integer division in SymPy's words, on our symbols."""
+    plain = expr
+    for name, meaning in _TORCH_FUNCTIONS.items():
+        plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
+    return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
+
+
+class AsFloat(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+    """A size as a floating-point number, so that what it is multiplied by is not: ``0.6 * (2 * n + 1)`` is rounded once, as PyTorch does.
+
+    SymPy would make ``1.2 * n + 0.6`` of it, which at some sizes is just below the whole number that PyTorch finds.
+    """
+
+    @classmethod
+    def eval(cls, size: sp.Expr) -> sp.Expr | None:
+        """Of a number the same in double precision."""
+        return sp.Float(int(size), 15) if size.is_Integer else None
+
+    def _eval_is_integer(self) -> bool | None:
+        found: bool | None = self.args[0].is_integer
+        return found
+
+    def _eval_is_positive(self) -> bool | None:
+        found: bool | None = self.args[0].is_positive
+        return found
+
+
+class Quotient(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+    """A quotient in double precision; SymPy's would be exact, and ``size / 49 * 49`` the size again."""
+
+    @classmethod
+    def eval(cls, number: sp.Expr, divisor: sp.Expr) -> sp.Expr | None:
+        """Of numbers a number."""
+        return sp.Float(float(number) / float(divisor), 15) if number.is_number and divisor.is_number and divisor != 0 else None
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return True if self.args[0].is_nonnegative and self.args[1].is_positive else None
+
+
+def _is_power_of_two(number: sp.Expr) -> bool:
+    """Whether dividing by it is exact."""
+    return bool(number.is_number and number > 0 and math.frexp(float(number))[0] == 0.5)
+
+
+class Truncated(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+    """A number without what is behind its point, as ``int`` takes it: of one below zero that is not its floor."""
+
+    is_integer = True
+
+    @classmethod
+    def eval(cls, number: sp.Expr) -> sp.Expr | None:
+        """Of a number the whole one."""
+        return sp.Integer(int(number)) if number.is_number else None
+
+
+#: The exporter's own SymPy functions.
+_TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
+    "FloorDiv": lambda a, b: floor(a / b),
+    "CleanDiv": lambda a, b: a / b,
+    "CeilDiv": lambda a, b: floor((a + b - 1) / b),
+    "PythonMod": lambda a, b: a - b * floor(a / b),
+    "Mod": lambda a, b: a - b * floor(a / b),
+    "IntTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else Quotient(a, b),
+    "FloatTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else Quotient(a, b),
+    "ToFloat": lambda a: AsFloat(a) if a.is_Add or a.is_Mul else a,
+    "TruncToInt": lambda a: floor(a) if a.is_nonnegative else Truncated(a),
+    "FloorToInt": lambda a: floor(a),
+    "CeilToInt": lambda a: sp.ceiling(a),
+    "Max": lambda *a: sp.Max(*a),
+    "Min": lambda *a: sp.Min(*a),
+}

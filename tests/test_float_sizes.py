@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -48,3 +50,34 @@ def test_sizes_are_rounded_once(make: type[_Scaled], factor: float, mode: str) -
         torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
     if make is _Scaled:  # a number that Python's int has seen is one for the exporter
         assert len(net._sft_engine.preparation.captures) == 1
+
+
+class _Cropped(nn.Module):
+    def __init__(self, rows: Callable[[int], int]) -> None:
+        super().__init__()
+        self.conv, self.rows = nn.Conv2d(1, 1, 3), rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.conv(x)
+        return y[:, :, : self.rows(y.shape[2])]
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes"),
+    [
+        (lambda h: int(0.6 * h), (56, 57)),
+        (lambda h: int(h / 49 * 49), (50, 51, 52)),
+        (lambda h: 1 + abs(int((h - 40) * 0.3)), (12, 13, 14)),  # towards zero
+        (lambda h: int(h // 1.5), (13, 14)),
+        (lambda h: 3 if 0.6 * h >= 27 else 2, (46, 47)),
+    ],
+)
+def test_what_python_computes_of_sizes(rows: Callable[[int], int], sizes: tuple[int, ...]) -> None:
+    """A capture of one size is not taken for the next, where the numbers that it was made for are others."""
+    model = seeded(lambda: _Cropped(rows))
+    net = sft.compile(model, (1, 1, sizes[0], 20))
+    for height in sizes:
+        x = image(1, 1, height, 20)
+        ours, expected = net(x), model(x)
+        assert ours.shape == expected.shape
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)

@@ -131,6 +131,9 @@ def plan(
 ) -> Plan:
     """The plan that :func:`compile` would use; runs nothing. The model may be on the meta device.
 
+    Of a model on a GPU the parts of the plan are tried there, each once on numbers of its own, as only the device knows what it takes besides
+    tensors (``Plan.overhead_bytes``).
+
     Raises:
         UnsupportedError, BudgetError, InputError: as :func:`compile`.
     """

@@ -131,7 +131,7 @@ def plan(
 ) -> Plan:
     """The plan that :func:`compile` would use; runs nothing. The model may be on the meta device.
 
-    Of a model on a GPU the parts of the plan are tried there, each once on numbers of its own, as only the device knows what it takes besides
+    Of a model on a GPU the parts of the plan are tried there, each once on numbers of its own: only the device knows what it takes besides
     tensors (``Plan.overhead_bytes``).
 
     Raises:

@@ -271,6 +271,9 @@ def softmax(node: Node, image: Node, num_axes: int) -> tuple[Node, ...] | None:
     wide = widened(chain, image)
     lead = image.shape[: len(image.shape) - num_axes]
     total = _pooled_logsumexp(chain, wide, lead, num_axes)
+    # Where something overflowed ATen's softmax is NaN everywhere: what adds zero to a finite sum makes NaN of infinity.
+    zero = chain.add("zero", "aten.sub.Tensor", lead, (("self", Ref(total.name)), ("other", Ref(total.name)), ("alpha", 1)), wide.dtype)
+    total = chain.add("finite", "aten.add.Tensor", lead, (("self", Ref(total.name)), ("other", Ref(zero.name)), ("alpha", 1)), wide.dtype)
     pixel = (*lead, *[1] * num_axes)
     spread = chain.add("total", "sft.aligned", pixel, (("self", Ref(total.name)), ("shape", pixel)), wide.dtype)
     arguments = (("self", Ref(wide.name)), ("other", Ref(spread.name)), ("alpha", 1))

@@ -17,7 +17,7 @@ import sft
 from .helpers.around import AroundFunction, assert_exact_in_strips, assert_streams, cases
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
-from .helpers.models import seeded
+from .helpers.models import image, seeded
 
 captures = one_capture_a_model("options")
 
@@ -166,3 +166,17 @@ class _SpatialPyramid(nn.Module):
 @pytest.mark.parametrize("options", [sft.Options(tile=(3, 4), batch_tile=1), sft.Options(tile=(1, None)), sft.Options(strategy="none")])
 def test_several_in_one_walk(options: sft.Options) -> None:
     assert_exact(seeded(_SpatialPyramid), torch.randn(3, 3, 17, 13), options=options)
+
+
+def test_a_softmax_of_what_has_overflowed_is_nan_everywhere() -> None:
+    """As ATen's is: who looks at the result sees it, wherever he looks."""
+
+    class Softmax(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(2).softmax(-1).view_as(x)
+
+    x = image(1, 2, 20, 18)
+    net = sft.compile(Softmax(), tuple(x.shape), options=sft.Options(tile=(3, None)))
+    torch.testing.assert_close(net(x), Softmax()(x), rtol=1e-12, atol=0)
+    x[0, 1, 7, 5] = float("inf")
+    assert torch.equal(net(x).isnan(), Softmax()(x).isnan()) and net(x)[0, 1].isnan().all() and not net(x)[0, 0].isnan().any()

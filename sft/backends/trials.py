@@ -20,6 +20,7 @@ from sft.backends.listing import Listing, slots_in
 from sft.backends.rewrite import Kernels
 from sft.lower.emitter import Emitter
 from sft.lower.program import DEVICE, Instruction, Port, Slot
+from sft.lower.rules.channelwise import not_saved
 
 __all__ = ["Collector", "Trial"]
 
@@ -60,6 +61,10 @@ class Trial:
             return (0, 0, 0)
         if not slot.dtype.is_floating_point:
             return torch.zeros(slot.shape, dtype=slot.dtype, device=device)
+        if 0 in slot.shape:
+            return not_saved(
+                torch.empty(slot.shape, dtype=dtype if dtype is not None and slot.dtype in _LOW else slot.dtype, device=device)
+            )
         if len(slot.shape) == 1:  # a vector may be a variance
             value = torch.rand(slot.shape, generator=random, device=device) + 0.5
         else:

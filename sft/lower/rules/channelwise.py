@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sft.analysis.axes import ROWS
 from sft.analysis.graph import refs_in
@@ -12,7 +13,7 @@ from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["FrozenNorm", "ResultActivation"]
+__all__ = ["FrozenNorm", "ResultActivation", "not_saved"]
 
 aten = torch.ops.aten
 
@@ -40,17 +41,23 @@ class FrozenNorm(Rule):
         values, shapes = (image, weight, bias), (strip.shape, channels, channels)
         out = tuple(e.slot(shape, ctx.dtype_of(v)) if m else None for m, shape, v in zip(mask, shapes, values, strict=True))
         mean, variance = (ctx.operand_slot(node.argument(name)) for name in ("running_mean", "running_var"))
-        # The CPU takes None for what the forward pass has not saved; CUDA wants tensors, and takes empty ones for none.
-        wide = torch.promote_types(mean.dtype, torch.float32)
-        saved = e.empty((0,), wide), e.empty((0,), wide)
+        saved = e.call(not_saved, mean, shape=(0,), dtype=mean.dtype)
         e.call_many(
             aten.native_batch_norm_backward.default,
-            (grad, strip, ctx.operand_slot(weight), mean, variance, *saved, False, node.argument("eps"), mask),
+            (grad, strip, ctx.operand_slot(weight), mean, variance, saved, saved, False, node.argument("eps"), mask),
             out,
         )
         for value, slot in zip(values, out, strict=True):
             if slot is not None:
                 ctx.add_grad(value, slot, owned=True)
+
+
+def not_saved(running: Tensor) -> Tensor:
+    """In the place of statistics that a forward pass has not saved: CUDA wants tensors, and takes empty ones for none.
+
+    Both devices look at the type, the CPU for that of the running statistics, CUDA for the type that it sums up in.
+    """
+    return running.new_empty((0,), dtype=torch.promote_types(running.dtype, torch.float32) if running.is_cuda else running.dtype)
 
 
 class ResultActivation(Rule):

@@ -154,3 +154,17 @@ def test_as_accurate_as_eager(make: Callable[[], nn.Module], shape: tuple[int, .
     ratios = {key: ours / medians[0][key] for key, ours in medians[1].items()}
     assert any(segment.num_steps > 1 for segment in net.plan.segments)
     assert all(ratio <= _MOST for ratio in ratios.values()), f"{ratios} times eager's {medians[0]}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_norms_in_evaluation_whose_statistics_are_half(dtype: torch.dtype, is_frozen: bool) -> None:
+    """Their derivative looks at the type of statistics that nobody has saved."""
+    model = chain(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)).to(dtype).eval()
+    model[1].requires_grad_(not is_frozen)
+    net = sft.compile(copy.deepcopy(model), (1, 3, 24, 20), options=sft.Options(tile=(8, None)))
+    x, gradient = torch.randn(1, 3, 24, 20).to(dtype), torch.randn(1, 2, 22, 18).to(dtype)
+    ours, eager = (_step(module, x, gradient, None) for module in (net, model))
+    assert len(ours["parameters"]) == (4 if is_frozen else 6)
+    for key, values in eager.items():
+        assert _error(ours[key], values) < 0.02, key

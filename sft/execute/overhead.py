@@ -65,17 +65,6 @@ class Blocks:
         return size if size <= _MIB or self.splits_finely else size + _MIB
 
 
-class _BlockMeter(Meter):
-    """Counts each buffer as its block."""
-
-    def __init__(self, blocks: Blocks) -> None:
-        super().__init__()
-        self._blocks = blocks
-
-    def held(self, num_bytes: int) -> int:
-        return self._blocks.size(num_bytes)
-
-
 @dataclass(frozen=True, slots=True)
 class _InBlocks:
     """A program's bytes, its storages being blocks.
@@ -123,7 +112,7 @@ class BlockMachine(PhantomMachine):
     _known: dict[int, tuple[Program, _InBlocks]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.meter = _BlockMeter(self.blocks)
+        self.meter = Meter(self.blocks.size)
 
     def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         found = self._in_blocks(program)

@@ -7,7 +7,7 @@ tensor returns its storage. So the very code that executes a plan also projects 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -189,16 +189,17 @@ class Machine(Protocol):
 
 
 class Meter:
-    """Counts live bytes and their peak, and the FLOPs of what ran."""
+    """Counts live bytes and their peak, and the FLOPs of what ran.
 
-    def __init__(self) -> None:
+    Args:
+        block: what a buffer of so many bytes counts for. Default: `None` (its bytes)
+    """
+
+    def __init__(self, block: Callable[[int], int] | None = None) -> None:
+        self.block = block
         self.now_bytes = 0
         self.peak_bytes = 0
         self.flops = 0
-
-    def held(self, num_bytes: int) -> int:
-        """What a buffer of so many bytes counts for."""
-        return num_bytes
 
     def spike(self, num_bytes: int) -> None:
         """Note a peak of ``num_bytes`` above what is live."""
@@ -212,7 +213,7 @@ class Phantom:
 
     def __init__(self, meter: Meter, num_bytes: int, base: Phantom | None = None) -> None:
         self._meter, self.num_bytes, self._base = meter, num_bytes, base
-        meter.now_bytes += meter.held(num_bytes)
+        meter.now_bytes += num_bytes if meter.block is None else meter.block(num_bytes)
         meter.spike(0)
 
     def view(self) -> Phantom:
@@ -226,12 +227,15 @@ class Phantom:
 
     def resize(self, num_bytes: int) -> None:
         """Give the bytes back, or take them again."""
-        self._meter.now_bytes += self._meter.held(num_bytes) - self._meter.held(self.num_bytes)
+        meter = self._meter
+        before, now = (self.num_bytes, num_bytes) if meter.block is None else (meter.block(self.num_bytes), meter.block(num_bytes))
+        meter.now_bytes += now - before
         self.num_bytes = num_bytes
-        self._meter.spike(0)
+        meter.spike(0)
 
     def __del__(self) -> None:
-        self._meter.now_bytes -= self._meter.held(self.num_bytes)
+        meter = self._meter
+        meter.now_bytes -= self.num_bytes if meter.block is None else meter.block(self.num_bytes)
 
 
 @dataclass(slots=True)

@@ -197,7 +197,7 @@ def test_other_kinds_of_tiff_are_refused(tmp_path: Path, pixels: Any, options: d
         (np.zeros((64, 64), np.uint16), {"tile": (32, 32)}, "samples are uint16"),
         (np.zeros((64, 64, 3), np.uint16), {"tile": (32, 32), "photometric": "rgb"}, "samples are uint16"),
         (np.zeros((64, 64), np.int8), {"tile": (32, 32)}, "samples are int8"),
-        (np.zeros((64, 64, 5), np.uint8), {"tile": (32, 32), "planarconfig": "contig"}, "5 channels, of which 4 are"),
+        (np.zeros((64, 64, 5), np.uint8), {"tile": (32, 32), "planarconfig": "contig"}, "5 channels, of which 4 are no colours"),
         (np.zeros((64, 64, 4), np.uint8), {"tile": (32, 32), "photometric": "rgb", "extrasamples": ["unspecified"]}, "4 channels"),
         (np.zeros((3, 64, 64), np.uint8), {"tile": (32, 32)}, "3 images of 64 x 64 px"),
     ],

@@ -61,7 +61,7 @@ class Trial:
             return (0, 0, 0)
         if not slot.dtype.is_floating_point:
             return torch.zeros(slot.shape, dtype=slot.dtype, device=device)
-        if 0 in slot.shape:
+        if 0 in slot.shape:  # statistics that no forward pass has saved
             return not_saved(
                 torch.empty(slot.shape, dtype=dtype if dtype is not None and slot.dtype in _LOW else slot.dtype, device=device)
             )

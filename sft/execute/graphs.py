@@ -22,7 +22,7 @@ from torch import Tensor
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
-from sft.lower.program import Port, Program, Slot, load_rows
+from sft.lower.program import Port, Program, Slot, carried_dim, load_rows
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
 
@@ -239,7 +239,6 @@ def _empty(slot: Slot, device: torch.device) -> Tensor:
 
 def _carried_dim(program: Program, slot: Slot) -> int:
     """The dimension along which a port's rows are carried."""
-    for instruction in program.instructions:
-        if len(instruction.arguments) == 3 and instruction.arguments[2] == slot:
-            return int(instruction.arguments[1])
-    raise AssertionError("a port of carried rows that nobody loads")
+    dim = carried_dim(program, slot)
+    assert dim is not None, "a port of carried rows that nobody loads"
+    return dim

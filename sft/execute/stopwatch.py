@@ -30,7 +30,7 @@ from rich.progress import Progress
 
 from sft.execute.costs import Costs, open_costs
 from sft.execute.machine import TorchMachine
-from sft.execute.trial import Halved, Trial, first_half, key_of
+from sft.execute.trial import Halved, Trial, first_half, key_of, wait_for
 from sft.lower.program import Port, Program
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
@@ -122,10 +122,10 @@ class Stopwatch(PhantomMachine):
         if known is None:
             call = prepare()
             call()
-            self._wait()
+            wait_for(self.device)
             started = time.perf_counter()
             call()
-            self._wait()
+            wait_for(self.device)
             known = time.perf_counter() - started
             self.costs.add(key, known)
         return known
@@ -181,7 +181,7 @@ class Stopwatch(PhantomMachine):
         trial = Trial(program, first, self.device)
 
         def once(*, is_last: bool = False) -> float:
-            trial.wait()
+            wait_for(self.device)
             started = time.perf_counter()
             trial.run(is_last=is_last)
             return time.perf_counter() - started
@@ -189,10 +189,6 @@ class Stopwatch(PhantomMachine):
         if once() >= _LONG_SECONDS:
             return once(is_last=True)
         return median([once(is_last=run == _NUM_RUNS - 1) for run in range(_NUM_RUNS)])
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class _SlowerError(Exception):

@@ -15,10 +15,10 @@ import torch
 from sft.analysis.interval import Interval
 from sft.execute.machine import TorchMachine
 from sft.execute.signature import signature
-from sft.lower.program import Port, Program, Slot
+from sft.lower.program import Port, Program, Slot, carried_dim
 from sft.walk.machine import Saved
 
-__all__ = ["Halved", "Trial", "first_half", "key_of"]
+__all__ = ["Halved", "Trial", "first_half", "key_of", "wait_for"]
 
 
 @dataclass(slots=True)
@@ -37,6 +37,12 @@ def key_of(program: Program, first: Program | None) -> tuple[str, bool]:
     """A name for what is found out about a program, and whether it means the same in another process."""
     names = [signature(one) for one in (program, first) if one is not None]
     return (f"program {id(program)}", False) if None in names else (" ".join(map(str, names)), True)
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until a device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 @dataclass(slots=True)
@@ -71,12 +77,7 @@ class Trial:
         held = None if not self._saved else Saved(self._saved) if is_last else Saved(self._saved).fork()
         with torch.no_grad():
             self._machine.run(self.program, self._bindings, held)
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait for the device."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        wait_for(self.device)
 
     def _bound(self, program: Program) -> dict[Port, Any]:
         return {port: self._made(program, port, slot) for port, slot in program.ports.items()}
@@ -92,13 +93,5 @@ class Trial:
         tensor = self._machine.allocate(slot.shape, slot.dtype, zero=True, contiguous=port.role in ("side", "grad_side"))
         if slot.dtype.is_floating_point:
             tensor.uniform_(generator=torch.Generator(self.device).manual_seed(0))  # the caller's random state stays as it is
-        dim = _carried_dim(program, slot) if port.role == "carry" else None
+        dim = carried_dim(program, slot) if port.role == "carry" else None
         return tensor if dim is None else [(0, Interval(0, slot.shape[dim]), tensor)]
-
-
-def _carried_dim(program: Program, slot: Slot) -> int | None:
-    """The dimension along which rows come in pieces, by the call that loads them, whichever it is."""
-    for instruction in program.instructions:
-        if len(instruction.arguments) == 3 and instruction.arguments[2] == slot:
-            return int(instruction.arguments[1])
-    return None

@@ -21,7 +21,7 @@ import torch
 
 from sft.analysis.interval import Interval
 
-__all__ = ["DEVICE", "Instruction", "Port", "Positional", "Program", "Slot", "live_instructions", "load_rows", "slots_of"]
+__all__ = ["DEVICE", "Instruction", "Port", "Positional", "Program", "Slot", "carried_dim", "live_instructions", "load_rows", "slots_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,14 @@ class Program:
     peak_bytes: int
     end_bytes: int
     flops: int
+
+
+def carried_dim(program: Program, slot: Slot) -> int | None:
+    """The dimension along which a port's rows come in pieces, by the call that loads them, whichever it is."""
+    for instruction in program.instructions:
+        if len(instruction.arguments) == 3 and instruction.arguments[2] == slot:
+            return int(instruction.arguments[1])
+    return None
 
 
 def live_instructions(instructions: Sequence[Instruction], slots: Sequence[Sequence[Slot]], wanted: Collection[int]) -> list[bool]:

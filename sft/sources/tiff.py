@@ -251,7 +251,8 @@ def _unread(page: Any) -> str | None:
         return f"its samples are {page.dtype}, which would be scaled to 8 bits"
     is_alpha = [int(kind) in _ALPHA for kind in page.extrasamples]
     if is_alpha not in ([], [True]):
-        return f"it has {page.samplesperpixel} channels, of which {len(is_alpha)} are neither colours nor alpha and would be dropped"
+        others = max(1, is_alpha.count(False))
+        return f"it has {page.samplesperpixel} channels, of which {others} are no colours, nor the one alpha, and would be dropped"
     return None
 
 

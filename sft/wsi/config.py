@@ -53,7 +53,8 @@ class DataConfig:
     test_fraction: float = 0.0
 
     def __post_init__(self) -> None:
-        problems = _nulls("data", self)
+        _refuse_nulls("data", self)
+        problems = []
         if self.mpp is not None and not 0 < self.mpp < 1000:
             problems.append(f"data.mpp {self.mpp}: give micrometres per pixel, such as 0.5")
         if self.host_budget is not None:
@@ -90,7 +91,8 @@ class TaskConfig:
     num_intervals: int = 4
 
     def __post_init__(self) -> None:
-        problems = _nulls("task", self)
+        _refuse_nulls("task", self)
+        problems = []
         if self.classes is not None and (len(set(self.classes)) != len(self.classes) or len(self.classes) < 1):
             problems.append(f"task.classes {self.classes}: give each name once")
         if self.kind == "segmentation" and not self.classes:
@@ -136,7 +138,8 @@ class ModelConfig:
     std: list[float] = field(default_factory=lambda: [0.229, 0.224, 0.225])
 
     def __post_init__(self) -> None:
-        problems = _nulls("model", self)
+        _refuse_nulls("model", self)
+        problems = []
         if not 1 <= self.attention_dim <= _MOST_HIDDEN:
             problems.append(f"model.attention_dim {self.attention_dim}: give 1 to {_MOST_HIDDEN}")
         if not 0 <= self.dropout < 1:
@@ -173,7 +176,7 @@ class AugmentConfig:
     stain: Literal["none", "macenko", "reinhard"] = "none"
 
     def __post_init__(self) -> None:
-        _nulls("augment", self)
+        _refuse_nulls("augment", self)
         _refuse(
             f"augment.{name} {getattr(self, name)}: give a share in 0..1"
             for name in ("brightness", "contrast", "saturation", "hed")
@@ -223,8 +226,8 @@ class TrainConfig:
     on_error: Literal["raise", "skip", "fill"] = "raise"
 
     def __post_init__(self) -> None:
-        problems = _nulls("train", self)
-        problems += [
+        _refuse_nulls("train", self)
+        problems = [
             f"train.{name} {getattr(self, name)}: give at least 1"
             for name in ("epochs", "accumulate", "checkpoint_every", "patience")
             if getattr(self, name) is not None and getattr(self, name) < 1
@@ -255,7 +258,8 @@ class RanksConfig:
     timeout_seconds: float = 7200.0
 
     def __post_init__(self) -> None:
-        problems = _nulls("ranks", self)
+        _refuse_nulls("ranks", self)
+        problems = []
         if self.bands < 1:
             problems.append(f"ranks.bands {self.bands}: give at least 1")
         if not 0 < self.timeout_seconds < 1e9:
@@ -341,8 +345,8 @@ def _not_bytes(name: str, text: int | str) -> list[str]:
     return []
 
 
-def _nulls(group: str, config: Any) -> list[str]:
-    """No problems: settings that must have a value have one.
+def _refuse_nulls(group: str, config: Any) -> None:
+    """Refuse settings without a value that must have one.
 
     Raises:
         InputError: some are null.
@@ -352,7 +356,6 @@ def _nulls(group: str, config: Any) -> list[str]:
         for item in fields(config)
         if getattr(config, item.name) is None and "None" not in str(item.type)
     )
-    return []
 
 
 def _refuse(problems: Any) -> None:

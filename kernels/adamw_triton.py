@@ -90,7 +90,7 @@ def launch_adamw(
             parameter.numel(),
             1.0 - lr * weight_decay,
             share,
-            1.0 - float(torch.tensor(share, dtype=torch.float32)),
+            1.0 - float(torch.tensor(share, dtype=torch.float32, device="cpu")),
             float(betas[1]),
             1.0 - betas[1],
             (1.0 - betas[1] ** step) ** 0.5,

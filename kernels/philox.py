@@ -75,5 +75,5 @@ def draw_seed(generator: torch.Generator | None = None) -> int:
     >>> draw_seed(torch.Generator().manual_seed(3)) == draw_seed(torch.Generator().manual_seed(3))
     True
     """
-    low, high = torch.randint(2**32, (2,), dtype=torch.int64, generator=generator).tolist()
+    low, high = torch.randint(2**32, (2,), dtype=torch.int64, generator=generator, device="cpu").tolist()
     return int(high << 32 | low)

@@ -36,7 +36,9 @@ def band_table(axis: ResizeAxis, *, adjoint: bool, double: bool, device: torch.d
     # Leave out what the buffer does not hold: rows at the front move the others up, rows at the back go.
     cut = (start - band.first).clip(0, band.count)
     count = (stop - band.first).clip(cut, band.count) - cut
-    places = (torch.arange(band.weights.shape[1])[None, :] + torch.from_numpy(cut)[:, None]).clamp(max=band.weights.shape[1] - 1)
+    places = (torch.arange(band.weights.shape[1], device="cpu")[None, :] + torch.from_numpy(cut)[:, None]).clamp(
+        max=band.weights.shape[1] - 1
+    )
     weights = torch.from_numpy(band.weights).gather(1, places)
     return BandTable(
         first=torch.from_numpy(band.first + cut - held.start).to(device, torch.int32),

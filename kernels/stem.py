@@ -38,7 +38,7 @@ class Levels:
         >>> round(float(255 * levels.gain + levels.offset), 6)
         2.0
         """
-        wide = [torch.tensor(values, dtype=torch.float64) for values in (mean, std)]
+        wide = [torch.tensor(values, dtype=torch.float64, device="cpu") for values in (mean, std)]
         gain, offset = 1 / (255 * wide[1]), -wide[0] / wide[1]
         return cls(gain=gain.to(device, torch.float32), offset=offset.to(device, torch.float32))
 

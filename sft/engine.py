@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from sft.alone import alone
 from sft.analysis.bands import Shares
 from sft.analysis.capture import is_channels_last
+from sft.analysis.deterministic import needs_order
 from sft.analysis.graph import Graph
 from sft.analysis.phases import Phases
 from sft.bands.mesh import LiveMesh, MeshShape, refuse_on_mesh
@@ -207,7 +208,8 @@ class Engine:
         if self.party is not None:
             traced = kind.traced
             same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, traced.dtypes, traced.training_flags)
-            self.party.agree((*same, traced.autocast, traced.default_dtype), "call all ranks of one image with the same inputs and modes")
+            modes = (traced.autocast, traced.default_dtype, kind.deterministic)
+            self.party.agree((*same, *modes), "call all ranks of one image with the same inputs and modes")
         ready = self.preparation.prepare(kind)
         if self.party is not None:  # where a run is cut, and so what is sent, depends on the budget
             cuts = [(segment.mode, segment.nodes[-1]) for segment in ready.plan.segments]
@@ -336,6 +338,7 @@ class Engine:
             with_grad=with_grad,
             from_source=(False,) * len(shapes),
             holds_gradients=self.sharding is not None and self.sharding.holds_gradients(),
+            deterministic=needs_order(device),
             weights_revision=None if self.streamed_weights is None else self.streamed_weights.revision,
         )
 
@@ -349,4 +352,4 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 def _signed(seed: int) -> torch.Tensor:
     """A seed of 64 bits as a tensor, its two's complement."""
-    return torch.tensor([seed - 2**64 if seed >= 2**63 else seed])
+    return torch.tensor([seed - 2**64 if seed >= 2**63 else seed], device="cpu")

@@ -69,6 +69,7 @@ class CallKind:
     from_source: tuple[bool, ...] = ()
     splits_batch: bool = True
     holds_gradients: bool = False
+    deterministic: bool = False
     #: of streamed weights that were taken: what changes with where their gradients go
     weights_revision: int | None = None
 
@@ -201,6 +202,7 @@ class Preparation:
             host_budget_bytes=self._host_budget_bytes(kind.traced.device),
             link=Rates(kind.traced.device.type).link(self.options.link_bytes_per_second),
             skips_repeats=search.skips_repeats,
+            deterministic=kind.deterministic,
             backend=self.backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
         )
         try:

@@ -135,6 +135,6 @@ def function_of(call: RepeatedCall, kind: CallKind) -> Callable[..., Any]:
 
 def seed_of_site(seed: int, site: int) -> int:
     """A seed of a repetition's own, so that the masks in its blocks have nothing to do with others of the model."""
-    words = [torch.tensor(word, dtype=torch.int64) for word in (site, 0, 0, 0x5F7)]
+    words = [torch.tensor(word, dtype=torch.int64, device="cpu") for word in (site, 0, 0, 0x5F7)]
     low, high, _, _ = philox4x32((words[0], words[1], words[2], words[3]), key_of(seed))
     return int(high) << 32 | int(low)

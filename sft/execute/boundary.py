@@ -49,7 +49,7 @@ class _HostImage:
         #: as an image with one axis beside the rows
         self.shape: tuple[int, int, int, int] = (shape[0], shape[1], shape[2], prod(shape[3:]))
         if room is None:
-            self._data, self.tensor = data.reshape(shape[0], 0, 0), torch.empty((), dtype=dtype).expand(shape)
+            self._data, self.tensor = data.reshape(shape[0], 0, 0), torch.empty((), dtype=dtype, device="cpu").expand(shape)
             return
         #: `[N, rows, bytes of a row]`
         self._data = data.reshape(shape[0], shape[2], -1)

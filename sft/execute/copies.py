@@ -84,7 +84,7 @@ class HostCopies:
         sizes = tuple(buffer.numel() for buffer in buffers)
         copy = Copy(target, buffers, sizes, self._space.take(sum(sizes)))
         if self.exceeds and self.device.type != "meta" and copy.start + copy.num_bytes > self.lease.data.numel():
-            self._own[copy.start] = torch.empty(copy.num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            self._own[copy.start] = torch.empty(copy.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
         with self._beside("down") as stream:
             for buffer, part in self._pairs(copy):
                 part.copy_(buffer, non_blocking=True)

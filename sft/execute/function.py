@@ -120,7 +120,7 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
         return {name: _tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
-    extra = (torch.empty(0, requires_grad=True),) if leaves.sinks else ()
+    extra = (torch.empty(0, requires_grad=True, device="cpu"),) if leaves.sinks else ()
     bare = replace(leaves, tensors=(), witnesses=())  # autograd's context must not keep what autograd is to watch
     results = _RegionFunction.apply(region, bare, hosts, *tensors, *leaves.witnesses, *extra)  # type: ignore[no-untyped-call]  # as torch leaves it
     return {**{name: given[name] for name in region.outputs if name in given}, **dict(zip(made, results, strict=True))}

@@ -144,7 +144,7 @@ class Stopwatch(PhantomMachine):
 
         def prepare() -> Callable[[], object]:
             there = torch.zeros(num_bytes, dtype=torch.uint8, device=self.device)
-            here = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            here = torch.zeros(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
             return partial(here.copy_, there) if to_host else partial(there.copy_, here)
 
         return self._once(f"copy {num_bytes} {'down' if to_host else 'up'}", prepare)

@@ -85,6 +85,7 @@ class Scope:
         columns: what the panel computes and reads along the width, for every streamed value and operator of the segment. A panel
             carries nothing: it computes its own halo.
         backend: runs parts of programs in its own way; ``None`` for ATen alone.
+        deterministic: whether sums must be made in an order that ATen's own derivatives do not keep on the device.
     """
 
     graph: Graph
@@ -100,6 +101,7 @@ class Scope:
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
     backend: Backend | None = None
+    deterministic: bool = False
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict, repr=False, compare=False)
     #: of these columns alone, so it must not be handed on by `replace`

@@ -121,7 +121,7 @@ def _traced(
 ) -> Trace:
     needs_grad = [need and (dtype.is_floating_point or dtype.is_complex) for need, dtype in zip(needs_grad, dtypes, strict=True)]
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        inputs = [torch.empty(s, dtype=d).requires_grad_(n) for s, d, n in zip(shapes, dtypes, needs_grad, strict=True)]
+        inputs = [torch.empty(s, dtype=d, device="cpu").requires_grad_(n) for s, d, n in zip(shapes, dtypes, needs_grad, strict=True)]
         with torch.no_grad():
             sample = function(*inputs)
 

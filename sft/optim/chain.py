@@ -373,7 +373,9 @@ class StreamedChain:
         slots = [*self.optimizer.update.slots(group), *([MASTER] if name in self.masters else [])]
         shape = self.blocks.shape_of(param)
         found = {slot: self._replicas.whole(self.blocks.tensor(name, f"{name}:{slot}"), shape) for slot in slots}
-        return {"step": torch.tensor(float(self.num_updates[name])), **found} if self.optimizer.update.counts(group) else found
+        return (
+            {"step": torch.tensor(float(self.num_updates[name]), device="cpu"), **found} if self.optimizer.update.counts(group) else found
+        )
 
     def load(self, states: Mapping[str, Mapping[str, Any]]) -> None:
         """Take over states in torch's form."""

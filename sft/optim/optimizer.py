@@ -97,7 +97,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         else:
             num_updates = int(state["step"]) if self.update.counts(group) else 1
         if self.update.counts(group):
-            state.setdefault("step", torch.tensor(0.0))
+            state.setdefault("step", torch.tensor(0.0, device="cpu"))
         self.update.apply(param, grad, state, group, num_updates)
         if self.update.counts(group):
             state["step"] += 1

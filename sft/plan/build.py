@@ -140,6 +140,7 @@ def _new_segment(
         per_sample=problem.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
         backend=problem.backend,
+        deterministic=problem.deterministic,
     )
     from_source = problem.from_source.intersection(sources)
     if not tiled:

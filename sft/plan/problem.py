@@ -44,6 +44,7 @@ class Problem:
         link: how fast that goes.
         backend: what runs parts of programs in its own way; ``None`` for ATen alone.
         skips_repeats: whether strips are left out that would make what a neighbour made.
+        deterministic: whether sums must be made in an order that PyTorch's own derivatives do not keep on the device.
         weights: the parameters that are streamed; ``None`` where all are resident.
         memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples. A problem
             that differs in anything starts with none (``dataclasses.replace``).
@@ -62,6 +63,7 @@ class Problem:
     link: Link = field(default_factory=Link)
     backend: Backend | None = None
     skips_repeats: bool = False
+    deterministic: bool = False
     weights: StreamedWeights | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 

@@ -56,11 +56,11 @@ def load_tensor(
     # Subtract and divide in float32 whatever the result's type: a strip of bfloat16 pixels would be rounded three
     # times.
     work_dtype = torch.promote_types(dtype, torch.float32)
-    shift = torch.tensor(mean, dtype=work_dtype).mul_(255).view(-1, 1, 1)
-    scale = torch.tensor(std, dtype=work_dtype).mul_(255).view(-1, 1, 1)
+    shift = torch.tensor(mean, dtype=work_dtype, device="cpu").mul_(255).view(-1, 1, 1)
+    scale = torch.tensor(std, dtype=work_dtype, device="cpu").mul_(255).view(-1, 1, 1)
 
     height_px, width_px = image.height_px, image.width_px
-    tensor = torch.empty(1, _NUM_CHANNELS, height_px, width_px, dtype=dtype)
+    tensor = torch.empty(1, _NUM_CHANNELS, height_px, width_px, dtype=dtype, device="cpu")
     top = 0
     for pixels in read_strips(image, rows):
         if pixels.ndim != 3 or pixels.shape[2] != _NUM_CHANNELS:

@@ -41,7 +41,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[np.generic] | None:
     (dtype('float16'), None)
     """
     try:
-        return torch.empty(0, dtype=dtype).numpy().dtype
+        return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     except TypeError:
         return None
 

@@ -53,7 +53,7 @@ def allocate_bytes(num_bytes: int) -> Bytes:
 
     It is torch's, so that `sft.measure_peak` sees it.
     """
-    data: Bytes = torch.empty(num_bytes, dtype=torch.uint8).numpy()
+    data: Bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
     return data
 
 

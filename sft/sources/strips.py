@@ -138,7 +138,9 @@ class StripReader:
         if not interval:
             self._position += 1
             num, channels, _, width_px = self._shared.source.shape
-            return torch.empty((num, channels, 0, width_px), dtype=self._shared.source.dtype, memory_format=torch.channels_last)
+            return torch.empty(
+                (num, channels, 0, width_px), dtype=self._shared.source.dtype, device="cpu", memory_format=torch.channels_last
+            )
         self._lent = [view for view in self._lent if view() is not None]
         if len(self._lent) >= len(self._shared.buffers):  # waiting would be for ever
             raise InputError(

@@ -121,7 +121,7 @@ class NiftiVolume:
         channels, depth, height, width = self.shape
         if not dtype.is_floating_point or not 0 < std < math.inf or not math.isfinite(mean):
             raise InputError(f"cannot load {self} as {dtype} with mean {mean} and std {std}: use a floating-point dtype and a std above 0.")
-        result = torch.empty(1, channels, depth, height, width, dtype=dtype) if out is None else out
+        result = torch.empty(1, channels, depth, height, width, dtype=dtype, device="cpu") if out is None else out
         if tuple(result.shape) != (1, channels, depth, height, width):
             raise InputError(f"cannot load {self} into shape {tuple(result.shape)}: it has {(1, channels, depth, height, width)}.")
         step = max(1, _SLAB_BYTES // (4 * channels * height * width))

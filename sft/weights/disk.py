@@ -84,11 +84,11 @@ class DiskStore:
         if not layouts:
             raise InputError("a store needs at least one block")
         target = Path(path)
-        store = cls(target, tuple(layouts), {}, torch.empty(0, dtype=torch.uint8), durable=durable)
+        store = cls(target, tuple(layouts), {}, torch.empty(0, dtype=torch.uint8, device="cpu"), durable=durable)
         try:
             store.begin(metadata)
             for block, layout in enumerate(layouts):
-                record = torch.zeros(layout.record_bytes, dtype=torch.uint8)
+                record = torch.zeros(layout.record_bytes, dtype=torch.uint8, device="cpu")
                 fill(block, layout.views(record))
                 store.write(block, record)
             store.commit(metadata)

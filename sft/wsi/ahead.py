@@ -132,7 +132,7 @@ def decode_beginning(source: Source) -> None:
         SourceError: they cannot be read.
     """
     batch, channels, _, *rest = source.shape
-    source.rows(Interval(0, 1), torch.empty((batch, channels, 1, *rest), dtype=source.dtype))
+    source.rows(Interval(0, 1), torch.empty((batch, channels, 1, *rest), dtype=source.dtype, device="cpu"))
 
 
 def decode_further(inputs: Inputs, beside: Inputs, num_bands: int = 1) -> Iterator[None]:

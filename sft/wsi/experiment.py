@@ -198,7 +198,9 @@ def _crop(experiment: Experiment, record: SlideRecord, draw: np.random.Generator
         left, top = int(draw.integers(image.width_px - width_px + 1)), int(draw.integers(image.height_px - height_px + 1))
         crops.append(image.read(left, top, width_px, height_px))
     pixels = max(crops, key=lambda crop: float(crop.std()))
-    mean, std = (torch.tensor(values).view(1, 3, 1, 1) for values in (experiment.config.model.mean, experiment.config.model.std))
+    mean, std = (
+        torch.tensor(values, device="cpu").view(1, 3, 1, 1) for values in (experiment.config.model.mean, experiment.config.model.std)
+    )
     return (torch.from_numpy(pixels).permute(2, 0, 1)[None] / 255 - mean) / std
 
 

@@ -174,8 +174,8 @@ class _Several:
         link, over = self._party.link, _over(among)
         own = _bytes_of(value)
         with link.guarded():
-            sizes = [int(size) for size in link.gathered(over, torch.tensor([own.numel()]))]
-            padded = torch.zeros(max(sizes), dtype=torch.uint8)
+            sizes = [int(size) for size in link.gathered(over, torch.tensor([own.numel()], device="cpu"))]
+            padded = torch.zeros(max(sizes), dtype=torch.uint8, device="cpu")
             padded[: own.numel()] = own
             everybody = link.gathered(over, padded)
         return [_value_of(other[:size]) for other, size in zip(everybody, sizes, strict=True)]
@@ -224,10 +224,10 @@ class _Several:
         """The value of a group's first member, on all of them."""
         link = self._party.link
         own = _bytes_of(value)
-        size = torch.tensor([own.numel()])
+        size = torch.tensor([own.numel()], device="cpu")
         with link.guarded():
             link.broadcast(over, size)
-            data = own if own.numel() == int(size) else torch.empty(int(size), dtype=torch.uint8)
+            data = own if own.numel() == int(size) else torch.empty(int(size), dtype=torch.uint8, device="cpu")
             link.broadcast(over, data)
         return _value_of(data)
 

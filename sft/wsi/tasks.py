@@ -150,9 +150,9 @@ def cox_gradients(risks: Sequence[float], targets: Sequence[Sequence[float]]) ->
     >>> round(loss, 6), gradients
     (0.693147, (-0.5, 0.5))
     """
-    values = torch.tensor(list(risks), dtype=torch.float64, requires_grad=True)
-    times = torch.tensor([target[0] for target in targets], dtype=torch.float64)
-    events = torch.tensor([target[1] for target in targets], dtype=torch.bool)
+    values = torch.tensor(list(risks), dtype=torch.float64, device="cpu", requires_grad=True)
+    times = torch.tensor([target[0] for target in targets], dtype=torch.float64, device="cpu")
+    events = torch.tensor([target[1] for target in targets], dtype=torch.bool, device="cpu")
     if not events.any():
         return 0.0, (0.0,) * len(times)
     at_risk = times[None, :] >= times[:, None]

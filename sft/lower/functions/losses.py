@@ -49,4 +49,6 @@ def label_weight(self: Tensor, weight: Tensor | None, ignore_index: int, dtype: 
     kind = getattr(torch, dtype)
     if weight is None:
         return counts.to(kind)
-    return torch.where(counts, weight.to(kind)[torch.where(counts, self, torch.zeros_like(self))], torch.zeros((), dtype=kind))
+    return torch.where(
+        counts, weight.to(kind)[torch.where(counts, self, torch.zeros_like(self))], torch.zeros((), dtype=kind, device=self.device)
+    )

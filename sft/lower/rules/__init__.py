@@ -90,6 +90,8 @@ def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
         if node.target == "aten.leaky_relu.default" and node.argument("negative_slope") > 0:
             return _ACTIVATION
         return _TRACED
+    if whole and row.name == "resampling" and scope.deterministic:
+        return _RULES["resampling"]  # torch's own derivative adds in any order
     if whole and row.name in ("resampling", "adaptive_max", "wrapped", "beside"):
         return _WHOLE
     if whole and row.role == "reduce":

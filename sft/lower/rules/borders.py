@@ -10,6 +10,7 @@ from sft.analysis.graph import refs_in
 from sft.analysis.operators.borders import Pad as PadRow
 from sft.analysis.operators.borders import Slice as SliceRow
 from sft.lower.context import NodeContext
+from sft.lower.gather import Gather
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
@@ -24,7 +25,7 @@ def _spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
 
 
 class Pad(Rule):
-    """``pad``: along each axis rows of a constant are put beside those read, or the rows read are gathered by an index."""
+    """``pad``: along each axis rows of a constant are put beside those read, or the rows read are gathered."""
 
     saves_input = False
 
@@ -38,13 +39,14 @@ class Pad(Rule):
         ctx.saved["gathered"] = []
         for axis, (start, length, first, count) in enumerate(_spans(ctx, operand)):
             extent, (low, _) = ctx.scope.extent(operand, axis), row.amounts(node, axis)
-            index = tuple(_source(at - low, extent, row.mode(node)) - first for at in range(start, start + length))
-            if index != tuple(range(count)):
+            gather = Gather.of(_source(at - low, extent, row.mode(node)) - first for at in range(start, start + length))
+            if not gather.takes_all_of(count):
                 dim = ctx.scope.axes.dim(len(value.shape), axis)
                 assert dim is not None
-                ctx.saved["gathered"].append((dim, index, value.shape))
+                ctx.saved["gathered"].append((dim, gather, value.shape))
                 shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
-                value = ctx.emitter.call(_gather, value, dim, index, shape=shape)
+                scratch_bytes = gather.scratch_rows * (value.num_bytes // value.shape[dim])
+                value = ctx.emitter.call(gather.made, value, dim, shape=shape, scratch_bytes=scratch_bytes)
         return value if ctx.saved["gathered"] else ctx.emitter.call(aten.clone.default, value, shape=value.shape)
 
     def _constant(self, ctx: NodeContext, row: PadRow, operand: str) -> Slot:
@@ -73,8 +75,9 @@ class Pad(Rule):
         if ctx.reads_nothing(operand):
             return
         if "gathered" in ctx.saved:
-            for dim, index, shape in reversed(ctx.saved["gathered"]):
-                grad = e.call(_scatter, grad, dim, index, shape[dim], shape=shape, dtype=grad.dtype)
+            for dim, gather, shape in reversed(ctx.saved["gathered"]):
+                scratch_bytes = gather.scratch_rows * (grad.num_bytes // grad.shape[dim])
+                grad = e.call(gather.adjoint, grad, dim, shape[dim], shape=shape, dtype=grad.dtype, scratch_bytes=scratch_bytes)
             ctx.add_grad(image, grad, owned=bool(ctx.saved["gathered"]) or owned)
             return
         paddings, crops = ctx.saved["paddings"], ctx.saved["crops"]
@@ -103,19 +106,6 @@ def _source(at: int, extent: int, mode: str) -> int:
     if mode == "circular":
         return at % extent
     return abs(at) if at < extent else 2 * (extent - 1) - at
-
-
-def _gather(value: torch.Tensor, dim: int, index: tuple[int, ...]) -> torch.Tensor:
-    return value.index_select(dim, _tensor(index, value))
-
-
-def _scatter(grad: torch.Tensor, dim: int, index: tuple[int, ...], extent: int) -> torch.Tensor:
-    shape = (*grad.shape[:dim], extent, *grad.shape[dim + 1 :])
-    return grad.new_zeros(shape).index_add_(dim, _tensor(index, grad), grad)
-
-
-def _tensor(index: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(index), device=like.device)
 
 
 class Slice(Rule):

@@ -3,7 +3,8 @@
 Each axis is resampled by itself, rows first: every result row is a weighted sum of a window of input rows, gathered by index. The adjoint
 is the same with the transposed windows, so that gradients too are sums in a fixed order. Which rows and weights these are depends on where
 the strip lies; that is bound when the program runs (the ``origin`` port), so strips of one signature share their program. Of a linear
-interpolation the axes that a panel holds whole are left to ATen, whose interpolation passes as many rows as it gets unchanged.
+interpolation the axes that a panel holds whole are left to ATen, whose interpolation passes as many rows as it gets unchanged; unless sums
+must have an order, which its derivative does not keep on GPUs.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class Resampling(Rule):
         axes = ctx.scope.axes
         spans = [span for span in spans_of(ctx, axes.of(ctx.out_shape), axes.of(strip.shape)) if not span.sampling.is_identity]
         rest = [span for span in spans if span.axis != ROWS]
-        if rest and all(span.covers and span.sampling.kind == "linear" for span in rest):
+        if rest and not ctx.scope.deterministic and all(span.covers and span.sampling.kind == "linear" for span in rest):
             return [span for span in spans if span.axis == ROWS], True
         return spans, False
 

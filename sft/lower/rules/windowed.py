@@ -7,10 +7,12 @@ padded explicitly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Node, refs_in
@@ -220,10 +222,24 @@ class MaxPool(_Pool):
             return
         indices = ctx.saved["indices"] if ctx.is_whole else self._pool(ctx)[1]
         is_volume = ctx.scope.axes.count == 3
-        function = aten.max_pool3d_with_indices_backward if is_volume else aten.max_pool2d_with_indices_backward
         grad = spread(ctx, grad)
-        out = ctx.emitter.call(function.default, grad, value, *ctx.saved["geometry"], indices, shape=value.shape)
+        if is_volume and ctx.scope.deterministic:  # ATen's adds where windows overlap in any order
+            scratch_bytes = grad.num_bytes + indices.num_bytes
+            out = ctx.emitter.call(_scattered, grad, value, indices, shape=value.shape, scratch_bytes=scratch_bytes)
+        else:
+            function = aten.max_pool3d_with_indices_backward if is_volume else aten.max_pool2d_with_indices_backward
+            out = ctx.emitter.call(function.default, grad, value, *ctx.saved["geometry"], indices, shape=value.shape)
         ctx.add_grad(image, self._unpadded(ctx, operand, squeezed(ctx, out)), owned=True)
+
+
+def _scattered(grad: Tensor, value: Tensor, indices: Tensor) -> Tensor:
+    """The gradient of what a pooling of volumes read, by an operator that PyTorch can make deterministic."""
+    last = value.shape[1] > 1 and value.stride(1) == 1
+    grads, places = ((part.movedim(1, -1).flatten(1, -2) if last else part.flatten(2)) for part in (grad, indices))
+    axis, extents = 1 if last else 2, value.shape[2:]
+    shape = (*grads.shape[:axis], math.prod(extents), *grads.shape[axis + 1 :])
+    out: Tensor = grad.new_zeros(shape).scatter_add_(axis, places, grads).unflatten(axis, extents)
+    return out.movedim(-1, 1) if last else out
 
 
 def _counts_as_inside(read: Read, window: Window, counted: bool) -> bool:

@@ -227,7 +227,7 @@ class Preparation:
             plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
         copies = any(move.is_copy for move in planned.region.moves)
         slabs = Slabs(planned.projection.slab_bytes, kind.traced.device, self.room) if copies else None
-        graphs = self._recordings(planned.region, plan, kind.traced.device)
+        graphs = self._recordings(problem, planned.region, plan, search)
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
         return Ready(plan, planned.region, captured, problem.graph.beside, slabs, graphs)
@@ -267,12 +267,19 @@ class Preparation:
             region = found.bands.region(self.mesh.band, self._together)
         return Ready(plan, region, captured, problem.graph.beside)
 
-    def _recordings(self, region: Region, plan: Plan, device: torch.device) -> GraphStore | None:
+    def _recordings(self, problem: Problem, region: Region, plan: Plan, search: Search) -> GraphStore | None:
         """What is replayed as CUDA graphs: what the budget has left decides how much."""
+        device = search.device
         if not self.options.cuda_graphs or device.type != "cuda":
             return None
-        spare_bytes = self.budget_bytes - plan.total_bytes
-        store = GraphStore.within(repeated_programs(region, training=plan.training), spare_bytes, CudaRecorder(device))
+        weights = () if self.sharding else (node.name for node in problem.graph.nodes if node.kind in ("parameter", "buffer"))
+        store = GraphStore.within(
+            repeated_programs(region, training=plan.training),
+            self.budget_bytes - plan.total_bytes,
+            CudaRecorder(device),
+            frozenset(weights),  # sharded ones are gathered anew for each pass
+            search.overheads(problem).working_bytes,
+        )
         return store if store.programs else None
 
     def _check_sources(self, problem: Problem) -> None:

@@ -89,7 +89,7 @@ class Search:
         """
         if not _takes_more(self.device):
             return self._projected(problem)
-        overheads, known = self._overheads(problem), 0
+        overheads, known = self.overheads(problem), 0
         while True:
             try:
                 found, planned = self._projected(problem.with_overhead(known))
@@ -121,7 +121,7 @@ class Search:
     def fastest(self, problem: Problem, planned: Planned) -> tuple[Planned, Sequence[float]]:
         """Of a plan and, where the choice is the planner's, its rivals the one that takes least time here; and the seconds of its moves."""
         others = () if self.given is not None else rivals(problem, planned, self.budget_bytes, self.options, self.device.type)
-        overheads = self._overheads(problem) if _takes_more(self.device) else None
+        overheads = self.overheads(problem) if _takes_more(self.device) else None
         with autocast_off(self.device):
             seconds = time_step(problem, planned.region, self.device, progress=self.options.progress)
             for other in others:
@@ -134,11 +134,12 @@ class Search:
                     planned, seconds = other, taken
         return planned, seconds
 
-    def _overheads(self, problem: Problem) -> Overheads:
+    def overheads(self, problem: Problem) -> Overheads:
         """What finds out what plans take besides on this device."""
         weights = {n.name: attribute_of(self.model, n.target) for n in problem.graph.nodes if n.kind in ("parameter", "buffer")}
         plain = {name: weight for name, weight in weights.items() if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)}
-        return Overheads(self.device, open_costs(self.device), plain, num_streams=2 if self.options.cuda_graphs else 1)
+        num_streams = 2 if self.options.cuda_graphs else 1
+        return Overheads(self.device, open_costs(self.device), plain, num_streams=num_streams, is_training=problem.training)
 
     def _fits(self, problem: Problem, tried: Planned) -> bool:
         """Whether a plan fits with what the device takes besides."""

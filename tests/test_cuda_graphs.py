@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.execute.graphs import GraphStore, recording_bytes, repeated_programs
+from sft.backends.resizes import Resize
+from sft.execute.graphs import _SEGMENTS_BYTES, GraphStore, buffer_bytes, repeated_programs
 
 _SHAPE = (1, 3, 80, 14)
 
@@ -40,7 +41,10 @@ def _with_recordings(net: Any, spare_bytes: int = 2**40) -> tuple[GraphStore, Ag
     engine, recorder = net._sft_engine, Again()
     key = next(reversed(engine.preparation.ready))
     ready = engine.preparation.ready[key]
-    store = GraphStore.within(repeated_programs(ready.region, training=ready.plan.training), spare_bytes, recorder)
+    programs = repeated_programs(ready.region, training=ready.plan.training)
+    graph = ready.captured.phases.graph
+    weights = frozenset(node.name for node in graph.nodes if node.kind in ("parameter", "buffer"))
+    store = GraphStore.within(programs, spare_bytes, recorder, weights)
     engine.preparation.ready[key] = replace(ready, graphs=store)
     return store, recorder
 
@@ -80,14 +84,58 @@ def test_what_the_budget_has_left_decides() -> None:
     torch.manual_seed(0)
     net = sft.compile(_model(), _SHAPE, options=sft.Options(tile=(8, None)))
     everything, _ = _with_recordings(net)
-    sizes = [recording_bytes(program) for program in everything.programs]
-    assert everything.num_bytes == sum(sizes)
-    some, _ = _with_recordings(net, sizes[0])
-    assert some.programs == everything.programs[:1]
-    none, _ = _with_recordings(net, min(sizes) - 1)
-    assert none.programs == ()
+    weights = everything.weights
+    sizes = [buffer_bytes(program, weights) for program in everything.programs]
+    pools = [program.peak_bytes + _SEGMENTS_BYTES for program in everything.programs]
+    assert everything.num_bytes == sum(sizes) + max(pools)
+    some, _ = _with_recordings(net, sizes[0] + pools[0])
+    assert some.programs == everything.programs[:1] and some.num_bytes == sizes[0] + pools[0]
+    none, _ = _with_recordings(net, min(map(sum, zip(sizes, pools, strict=True))) - 1)
+    assert none.programs == () and none.num_bytes == 0
     assert _step(net, torch.zeros(_SHAPE, dtype=torch.float64))
     assert none.num_replays == 0
+
+
+@pytest.mark.parametrize("train_norm", [False, True])
+def test_a_program_is_recorded_once(train_norm: bool) -> None:
+    """Although gradients are summed up in other tensors than the step before's, as where they are accumulated over batches."""
+    torch.manual_seed(0)
+    net = sft.compile(_model(train_norm=train_norm), _SHAPE, options=sft.Options(tile=(8, None)))
+    plain = copy.deepcopy(net)
+    x = torch.randn(_SHAPE, dtype=torch.float64, requires_grad=True)
+    net.plan_for(x)
+    store, recorder = _with_recordings(net)
+    held = []
+    for one in (net, plain):
+        for _ in range(4):
+            one(x).square().sum().backward()
+            held.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
+    assert recorder.num_records == len(store.programs) < store.num_replays
+    ours, theirs = ([p.grad for p in one.parameters()] for one in (net, plain))
+    torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+    # Weights that have moved are another program's.
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.data = parameter.data.clone()
+    net(x).square().sum().backward()
+    assert recorder.num_records > len(store.programs)
+
+
+@pytest.mark.parametrize("backend", ["aten", "triton"])
+def test_programs_that_upload_tables_are_not_recorded(backend: str) -> None:
+    """What is uploaded while a graph is recorded would be the same in each replay, and CUDA refuses it."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Upsample(scale_factor=2), nn.Conv2d(4, 4, 3, padding=1)).half()
+    net = sft.compile(model, (1, 3, 128, 64), options=sft.Options(tile=(8, None), backend=backend))
+    (ready,) = net._sft_engine.preparation.ready.values()
+    lowered = [program for segment in ready.region.segments for program in segment.lowered]
+    uploading = [program for program in lowered if any(_is_resize(each.function) for each in program.instructions)]
+    recorded = repeated_programs(ready.region, training=ready.plan.training)
+    assert bool(uploading) == (backend == "triton") and bool(recorded) == (backend == "aten")
+
+
+def _is_resize(function: object) -> bool:
+    return isinstance(getattr(function, "__self__", None), Resize)
 
 
 def test_programs_that_depend_on_their_place_are_not_recorded() -> None:

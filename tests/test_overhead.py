@@ -16,7 +16,7 @@ from torch import nn
 import sft
 from sft.execute.costs import CACHE_VARIABLE
 from sft.execute.overhead import BlockMachine, Blocks, Overheads, blas_workspace_bytes
-from sft.execute.trial import Trial
+from sft.execute.trial import Trial, on_autograd_thread
 from sft.memory import _CountedStorage, _DispatchMeter
 from sft.plan.problem import Problem
 from sft.plan.project import run_step
@@ -283,3 +283,33 @@ def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
         assert blas_workspace_bytes(device) == num_bytes
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
     assert blas_workspace_bytes(device) == (2 * 4096 + 8 * 16) * 2**10
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_trials_are_made_where_backward_passes_run(gpu: None, monkeypatch: pytest.MonkeyPatch, training: bool) -> None:
+    """Libraries look for algorithms on each thread, and what a search takes is no part of a plan."""
+    there: list[torch.device] = []
+    tried = []
+    measure = Overheads._measured
+
+    def note(device: torch.device, work: Callable[[], None]) -> None:
+        there.append(device)
+        on_autograd_thread(device, work)
+
+    def count(overheads: Overheads, *programs: Any) -> Any:
+        tried.append(programs)
+        return measure(overheads, *programs)
+
+    monkeypatch.setattr("sft.execute.overhead.on_autograd_thread", note)
+    monkeypatch.setattr(Overheads, "_measured", count)
+    with torch.set_grad_enabled(training):
+        sft.compile(seeded(Residual), _SHAPE, options=sft.Options(tile=(16, None)))
+    assert tried and len(there) == (len(tried) if training else 0)
+
+
+def test_errors_on_autograds_thread_are_the_callers() -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="no room"):
+        on_autograd_thread(torch.device("cpu"), fail)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -278,3 +278,18 @@ def test_calibrated_norms_normalise_and_stay_frozen_in_training() -> None:
     before = {name: buffer.clone() for name, buffer in network.named_buffers()}
     network(crops[0])
     assert all(torch.equal(before[name], buffer) for name, buffer in network.named_buffers())
+
+
+def test_norms_are_calibrated_on_the_device_of_the_network() -> None:
+    """Crops are read into the host's memory, and a network on a GPU refuses them there."""
+
+    class Crop(torch.Tensor):
+        asked: ClassVar[list[object]] = []
+
+        def to(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+            self.asked.append(arguments[0])
+            return super().to(*arguments, **keywords)
+
+    network = TinyNet()
+    assert calibrate(network, [torch.randn(1, 3, 96, 96).as_subclass(Crop)]) == 2
+    assert Crop.asked == [torch.device("cpu")]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class KernelCall:
         flops: floating-point operations that it stands for.
     """
 
+    #: whether it copies something from the host each time
+    uploads: ClassVar[bool] = False
     flops: int = 0
 
     def begins(self, like: Tensor) -> bool:

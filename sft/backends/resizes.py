@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -56,6 +56,7 @@ class Resize(KernelCall):
         height, width: what the strip has of each axis; None where nothing changes along it.
     """
 
+    uploads: ClassVar[bool] = True
     height: Span | None
     width: Span | None
 

@@ -1,20 +1,21 @@
 """Strips of one signature replayed as CUDA graphs: a strip's program is recorded once, and started again by a single call.
 
-A recorded program runs on the addresses that it was recorded on. What stays where it is during a walk (parameters, global values, running
-sums, gradient accumulators) is recorded as it is; what moves from strip to strip (rows of sources, of outputs and of their gradients,
-carried rows) goes through buffers of the recording: copied in before a replay, and out behind it. Results are copied into new
-tensors, since they live on and the next replay writes over them. Where an address changed that was to stay, as accumulators do from step to
-step, the program is recorded anew.
+A recorded program runs on the addresses that it was recorded on. The model's weights stay where they are, and are recorded so. All else
+goes through buffers of the recording, copied in before a replay and out behind it: rows of sources, of outputs and of their gradients and
+carried rows, which move from strip to strip; global values and sums over strips, which are other tensors in each step. Results are copied
+into new tensors, since they live on and the next replay writes over them. Where weights have moved, the program is recorded anew.
 
-The buffers, and the memory that the recorded program works in, stay for as long as the recording does. So recordings are chosen when
-everything else is planned, from what the budget has left, and their bytes are added to the projected peak. A program whose calls depend on
-where its strip lies (masks, interpolation) is not recorded: what it would upload is fixed then.
+The buffers stay for as long as the recording does, and so does the memory that recorded programs work in. That is one pool for all of them:
+nothing in it outlives a replay. So recordings are chosen when everything else is planned, from what the budget has left, and their bytes
+are added to the projected peak. A program whose calls depend on where its strip lies (masks, interpolation), or that uploads a table, is
+not recorded: what it would upload is fixed then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -22,19 +23,19 @@ from torch import Tensor
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
+from sft.backends.calls import call_of
 from sft.lower.program import Port, Program, Slot, carried_dim, load_rows
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
 
-__all__ = ["CudaRecorder", "GraphStore", "GraphTurn", "Recorder", "recording_bytes", "repeated_programs"]
+__all__ = ["CudaRecorder", "GraphStore", "GraphTurn", "Recorder", "buffer_bytes", "repeated_programs"]
 
-#: Ports whose tensors move from strip to strip, and those that are written.
-_MOVING = frozenset({"source", "carry", "out", "grad_out", "grad_carry", "grad_source"})
-_WRITTEN = frozenset({"out", "grad_source"})
-#: Ports that stay and are added to.
-_SUMS = frozenset({"partial", "grad_side"})
+#: Ports whose tensors are written.
+_WRITTEN = frozenset({"out", "grad_source", "partial", "grad_side"})
 #: A program that runs less often in a step is not worth its memory.
 _LEAST_RUNS = 4
+#: The allocator takes memory for a pool in segments; one for large blocks and one for small ones may be nearly empty.
+_SEGMENTS_BYTES = 22 * 2**20
 
 Bindings = Mapping[Port, Any]
 #: Runs a program on tensors; its results by port.
@@ -50,7 +51,7 @@ class Recorder(Protocol):
 
 @dataclass(slots=True)
 class CudaRecorder:
-    """Records CUDA graphs, all on one stream: libraries keep workspaces for each stream that they have run on.
+    """Records CUDA graphs, all on one stream (libraries keep workspaces for each stream that they have run on) and in one pool of memory.
 
     Attributes:
         device: the GPU.
@@ -58,6 +59,7 @@ class CudaRecorder:
 
     device: torch.device
     _stream: torch.cuda.Stream | None = None
+    _pool: Any = None
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         """Run once on a stream of their own (kernels are compiled and chosen then), then record."""
@@ -68,16 +70,22 @@ class CudaRecorder:
                 work()
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
             # Other threads, such as a reader's, may use the device meanwhile.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 work()
         return graph.replay
 
 
-def recording_bytes(program: Program) -> int:
-    """Bytes that a recording takes: buffers for what moves and for results, what the program works in, and sums to be put back."""
-    ports = sum(slot.num_bytes for port, slot in program.ports.items() if port.role in _MOVING | _SUMS)
-    return ports + sum(program.result_bytes.values()) + program.peak_bytes
+def buffer_bytes(program: Program, weights: Collection[str]) -> int:
+    """Bytes of a recording's buffers: for all that a program reads but the model's weights, and for its results."""
+    ports = sum(slot.num_bytes for port, slot in program.ports.items() if not _stays(port, weights))
+    return ports + sum(program.result_bytes.values())
+
+
+def _stays(port: Port, weights: Collection[str]) -> bool:
+    """Whether a port's tensor is where it is in all steps."""
+    return port.role == "side" and port.name in weights
 
 
 def repeated_programs(region: Region, *, training: bool) -> list[Program]:
@@ -101,7 +109,9 @@ def repeated_programs(region: Region, *, training: bool) -> list[Program]:
 
 
 def _is_recordable(program: Program) -> bool:
-    return not program.saved and all(port.role != "origin" for port in program.ports)
+    calls = (call_of(instruction.function) for instruction in program.instructions)
+    is_fixed = not any(call is not None and call.uploads for call in calls)
+    return is_fixed and not program.saved and all(port.role != "origin" for port in program.ports)
 
 
 @dataclass(slots=True)
@@ -109,8 +119,8 @@ class _Recording:
     """A recorded program.
 
     Attributes:
-        fixed: addresses of what must stay where it is.
-        buffers: of what moves.
+        fixed: addresses of the weights.
+        buffers: of all else.
         results: where results are.
         replay: does it again.
     """
@@ -128,36 +138,54 @@ class GraphStore:
     Attributes:
         programs: that are recorded.
         recorder: records them.
+        weights: names of what stays where it is.
         num_bytes: that all recordings hold.
         num_replays: so far, for tests.
     """
 
     programs: tuple[Program, ...]
     recorder: Recorder
+    weights: frozenset[str] = frozenset()
     num_bytes: int = 0
     num_replays: int = 0
     _recordings: dict[int, _Recording] = field(default_factory=dict, repr=False)
     _known: frozenset[int] = field(default_factory=frozenset, repr=False)
 
     def __post_init__(self) -> None:
-        self.num_bytes = sum(map(recording_bytes, self.programs))
         self._known = frozenset(map(id, self.programs))
 
     @classmethod
-    def within(cls, programs: Iterable[Program], spare_bytes: int, recorder: Recorder) -> GraphStore:
-        """Recordings of as many of these programs, the first ones first, as so many bytes have room for."""
-        chosen = []
+    def within(
+        cls,
+        programs: Iterable[Program],
+        spare_bytes: int,
+        recorder: Recorder,
+        weights: frozenset[str] = frozenset(),
+        working_bytes: Callable[[Program], int] = attrgetter("peak_bytes"),
+    ) -> GraphStore:
+        """Recordings of as many of these programs, the first ones first, as so many bytes have room for.
+
+        Args:
+            programs: to be recorded.
+            spare_bytes: what is left of the budget.
+            recorder: records them.
+            weights: names of what stays where it is.
+            working_bytes: what a program works in.
+        """
+        chosen: list[Program] = []
+        buffers = pool = 0
         for program in programs:
-            if recording_bytes(program) <= spare_bytes:
+            own, shared = buffer_bytes(program, weights), max(pool, working_bytes(program) + _SEGMENTS_BYTES)
+            if buffers + own + shared <= spare_bytes:
                 chosen.append(program)
-                spare_bytes -= recording_bytes(program)
-        return cls(programs=tuple(chosen), recorder=recorder)
+                buffers, pool = buffers + own, shared
+        return cls(programs=tuple(chosen), recorder=recorder, weights=weights, num_bytes=buffers + pool)
 
     def run(self, program: Program, bindings: Bindings, run: Run) -> dict[Port, Tensor] | None:
         """Run a program by its recording; None where it has none."""
         if id(program) not in self._known:
             return None
-        fixed = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if port.role not in _MOVING)
+        fixed = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if _stays(port, self.weights))
         recording = self._recordings.get(id(program))
         if recording is None or recording.fixed != fixed:
             recording = self._recorded(program, bindings, fixed, run)
@@ -170,13 +198,13 @@ class GraphStore:
         return {port: result.clone() for port, result in recording.results.items()}
 
     def _recorded(self, program: Program, bindings: Bindings, fixed: tuple[tuple[Port, int], ...], run: Run) -> _Recording:
-        """Record a program. The recording adds to sums when it is made, too, so these are put back."""
+        """Record a program."""
         self._recordings.pop(id(program), None)  # the old one's memory first
         device = next(tensor.device for tensor in _tensors(bindings.values()))
         buffers = {
             port: _empty(slot, device) if port.role == "carry" else torch.empty_like(bindings[port])
             for port, slot in program.ports.items()
-            if port in bindings and port.role in _MOVING
+            if port in bindings and not _stays(port, self.weights)
         }
         results = {port: _empty(slot, device) for port, slot in program.results.items()}
         self._load(program, bindings, buffers)
@@ -189,11 +217,7 @@ class GraphStore:
             for port, result in run(program, given).items():
                 results[port].copy_(result)
 
-        kept = {port: bindings[port].clone() for port in bindings if port.role in _SUMS}
-        replay = self.recorder.record(work)
-        for port, value in kept.items():
-            bindings[port].copy_(value)
-        recording = _Recording(fixed=fixed, buffers=buffers, results=results, replay=replay)
+        recording = _Recording(fixed=fixed, buffers=buffers, results=results, replay=self.recorder.record(work))
         self._recordings[id(program)] = recording
         return recording
 

@@ -7,9 +7,10 @@ The projection counts tensors. On a GPU three things come on top, and no formula
 - cuBLAS has a workspace for each thread and stream that has multiplied matrices, and keeps it.
 
 So each distinct program of a plan is run for a moment on the device, on numbers of its own, and the allocator's peak says what it takes
-more than its tensors; that is remembered in the file of measured times (`sft.execute.costs`). The step is then walked once more in byte
-counts, every buffer as large as its block and every program with its workspace. What that walk needs more than the plan's projection is
-the overhead. On a CPU there is none: budgets hold what PyTorch's dispatcher shows there.
+more than its tensors: here, and on the thread that runs backward passes, as libraries look for algorithms on each. That is remembered in
+the file of measured times (`sft.execute.costs`). The step is then walked once more in byte counts, every buffer as large as its block and
+every program with its workspace. What that walk needs more than the plan's projection is the overhead. On a CPU there is none: budgets hold
+what PyTorch's dispatcher shows there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.errors import BudgetError
 from sft.execute.costs import Costs
-from sft.execute.trial import Halved, Trial, first_half, key_of
+from sft.execute.trial import Halved, Trial, first_half, key_of, on_autograd_thread
 from sft.lower.program import Port, Program
 from sft.memory import measure_peak
 from sft.plan.problem import Problem
@@ -152,6 +153,7 @@ class Overheads:
         costs: what is known of programs there.
         weights: the model's, by the operators' names for them.
         num_streams: streams on which programs run.
+        is_training: whether backward passes follow, which run on a thread of their own.
         blocks: how the allocator rounds.
     """
 
@@ -159,6 +161,7 @@ class Overheads:
     costs: Costs
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_streams: int = 1
+    is_training: bool = False
     blocks: Blocks = field(default_factory=Blocks.of_settings)
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
     _multiplies: bool = False
@@ -179,16 +182,21 @@ class Overheads:
         run_step(problem, region, machine)
         peak_bytes = machine.meter.peak_bytes
         if self._multiplies:
-            num_threads = 2 if problem.training else 1  # autograd runs the backward pass of a GPU on a thread of its own
+            num_threads = 2 if self.is_training else 1
             peak_bytes += num_threads * self.num_streams * self.blocks.size(blas_workspace_bytes(self.device))
         return max(0, peak_bytes - projected_bytes)
+
+    def working_bytes(self, program: Program) -> int:
+        """Bytes that a program takes above what is bound to it, results included."""
+        return peak_in_blocks(program, self.blocks).peak_bytes + self.blocks.size(self._workspace_bytes(program, None))
 
     def _workspace_bytes(self, program: Program, first: Program | None) -> int:
         if id(program) not in self._keys:
             name, is_lasting = key_of(program, first)
             # A search for the fastest algorithm is made anew in each process, and takes what it finds free.
             is_lasting = is_lasting and not torch.backends.cudnn.benchmark
-            self._keys[id(program)] = (program, f"{self.blocks} {name}", is_lasting)  # held, so that no other gets its identity
+            threads = "two threads" if self.is_training else "one thread"
+            self._keys[id(program)] = (program, f"{self.blocks} {threads} {name}", is_lasting)  # held, so that no other gets its identity
         _, key, is_lasting = self._keys[id(program)]
         known, multiplies = self.costs.get(f"workspace {key}"), self.costs.get(f"products {key}")
         if known is None or multiplies is None:
@@ -199,21 +207,29 @@ class Overheads:
         return int(known)
 
     def _measured(self, program: Program, first: Program | None) -> tuple[float, float]:
-        """Bytes of workspaces, and whether matrices are multiplied. The first run makes what stays, and chooses algorithms."""
+        """Bytes of workspaces, and whether matrices are multiplied, wherever it may run: libraries choose algorithms for each thread."""
         try:
             trial = Trial(program, first, self.device, self.weights)
-            with _Products() as products:
-                trial.run()
-            with measure_peak(self.device) as peak:
-                trial.run(is_last=True)
+            found = [self._workspace_of(trial)] if first is None else []
+            if self.is_training:
+                on_autograd_thread(self.device, lambda: found.append(self._workspace_of(trial)))
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"the plan fits the budget, and {self.device} has less free: a program of it that takes {format_bytes(program.peak_bytes)} "
                 f"for what it computes ran out of memory ({error}). Give what else is there back, or lower the budget to what is free.",
                 needed_bytes=program.peak_bytes,
             ) from error
-        in_blocks = peak_in_blocks(program, self.blocks).peak_bytes
-        return float(max(0, peak.requested_bytes - program.peak_bytes, peak.num_bytes - in_blocks)), float(products.found)
+        workspaces, products = zip(*found, strict=True)
+        return float(max(workspaces)), float(any(products))
+
+    def _workspace_of(self, trial: Trial) -> tuple[int, bool]:
+        """The same where this thread runs a program. The first run makes what stays, and chooses algorithms."""
+        with _Products() as products:
+            trial.run()
+        with measure_peak(self.device) as peak:
+            trial.run(is_last=True)
+        in_blocks = peak_in_blocks(trial.program, self.blocks).peak_bytes
+        return max(0, peak.requested_bytes - trial.program.peak_bytes, peak.num_bytes - in_blocks), products.found
 
 
 def blas_workspace_bytes(device: torch.device) -> int:

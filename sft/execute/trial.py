@@ -6,7 +6,7 @@ of the device than the program takes in its step. A second half (of a segment on
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from sft.execute.signature import signature
 from sft.lower.program import Port, Program, Slot, carried_dim
 from sft.walk.machine import Saved
 
-__all__ = ["Halved", "Trial", "first_half", "key_of", "wait_for"]
+__all__ = ["Halved", "Trial", "first_half", "key_of", "on_autograd_thread", "wait_for"]
 
 
 @dataclass(slots=True)
@@ -43,6 +43,26 @@ def wait_for(device: torch.device) -> None:
     """Wait until a device has done what it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+class _Backward(torch.autograd.Function):
+    """Does some work in its backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, work: Callable[[], None]) -> torch.Tensor:
+        ctx.work = work
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.work()
+        return grad, None
+
+
+def on_autograd_thread(device: torch.device, work: Callable[[], None]) -> None:
+    """Do some work where backward passes of a device run: what libraries remember for a thread is then there when a step comes."""
+    with torch.enable_grad():
+        _Backward.apply(torch.zeros((), device=device, requires_grad=True), work).backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
 
 @dataclass(slots=True)

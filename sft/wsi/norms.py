@@ -31,7 +31,7 @@ def calibrate(network: nn.Module, crops: Iterable[Tensor]) -> int:
 
     Args:
         network: what the crops go through, whole: keep them small.
-        crops: ``[N, 3, h, w]`` each.
+        crops: ``[N, 3, h, w]`` each, wherever they are.
 
     Returns:
         How many norms there are.
@@ -46,9 +46,10 @@ def calibrate(network: nn.Module, crops: Iterable[Tensor]) -> int:
             norm.momentum = None  # a plain average
             norm.train()
         if norms:
+            device = next(norm.running_mean.device for norm in norms if norm.running_mean is not None)
             with torch.no_grad():
                 for crop in crops:
-                    network(crop)
+                    network(crop.to(device))
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def _run(net: Repeat, programs: BlockPrograms, plan: DeepPlan, x: Tensor) -> tup
         yield _Recording(loads, {name: p.detach() for name, p in params.items()})
 
     @contextlib.contextmanager
-    def backward(operations: Sequence[Operation], tensors: Sequence[Tensor]) -> Iterator[StackedAccess]:
+    def backward(operations: Sequence[Operation], tensors: Sequence[Tensor], _: Collection[str]) -> Iterator[StackedAccess]:
         yield _Recording(loads, dict(zip(params, tensors, strict=True)), programs.with_gradient)
 
     call = Call(

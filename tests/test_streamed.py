@@ -492,3 +492,17 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(sft.InputError, match="no parameters"):
         Repeat(nn.Identity, 3).stream("1KiB")
     assert json.dumps(optimizer.state_dict()["param_groups"])
+
+
+@pytest.mark.parametrize("two_phase", [False, True], ids=["fused", "two-phase"])
+def test_a_gradient_of_the_input_alone_trains_no_blocks(two_phase: bool) -> None:
+    model, plain = _models()
+    ours, theirs = _optimizer("sgd", model, two_phase=two_phase), _plain_optimizer("sgd", plain)
+    for number in range(2):
+        for net, optimizer in ((model, ours), (plain, theirs)):
+            x = _batch(number).requires_grad_()
+            (found,) = torch.autograd.grad(net(x).square().mean(), x)
+            net((x + 0.1 * found).detach()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    _assert_same(model, plain, exactly=False)

@@ -16,6 +16,7 @@ import torch
 
 import sft
 from sft.execute.machine import TorchMachine
+from sft.execute.weights import WeightPass
 from sft.weights import DiskStore
 
 from .helpers.captured import one_capture_a_model
@@ -318,3 +319,79 @@ def test_on_a_cuda_device(where: str, tmp_path: Path) -> None:
             optimizer.zero_grad()
     for value, other in zip(net.state_dict().values(), resident.state_dict().values(), strict=True):
         torch.testing.assert_close(value.cpu(), other.cpu(), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("two_phase", [False, True], ids=["fused", "two-phase"])
+@pytest.mark.parametrize("ask", ["grad", "inputs"])
+@pytest.mark.parametrize("name", ["norms", "mlp"])
+def test_a_gradient_of_the_input_alone_trains_nothing(name: str, ask: str, two_phase: bool) -> None:
+    """As adversarial training and saliency maps ask for: the weights' gradients are not, and no step is theirs."""
+    net, resident = pair_of(name)
+    ours, theirs = streamed_optimizer("sgd", net, two_phase=two_phase), torch_optimizer("sgd", resident)
+    for number in range(2):
+        for model, optimizer in ((net, ours), (resident, theirs)):
+            before = {key: value.clone() for key, value in model.state_dict().items()}
+            x = (x_of(name) + number).requires_grad_()
+            loss = model(x).square().mean()
+            if ask == "grad":
+                (found,) = torch.autograd.grad(loss, x)
+            else:
+                loss.backward(inputs=[x])
+                assert x.grad is not None
+                found = x.grad
+            assert all(param.grad is None for param in model.parameters())
+            model.load_state_dict(before)  # statistics of norms moved
+            model((x + 0.1 * found.sign()).detach()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(net, resident)
+
+
+def test_an_interrupted_wait_for_a_weight_goes_on_when_it_is_given_back() -> None:
+    """Else its bytes would be somebody else's while the copy still writes them."""
+    net, _ = pair_of("mlp")
+    owner = net._sft_engine.stream_weights()
+    weights = WeightPass(device=torch.device("cpu"), store=owner.store, records={"w": 0}, paths={"w": "w"}, counters=owner.counters)
+    asked = []
+
+    class Copy:
+        def result(self) -> None:
+            asked.append(handle.untyped_storage().nbytes())
+            if len(asked) == 1:
+                raise KeyboardInterrupt
+
+        def done(self) -> bool:
+            return False
+
+    handle = weights.load("w", 64, (16,), torch.float32, None, ahead=True)
+    weights._arriving["w"] = Copy()  # type: ignore[assignment]  # all that is asked of a future
+    with pytest.raises(KeyboardInterrupt):
+        weights.settle(["w"])
+    weights.release("w", handle)
+    assert asked == [64, 64] and handle.untyped_storage().nbytes() == 0
+    weights.close()
+
+
+@pytest.mark.parametrize("where", ["host", "disk"])
+def test_a_step_that_is_interrupted_behind_its_commit_is_done(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, resident = pair_of("mlp", tmp_path / "weights" if where == "disk" else None)
+    ours, theirs = streamed_optimizer("adamw", net), torch_optimizer("adamw", resident)
+    store = net._sft_engine.streamed_weights.store
+    commit = type(store).commit
+
+    def interrupted(self: Any, *arguments: Any) -> None:
+        commit(self, *arguments)
+        raise KeyboardInterrupt
+
+    for number in range(3):
+        with monkeypatch.context() as patch:
+            if number == 1:
+                patch.setattr(type(store), "commit", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    take_step(net, ours, number, "mlp")
+                ours.zero_grad()
+            else:
+                take_step(net, ours, number, "mlp")
+        take_step(resident, theirs, number, "mlp")
+    assert_same(net, resident)
+    assert same_state(ours.state_dict(), theirs.state_dict())

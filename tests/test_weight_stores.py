@@ -292,3 +292,39 @@ def test_bad_layouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(sft.InputError, match="complex64"):
         DiskStore.create(tmp_path / "w", strange, _fill)
     assert os.listdir(tmp_path) == []
+
+
+def test_interrupts_leave_a_file_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever Ctrl-C comes: the generation is the old one or the new one, nothing stays locked, and the next one can begin."""
+    store = _make("disk", tmp_path, _EQUAL)
+    assert isinstance(store, DiskStore)
+    old = _contents(store)
+
+    def interrupted(call: Callable[..., object]) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            call(*arguments)
+            raise KeyboardInterrupt
+
+        return run
+
+    for name in ("posix_fallocate", "fstat"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, interrupted(getattr(os, name)))
+            with pytest.raises(KeyboardInterrupt):
+                store.begin()
+        store.begin()
+        store.abort()
+    assert _contents(store) == old and store.generation == 0
+    for number, name in enumerate(("fsync", "replace")):
+        store.begin()
+        store.write(1, store.record(0).clone())
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, interrupted(getattr(os, name)))
+            with pytest.raises(KeyboardInterrupt):
+                store.commit()
+        store.abort()
+        assert store.generation == number and (_contents(store)[1] == old[0]) == (name == "replace")
+        assert _contents(DiskStore.open(store.path)) == _contents(store)
+    store.begin()
+    store.commit()
+    assert [each.name for each in tmp_path.iterdir()] == [store.path.name]

@@ -6,7 +6,7 @@ fail is done: buffers take their next values at the end of the forward pass, gra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from sft.deep.run import Access, Executor, Table
 from sft.errors import UnsupportedError
 from sft.execute.function import autocast_off
 from sft.execute.machine import TorchMachine
+from sft.execute.task import keeps_graph, unwanted
 from sft.plan.chain.schedule import Operation, activation, grad
 from sft.surroundings import refuse_batched, refuse_failed
 
@@ -52,7 +53,7 @@ class Call:
         device: where it runs.
         names: the parameters, in the order in which their tensors are given.
         forward: opens the weights for a forward pass over these operations.
-        backward: opens them for a backward pass, given the tensors that autograd checked.
+        backward: opens them for a backward pass, given the tensors that autograd checked, and the parameters without a wanted gradient.
         seed: of random masks.
         trace: called with each operation that was run.
     """
@@ -62,7 +63,7 @@ class Call:
     device: torch.device
     names: tuple[str, ...]
     forward: Callable[[Sequence[Operation]], AbstractContextManager[ForwardAccess]]
-    backward: Callable[[Sequence[Operation], Sequence[Tensor]], AbstractContextManager[GradientAccess]]
+    backward: Callable[[Sequence[Operation], Sequence[Tensor], Collection[str]], AbstractContextManager[GradientAccess]]
     seed: int = 0
     trace: Callable[[str], None] | None = field(default=None)
 
@@ -146,7 +147,7 @@ class _ChainFunction(torch.autograd.Function):
                 "the output of a repeated block was modified in place after the forward pass, and the backward pass needs it; "
                 "modify a clone of it instead"
             )
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if keeps_graph():
             table = table.copy()
         else:
             ctx.table = None
@@ -154,7 +155,7 @@ class _ChainFunction(torch.autograd.Function):
         table.values[grad(n)] = grads[0].contiguous()
         operations = call.plan.operations[call.plan.turn + 1 :]
         wants_input_grad = ctx.needs_input_grad[2]
-        with autocast_off(call.device), call.backward(operations, watched) as access:
+        with autocast_off(call.device), call.backward(operations, watched, unwanted(ctx, call.names, 1)) as access:
             call.executor(access, wants_input_grad=wants_input_grad).run(operations, table, is_first=False)
             found = dict(access.collect())
         first = table.values.pop(grad(0), None)

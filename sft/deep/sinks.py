@@ -6,8 +6,9 @@ An optimizer for streamed weights takes them block by block; without one they ar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from sft.weights.store import host_bytes
 
-__all__ = ["BlockSink", "GradientSink", "HostGradients"]
+__all__ = ["BlockSink", "GradientSink", "HostGradients", "Wanted"]
 
 
 class BlockSink(Protocol):
@@ -49,6 +50,28 @@ class GradientSink(Protocol):
     def opened(self, order: Sequence[int]) -> AbstractContextManager[BlockSink]:
         """For one backward pass, whose blocks' backwards come in this order. What it began is undone when the pass fails."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Takes the gradients that a backward pass was asked for, and no others.
+
+    Attributes:
+        sink: takes them; none where nothing was asked for.
+        names: of their parameters.
+    """
+
+    sink: BlockSink | None
+    names: Collection[str]
+
+    def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
+        """Hand on a block's gradients."""
+        wanted = {name: grad for name, grad in grads.items() if name in self.names}
+        return bool(wanted) and self.sink is not None and self.sink.put(block, wanted, weights)
+
+    def collect(self) -> Mapping[str, Tensor]:
+        """What the sink has for autograd."""
+        return {} if self.sink is None else self.sink.collect()
 
 
 class HostGradients:

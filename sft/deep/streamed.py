@@ -9,13 +9,13 @@ to autograd; an optimizer for streamed weights puts its own sink there.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from sft.deep.sinks import BlockSink, GradientSink, HostGradients
+from sft.deep.sinks import BlockSink, GradientSink, HostGradients, Wanted
 from sft.errors import InputError
 from sft.plan.chain.schedule import Operation
 from sft.weights import DiskStore, HostStore, Layout, Reading, Store, TensorSpec, WeightStream
@@ -155,14 +155,15 @@ class StreamedBlocks:
             yield StreamedAccess(self, weights, buffers, None)
 
     @contextlib.contextmanager
-    def backward(self, operations: Sequence[Operation]) -> Iterator[StreamedAccess]:
-        """The weights for a backward pass, with the sink's own pass inside."""
+    def backward(self, operations: Sequence[Operation], unwanted: Collection[str] = ()) -> Iterator[StreamedAccess]:
+        """The weights for a backward pass, with the sink's own pass inside, which takes no gradients of parameters that are unwanted."""
         plan = blocks_read(operations)
         order = blocks_read([operation for operation in operations if operation.kind == "backward"])
         with contextlib.ExitStack() as stack:
             weights = stack.enter_context(self.weights.reading(plan))
             buffers = None if self._buffer_window is None else stack.enter_context(self._buffer_window.reading(plan))
-            sink = stack.enter_context(self.sink.opened(order))
+            names = {name for name, _ in self.block.named_parameters()}.difference(unwanted)
+            sink = Wanted(stack.enter_context(self.sink.opened(order)) if names else None, names)
             yield StreamedAccess(self, weights, buffers, sink)
 
     def commit_buffers(self) -> None:

@@ -30,6 +30,7 @@ from sft.execute.reading import Reading
 from sft.execute.room import HostRoom
 from sft.execute.skipping import Skipping
 from sft.execute.slab import Slabs
+from sft.execute.task import keeps_graph, unwanted
 from sft.execute.weights import BoundWeights, WeightPass
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
@@ -205,7 +206,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     tensors = ctx.saved_tensors
     region: Region = ctx.region
     leaves: Leaves = ctx.leaves
-    consume = not _keeps_graph()
+    consume = not keeps_graph()
     tape = ctx.tape
     refuse_failed(tape)
     for name, version in ctx.versions.items():
@@ -235,6 +236,8 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     sinks = {name: make() for name, make in leaves.sinks.items()}
     if copies is not None:
         copies.exceeds = not consume
+    if leaves.weights is not None:  # their gradients are used here and now
+        reached -= unwanted(ctx, leaves.names)
     handed_on: dict[str, torch.Tensor] = {}
     with leaves.backward_weights(reached, handed_on) as weights:
         machine = leaves.machine(backward=True, copies=copies, weights=weights)
@@ -276,9 +279,3 @@ def _materialized(grad: torch.Tensor | None, region: Region, name: str, device: 
     if grad is not None:
         return grad
     return torch.zeros((), dtype=region.dtypes[name], device=device).expand(region.output_shape(name))
-
-
-def _keeps_graph() -> bool:
-    """Whether the running backward pass was asked to retain the graph."""
-    query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return bool(query()) if query is not None else True

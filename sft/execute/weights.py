@@ -95,14 +95,20 @@ class BoundWeights:
             reached: the values that gradients flow to.
             grads: gains gradients, when the pass is through.
         """
-        with self.owner.taking([self.owner.record_of(path) for path in self.paths.values()]) as sink:
+        with self._taking(reached) as sink:
             weights = self._pass(sink, reached)
             try:
                 yield weights
             finally:
                 weights.close()
-            collected = sink.collect()
+            collected = {} if sink is None else sink.collect()
             grads.update((name, collected[path]) for name, path in self.paths.items() if path in collected)
+
+    def _taking(self, reached: Collection[str]) -> AbstractContextManager[GradientTaker | None]:
+        """What takes the gradients; nothing where none is made of weights: the pass is then no step of theirs."""
+        if not any(name in reached for name in self.paths):
+            return contextlib.nullcontext()
+        return self.owner.taking([self.owner.record_of(path) for path in self.paths.values()])
 
     def check(self) -> None:
         """Whether the weights are still those of the call, as autograd says of parameters that were changed in place.
@@ -183,15 +189,18 @@ class WeightPass:
         self.counters.wait_seconds += time.perf_counter() - started
 
     def _await(self, name: str) -> None:
-        found = self._arriving.pop(name, None)
+        """Wait for a copy. It is under way until then: Ctrl-C may end the wait, and whoever gives the bytes back waits again."""
+        found = self._arriving.get(name)
         if found is None:
             return
         try:
             event = found.result()
         except OSError as error:
+            del self._arriving[name]
             raise SourceError(f"cannot read weights: {error}. The store must stay as it is during a pass.") from error
         if event is not None:
             torch.cuda.current_stream(self.device).wait_event(event)
+        del self._arriving[name]
 
     def release(self, name: str, handle: Tensor) -> None:
         """Give a weight's bytes back; of one that is on its way when it is through, whatever came of it."""
@@ -201,8 +210,8 @@ class WeightPass:
 
     def take(self, name: str, gradient: Tensor, weight: Tensor) -> None:
         """Give a gradient to the sink, and write the weight if it was updated."""
-        assert self.sink is not None, "a backward pass has a sink"
         if name in self.reached:
+            assert self.sink is not None, "a backward pass that reaches weights has a sink"
             record, path = self.records[name], self.paths[name]
             if self.sink.put(record, {path: gradient}, {path: weight}):
                 data = bytes_of(weight)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -353,7 +353,7 @@ class Repeat(nn.Module):
         fixed = [name for name in stacked_buffers(self.block) if name not in programs.updated]
 
         @contextlib.contextmanager
-        def backward(operations: Sequence[Operation], tensors: Sequence[Tensor]) -> Iterator[StackedAccess]:
+        def backward(operations: Sequence[Operation], tensors: Sequence[Tensor], _: Collection[str]) -> Iterator[StackedAccess]:
             checked = dict(zip([*params, *fixed], (tensor.detach() for tensor in tensors), strict=True))
             own = {name: checked.pop(name) for name in params}
             yield StackedAccess(own, checked, shared_buffers(self.block), with_gradient=programs.with_gradient)
@@ -375,13 +375,13 @@ class Repeat(nn.Module):
         versions = streamed.versions()
 
         @contextlib.contextmanager
-        def backward(operations: Sequence[Operation], tensors: Sequence[Tensor]) -> Iterator[StreamedAccess]:
+        def backward(operations: Sequence[Operation], _: Sequence[Tensor], unwanted: Collection[str]) -> Iterator[StreamedAccess]:
             if streamed.versions() != versions:
                 raise RuntimeError(
                     "streamed weights were changed after the forward pass, and the backward pass needs them as they were; "
                     "call backward before step()"
                 )
-            with streamed.backward(operations) as access:
+            with streamed.backward(operations, unwanted) as access:
                 yield access
 
         return Call(

@@ -334,10 +334,15 @@ class StreamedChain:
         counts = {name: count + (name in self._with_gradient) for name, count in self.num_updates.items()}
         numbers = [*counts.values()]
         text = str(numbers[0]) if len({*numbers}) == 1 else ",".join(map(str, numbers))
-        self.blocks.store.commit({_UPDATED: text, **self._marked()})
-        self._is_written = False
-        self.num_updates = counts
-        self.blocks.rebind()
+        store = self.blocks.store
+        generation = store.generation
+        try:
+            store.commit({_UPDATED: text, **self._marked()})
+        finally:  # Ctrl-C may come behind it
+            if store.generation != generation:
+                self._is_written = False
+                self.num_updates = counts
+                self.blocks.rebind()
 
     def _marked(self) -> dict[str, str]:
         """Whose state the weights are committed with, where it is not all of it."""

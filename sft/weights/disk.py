@@ -24,8 +24,8 @@ import ctypes
 import errno
 import fcntl
 import gc
+import io
 import os
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -53,8 +53,7 @@ class DiskStore:
         self._offsets = record_offsets(layouts)
         self._data = data
         self._identity: tuple[int, int] | None = None
-        self._file: int | None = None
-        self._closing: weakref.finalize[[int], DiskStore] | None = None
+        self._file: _File | None = None
         self._start = 0
         self._written: set[tuple[int, str]] = set()
 
@@ -107,10 +106,8 @@ class DiskStore:
         """
         target = Path(path)
         layouts, metadata, data, identity = _map(target)
-        with suppress(OSError):  # somebody writes, or this folder is not ours
-            handle = _locked(_next_of(target), os.O_RDWR)
+        with suppress(OSError), _locked(_next_of(target), creates=False):  # not where somebody writes, or the folder is not ours
             _next_of(target).unlink()
-            os.close(handle)
         store = cls(target, layouts, metadata, data, durable=durable)
         store._identity = identity
         return store
@@ -143,20 +140,22 @@ class DiskStore:
         path = _next_of(self.path)
         try:
             try:
-                file = _locked(path, os.O_RDWR | os.O_CREAT)
+                self._file = _locked(path, creates=True)
             except BlockingIOError:
                 gc.collect()  # models that nobody uses any more may still have it
-                file = _locked(path, os.O_RDWR | os.O_CREAT)
-            self._file, self._closing = file, weakref.finalize(self, os.close, file)
+                self._file = _locked(path, creates=True)
             self._check_identity()
-            os.ftruncate(file, 0)
+            self._file.truncate(0)
             self._start = len(header_bytes(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_ROOM_BYTES
-            os.posix_fallocate(file, 0, self._start + self._offsets[-1])
+            os.posix_fallocate(self._file.fileno(), 0, self._start + self._offsets[-1])
         except BlockingIOError as error:
             raise SourceError(f"another process, or another model of this one, writes weights to {self.path}; give each its own") from error
         except OSError as error:
             self.abort()
             raise _cannot("write", path, error) from error
+        except BaseException:  # Ctrl-C
+            self.abort()
+            raise
         self._written = set()
 
     def write(self, block: int, data: Tensor, part: Part = "all") -> None:
@@ -196,18 +195,21 @@ class DiskStore:
         path = _next_of(self.path)
         try:
             if self.durable:
-                os.fsync(self._file)
+                os.fsync(self._file.fileno())
             layouts, metadata_read, data, identity = _map(path)
-            os.replace(path, self.path)
-            self._let_go()
+            assert layouts == self.layouts
+            try:
+                os.replace(path, self.path)
+            finally:  # Ctrl-C may come behind it
+                if _identity_of(self.path) == identity:
+                    self._data, self.metadata, self._identity = data, metadata_read, identity
+                    self.generation += 1
+                    self._let_go()
             if self.durable:
                 _sync_folder(self.path.parent)
         except OSError as error:
             self.abort()
             raise _cannot("write", self.path, error) from error
-        assert layouts == self.layouts
-        self._data, self.metadata, self._identity = data, metadata_read, identity
-        self.generation += 1
 
     def abort(self) -> None:
         """Drop the next generation."""
@@ -224,26 +226,25 @@ class DiskStore:
 
     def _let_go(self) -> None:
         """Close the next generation's file, and with it its lock."""
-        if self._closing is not None:
-            self._closing()
-        self._file = self._closing = None
+        if self._file is not None:
+            self._file.close()
+        self._file = None
 
     def _check_identity(self) -> None:
         """The file is the one that is mapped, or gone."""
-        with suppress(FileNotFoundError):
-            found = os.stat(self.path)
-            if self._identity not in (None, (found.st_dev, found.st_ino)):
-                self.abort()
-                raise SourceError(
-                    f"{self.path} was replaced since its weights were read, by another process perhaps; it stays as it is. Give each "
-                    "process its own path, or read the file again with resume=True."
-                )
+        found = _identity_of(self.path)
+        if found is not None and self._identity not in (None, found):
+            self.abort()
+            raise SourceError(
+                f"{self.path} was replaced since its weights were read, by another process perhaps; it stays as it is. Give each "
+                "process its own path, or read the file again with resume=True."
+            )
 
     def _put(self, at: int, data: memoryview) -> None:
         assert self._file is not None
         try:
             while len(data):
-                count = os.pwrite(self._file, data, at)
+                count = os.pwrite(self._file.fileno(), data, at)
                 if not count:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 data, at = data[count:], at + count
@@ -259,7 +260,26 @@ def _next_of(path: Path) -> Path:
     return path.with_name(path.name + ".next")
 
 
-def _locked(path: Path, flags: int) -> int:
+class _File(io.FileIO):
+    """A file that is closed when nobody holds it: not even Ctrl-C, which may come as it opens, leaves it locked."""
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _opened(path: Path, *, creates: bool) -> _File:
+    """A file to read and write; where there is none a new one."""
+    while True:
+        try:
+            return _File(path, "r+")
+        except FileNotFoundError:
+            if not creates:
+                raise
+        with suppress(FileExistsError):
+            return _File(path, "x+")
+
+
+def _locked(path: Path, *, creates: bool) -> _File:
     """The file, opened, and locked until it is closed.
 
     Raises:
@@ -267,17 +287,26 @@ def _locked(path: Path, flags: int) -> int:
         OSError: it cannot be opened.
     """
     while True:
-        handle = os.open(path, flags, 0o644)
+        file = _opened(path, creates=creates)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(handle), os.stat(path)):
-                return handle
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                return file
         except FileNotFoundError:
             pass
-        except OSError:
-            os.close(handle)
+        except BaseException:
+            file.close()
             raise
-        os.close(handle)  # who had it before has given it its name, or removed it, since it was opened here
+        file.close()  # who had it before has given it its name, or removed it, since it was opened here
+
+
+def _identity_of(path: Path) -> tuple[int, int] | None:
+    """What tells a file from another of its name; none where there is no file."""
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _cannot(verb: str, path: Path, error: OSError) -> SourceError:

@@ -70,7 +70,7 @@ def _assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @_all
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.complex128], ids=["fp64", "fp32", "complex"])
 def test_the_same_bits_as_torch(kind: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     mine, reference = _params(dtype), _params(dtype)
     ours = _ours(kind)(_groups(mine), lr=0.1, **settings)
@@ -158,3 +158,26 @@ def test_sparse_gradients_are_refused() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(sft.InputError, match="sparse"):
         SGD(table.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_learning_rate_may_be_a_tensor(kind: str, dtype: torch.dtype) -> None:
+    """Its type's arithmetic is torch's, to the last bit."""
+    ours, theirs = _params(torch.float64), _params(torch.float64)
+    for make, params in ((_ours(kind), ours), (_theirs(kind), theirs)):
+        _train(make(params, lr=torch.tensor(0.07, dtype=dtype)), params, range(4))
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_setting_that_is_switched_on_keeps_the_averages() -> None:
+    (param,) = _params(torch.float64)[:1]
+    optimizer = AdamW([param], lr=0.1)
+    _train(optimizer, [param], range(3))
+    average = optimizer.state[param]["exp_avg"].clone()
+    optimizer.param_groups[0]["amsgrad"] = True
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    state = optimizer.state[param]
+    assert torch.equal(state["exp_avg"], 0.9 * average) and state["step"] == 4
+    assert torch.equal(state["max_exp_avg_sq"], state["exp_avg_sq"])

@@ -506,3 +506,53 @@ def test_a_gradient_of_the_input_alone_trains_no_blocks(two_phase: bool) -> None
             optimizer.step()
             optimizer.zero_grad()
     _assert_same(model, plain, exactly=False)
+
+
+def test_a_dynamic_scale_goes_on_where_it_was() -> None:
+    model, _ = _models()
+    ours = _optimizer("sgd", model, loss_scale="dynamic")
+    ours.scale(model(_batch(0)).square().mean() * float("inf")).backward()
+    ours.step()
+    state = copy.deepcopy(ours.state_dict())
+    ours.close()
+    again = _optimizer("sgd", model, loss_scale="dynamic")
+    assert again.loss_scale.value == 2.0**16
+    with pytest.raises(sft.InputError, match="loss_scale"):
+        again.load_state_dict({**state, "loss_scale": {"value": -1.0, "num_good_steps": 0}})
+    again.load_state_dict(state)
+    assert again.loss_scale.value == 2.0**15
+    torch.optim.SGD(copy.deepcopy(model).parameters()).load_state_dict({**state, "state": {}})  # which it leaves alone
+
+
+@pytest.mark.parametrize(("kind", "setting", "value"), [("sgd", "momentum", 0.9), ("adamw", "amsgrad", True)])
+@pytest.mark.parametrize("two_phase", [False, True], ids=["fused", "two-phase"])
+def test_settings_that_keep_more_state_are_refused(kind: str, setting: str, value: Any, two_phase: bool) -> None:
+    """The store has no room for it."""
+    model, _ = _models()
+    ours = sft.StreamedOptimizer(model, kind, lr=0.1, two_phase=two_phase)  # type: ignore[arg-type]
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    for group in ours.param_groups:
+        group[setting] = value
+    with pytest.raises(sft.InputError, match="the present settings keep .*; make it with the same settings"):
+        model(_batch(0)).square().mean().backward()
+        ours.step()
+    assert all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+
+
+@pytest.mark.parametrize("text", ["abc", "-1", "1,2,3", ""])
+def test_damaged_counts_are_told(text: str, tmp_path: Path) -> None:
+    for resume in (False, True):
+        torch.manual_seed(0)
+        blocks = Repeat(HalfBlock, 3)
+        model = nn.Sequential(nn.Identity(), blocks)
+        blocks.stream("1KiB", path=tmp_path / "w.safetensors", resume=resume)
+        assert blocks.streamed is not None
+        if resume:
+            blocks.streamed.store.metadata["updates"] = text  # type: ignore[attr-defined]
+            with pytest.raises(sft.SourceError, match="is damaged"):
+                _optimizer("sgd", model)
+        else:
+            ours = _optimizer("sgd", model)
+            model(torch.ones(2, 4)).sum().backward()
+            ours.step()
+            ours.close()

@@ -62,21 +62,23 @@ class AdamWUpdate:
 
     def apply(self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], hyper: Hyper, num_updates: int) -> None:
         """Update in place; the gradient's content is lost."""
-        lr, eps = plain_number(hyper["lr"]), hyper["eps"]
+        lr, eps = hyper["lr"], hyper["eps"]  # a tensor's arithmetic is its type's, as in torch
         beta1, beta2 = (plain_number(beta) for beta in hyper["betas"])
         weight_decay = plain_number(hyper["weight_decay"])
         average, squares = state["exp_avg"], state["exp_avg_sq"]
         if hyper["maximize"]:
             grad.neg_()
         if weight_decay != 0:
-            param.mul_(1 - lr * weight_decay)
+            param.mul_(plain_number(1 - lr * weight_decay))
+        if param.is_complex():  # real and imaginary parts are numbers of their own, as in torch
+            param, grad, average, squares = map(torch.view_as_real, (param, grad, average, squares))
         average.lerp_(grad, 1 - beta1)
         squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         step = float(num_updates + 1)
-        step_size = lr / (1 - beta1**step)
+        step_size = plain_number(lr / (1 - beta1**step))
         correction = (1 - beta2**step) ** 0.5
         if hyper["amsgrad"]:
-            largest = state["max_exp_avg_sq"]
+            largest = torch.view_as_real(state["max_exp_avg_sq"]) if state["max_exp_avg_sq"].is_complex() else state["max_exp_avg_sq"]
             squares = torch.maximum(largest, squares, out=largest)
         # The gradient is read no more: its memory takes the denominator.
         denominator = torch.sqrt(squares, out=grad).div_(correction).add_(eps)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sft.deep.records import RecordStream, StreamedRecords
 from sft.deep.sinks import BlockSink
-from sft.errors import InputError
+from sft.errors import InputError, SourceError
 from sft.optim.replicas import Staging
 from sft.walk.weights import Taking
 from sft.weights import HostStore, Layout, Reading, SingleReading, TensorSpec
@@ -49,6 +49,7 @@ class StreamedChain:
         self._replicas = optimizer.replicas
         self._staging: Staging | None = None
         self.masters = frozenset(name for name, param in self.params.items() if param.dtype in HALF)
+        self._slots = {name: optimizer.update.slots(groups[id(param)]) for name, param in self.params.items()}
         specs = {name: self._specs(name, param) for name, param in self.params.items()}
         has_state = any(specs.values())
         if has_state:
@@ -110,27 +111,40 @@ class StreamedChain:
         """Elements and types of a block's gradients."""
         return {name: (math.prod(self.blocks.shape_of(param)), param.dtype) for name, param in self.params.items()}
 
-    def check_slots(self, groups: Mapping[int, dict[str, Any]]) -> None:
-        """Whether other settings keep the same state.
+    def check_slots(self, groups: Mapping[int, dict[str, Any]], which: str = "loaded") -> None:
+        """Whether settings keep the state that the store has room for.
+
+        Args:
+            groups: the settings of each parameter.
+            which: settings they are.
 
         Raises:
             InputError: they do not.
         """
         for name, param in self.params.items():
-            kept = self.optimizer.update.slots(self.groups[id(param)])
+            kept = self._slots[name]
             wanted = self.optimizer.update.slots({**self.optimizer.defaults, **groups.get(id(param), {})})
             if kept != wanted:
                 raise InputError(
-                    f"the loaded settings keep {', '.join(wanted) or 'nothing'} for {name}, where this optimizer keeps "
+                    f"the {which} settings keep {', '.join(wanted) or 'nothing'} for {name}, where this optimizer keeps "
                     f"{', '.join(kept) or 'nothing'}; make it with the same settings"
                 )
 
     def _counts(self) -> dict[str, int]:
         """How often each parameter was updated, as the file says."""
-        counts = self.blocks.store.metadata.get(_UPDATED, "0").split(",")
-        if len(counts) == 1:
-            counts *= len(self.params)
-        return {name: int(count) for name, count in zip(self.params, counts, strict=True)}
+        text = self.blocks.store.metadata.get(_UPDATED, "0")
+        try:
+            counts = [int(count) for count in str(text).split(",")]
+            if len(counts) == 1:
+                counts *= len(self.params)
+            if len(counts) != len(self.params) or min(counts, default=0) < 0:
+                raise ValueError
+        except ValueError:
+            raise SourceError(
+                f"the file of weights is damaged: of {len(self.params)} parameters it says that they were updated {text!r} times. Load a "
+                "checkpoint's state dicts into a new file."
+            ) from None
+        return dict(zip(self.params, counts, strict=True))
 
     def _gradients(self, window_bytes: int | None) -> tuple[HostStore, RecordStream]:
         blocks, shape = self.blocks, self._replicas.shape_of_share
@@ -222,6 +236,7 @@ class StreamedChain:
     @contextlib.contextmanager
     def _writing(self, order: Sequence[int]) -> Iterator[None]:
         """A next generation, with the state at hand; dropped if the block fails."""
+        self.check_slots(self.groups, "present")
         store = self.blocks.store
         store.begin()
         self._with_gradient.clear()

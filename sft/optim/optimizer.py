@@ -90,14 +90,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if grad.layout is not torch.strided:
             raise InputError("a gradient is sparse; in-place updates take dense ones (sparse=False for the embedding)")
         state = self.state[param]
-        slots = self.update.slots(group)
-        if any(state.get(name) is None for name in slots):
-            state.update({name: torch.zeros_like(param, memory_format=torch.preserve_format) for name in slots})
-            num_updates = 0
-        else:
-            num_updates = int(state["step"]) if self.update.counts(group) else 1
+        new = [name for name in self.update.slots(group) if state.get(name) is None]
+        state.update({name: torch.zeros_like(param, memory_format=torch.preserve_format) for name in new})
         if self.update.counts(group):
-            state.setdefault("step", torch.tensor(0.0, device="cpu"))
+            num_updates = int(state.setdefault("step", torch.tensor(0.0, device="cpu")))
+        else:
+            num_updates = 0 if new else 1
         self.update.apply(param, grad, state, group, num_updates)
         if self.update.counts(group):
             state["step"] += 1

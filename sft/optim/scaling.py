@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -66,3 +67,20 @@ class LossScale:
         if self._num_good_steps == _INTERVAL:
             self.value *= _GROWTH
             self._num_good_steps = 0
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run goes on with; nothing unless the scale changes."""
+        return {"value": self.value, "num_good_steps": self._num_good_steps} if self.is_dynamic else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on with it.
+
+        Raises:
+            InputError: it is none.
+        """
+        if not self.is_dynamic or not state:
+            return
+        value, count = state.get("value"), state.get("num_good_steps")
+        if not isinstance(value, float) or not 0 < value < math.inf or not isinstance(count, int) or count < 0:
+            raise InputError(f"loss_scale {dict(state)!r} is not what state_dict() returned")
+        self.value, self._num_good_steps = value, count

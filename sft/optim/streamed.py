@@ -297,6 +297,8 @@ class StreamedOptimizer(FusedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state in torch's form, that of streamed blocks stacked. Its tensors are views of the store until the next step.
 
+        A dynamic loss scale is in it as ``"loss_scale"``, which ``torch.optim`` ignores.
+
         On several ranks all of them call it together, and each is given all of the state, in the host's memory.
         """
         with self.replicas.guarded():
@@ -305,7 +307,9 @@ class StreamedOptimizer(FusedOptimizer):
                     if part.num_updates[name]:
                         self.state[param] = part.state_of(name)
         try:
-            return super().state_dict()
+            found = super().state_dict()
+            scale = self.loss_scale.state_dict()
+            return {**found, "loss_scale": scale} if scale else found
         finally:
             for part in self._chains:
                 for param in part.params.values():
@@ -332,6 +336,7 @@ class StreamedOptimizer(FusedOptimizer):
             part.check_slots(
                 dict(zip(map(id, params), chain.from_iterable(_repeated(group) for group in state_dict["param_groups"]), strict=False))
             )
+        self.loss_scale.load_state_dict(state_dict.get("loss_scale", {}))
         super().load_state_dict({"state": {}, "param_groups": copy.deepcopy(state_dict["param_groups"])})
         self.zero_grad()
         for part in self._chains:

@@ -101,7 +101,7 @@ def read_header(path: Path, text: bytes) -> tuple[tuple[Layout, ...], dict[str, 
         for block in range(len(by_block)):
             layout, start = _layout(by_block[block], start)
             layouts.append(same.setdefault(layout, layout))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise SourceError(
             f"{path} is no file of blocks written by sft ({type(error).__name__}: {error}). Load weights of another origin with "
             "load_state_dict."

@@ -27,6 +27,7 @@ from sft.analysis.attributes import Changes, attributes_set
 from sft.analysis.axes import Axes
 from sft.analysis.barenodes import bare_nodes
 from sft.analysis.casts import Casts
+from sft.analysis.composites import composites_cast
 from sft.analysis.deterministic import any_algorithm
 from sft.analysis.exported import bounds_of, graph_of, guards_of, module_path_of, ties_of, with_sizes
 from sft.analysis.functional import FunctionalProgram, functional
@@ -284,8 +285,8 @@ def _exported(
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
-    following = grad_modes_followed(model)
-    with on_whole_parameters(model, mode), following, norms_by_shape(), bare_nodes(), any_algorithm(), quick, limited:
+    following, casting = grad_modes_followed(model), composites_cast(device)
+    with on_whole_parameters(model, mode), following, norms_by_shape(), bare_nodes(), any_algorithm(), casting, quick, limited:
         exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
     _refuse_grad_modes(model, exported)
     _refuse_numbers(model, exported)

@@ -1,0 +1,61 @@
+"""Functions whose inner operators autocast runs in single precision.
+
+The exporter keeps an interpolation or a cross-entropy whole, and finds the type of its result without autocast; which on GPUs knows the
+operator inside, and runs it in single precision. All that follows would be captured in another type than eager PyTorch's. So such functions
+are given what autocast would make of their input. Which they are PyTorch is asked, on fake tensors of that device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+__all__ = ["composites_cast"]
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    name: getattr(torch._C._nn, name) for name in dir(torch._C._nn) if "upsample" in name or name == "cross_entropy_loss"
+}
+_HALF = (torch.bfloat16, torch.float16)
+
+
+@contextlib.contextmanager
+def composites_cast(device: torch.device) -> Iterator[None]:
+    """A context in which the inputs of such functions are cast as autocast would inside of them; nothing where it is off."""
+    if not torch.amp.is_autocast_available(device.type) or not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    dtype = torch.get_autocast_dtype(device.type)
+    with contextlib.ExitStack() as stack:
+        for name, function in _FUNCTIONS.items():
+            if _is_single(name, dtype, device):  # asked here: while the exporter runs it keeps these functions whole for us, too
+                stack.enter_context(mock.patch.object(torch._C._nn, name, functools.partial(_on_single, function)))
+        yield
+
+
+def _on_single(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Call a function on an input in single precision."""
+    return function(input.float() if input.dtype in _HALF else input, *args, **kwargs)
+
+
+@functools.lru_cache(maxsize=256)
+def _is_single(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether autocast runs a function in single precision although its input is of a half type."""
+    sizes = re.findall(r"(\d)d", name)
+    num_axes = int(sizes[0]) if sizes else 2
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
+        value = torch.empty([4] * (2 + num_axes), dtype=dtype, device=device)
+        if name == "cross_entropy_loss":
+            arguments: tuple[Any, ...] = (torch.empty([4] * (1 + num_axes), dtype=torch.int64, device=device),)
+        else:
+            arguments = ([5] * num_axes, None) if "nearest" in name else ([5] * num_axes, False, None)
+        with torch.autocast(device.type, dtype):
+            return _FUNCTIONS[name](value, *arguments).dtype == torch.float32

@@ -38,6 +38,7 @@ from sft.analysis.loose import loose_tensors
 from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
 from sft.analysis.quiet import plain_autograd, quiet
+from sft.analysis.recurrent import states_in_shape
 from sft.analysis.repeated import repetitions_followed
 from sft.errors import InputError, UnsupportedError
 
@@ -285,13 +286,15 @@ def _exported(
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
-    following, casting = grad_modes_followed(model), composites_cast(device)
-    with on_whole_parameters(model, mode), following, norms_by_shape(), bare_nodes(), any_algorithm(), casting, quick, limited:
+    around = (on_whole_parameters(model, mode), grad_modes_followed(model), composites_cast(device), norms_by_shape(), any_algorithm())
+    with contextlib.ExitStack() as stack:
+        for context in (*around, bare_nodes(), states_in_shape(), quick, limited):
+            stack.enter_context(context)
         exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
     _refuse_grad_modes(model, exported)
     _refuse_numbers(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    with bare_nodes():
+    with bare_nodes(), states_in_shape():
         return functional(exported, Casts(device.type) if is_cast else None)
 
 

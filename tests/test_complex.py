@@ -24,8 +24,17 @@ _FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": lambda a, b: (a.mean((2, 3), keepdim=True) * b).real,
     "join": lambda a, b: torch.cat([a, b.real], 1).real,
     "single elements": lambda a, b: a.exp().real + b.sin().imag + a.abs() + b.angle(),
+    "assigned parts": lambda a, b: _assigned(a, b).real,
     "filter": lambda a, b: torch.fft.ifft2(torch.fft.fft2(a) * b).real,
 }
+
+
+def _assigned(a: Tensor, b: Tensor) -> Tensor:
+    """As Fourier neural operators write their low frequencies."""
+    out = torch.zeros_like(a)
+    out[:, :, :3, 1:-1:2] = a[:, :, :3, 1:-1:2] * b[:, :, :3, 1:-1:2]
+    out[:, :, 5] = b[:, :, 2]
+    return out * b
 
 
 class _Complex(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -51,11 +51,10 @@ _LAST: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch switches autocast for GPUs off where it sees none."""
     monkeypatch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda *_, **__: True)
-    return
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -87,12 +87,62 @@ def test_messages_of_one_group_are_posted_together() -> None:
 
 def test_attention_is_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces run on fake tensors of the CPU, where attention is a call that no other device has."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(traces, "_has_gpu", lambda: True)
     shapes = [(1, 2, 5, 4)] * 3
     trace = traces._trace(functional.scaled_dot_product_attention, shapes, [torch.float32] * 3, [True] * 3)
     names = [str(call.function) for call in (*trace.forward, *trace.backward)]
     assert any("bmm" in name for name in names)
     assert not any("cpu" in name or "attention" in name for name in names)
+
+
+def test_lstms_are_traced_into_calls_that_gpus_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In single precision, where the CPU has one call for a layer."""
+    monkeypatch.setattr(traces, "_has_gpu", lambda: True)
+    model = nn.LSTM(3, 5, batch_first=True)
+    reader = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.AdaptiveAvgPool2d((1, None)), _Steps(model))
+    traces.trace_whole.cache_clear()
+    try:
+        net = sft.compile(reader, (2, 1, 16, 4))
+        net(torch.randn(2, 1, 16, 4)).sum().backward()
+    finally:
+        traces.trace_whole.cache_clear()
+    (ready,) = net._sft_engine.preparation.ready.values()
+    programs = [program for segment in ready.region.segments for program in segment.lowered]
+    names = {str(each.function) for program in programs for each in program.instructions}
+    assert any("sigmoid" in name for name in names)
+    assert not any("mkldnn" in name or "lstm" in name for name in names)
+
+
+class _Steps(nn.Module):
+    """A recurrent layer over the columns of an image."""
+
+    def __init__(self, layer: nn.LSTM) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x.flatten(1, 2).transpose(1, 2))[0]
+        return found
+
+
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+@pytest.mark.parametrize("tile", [None, (8, None), (8, 16)])
+def test_interpolations_to_a_size_have_kernels(mode: str, tile: tuple[int, int | None] | None) -> None:
+    """Whose calls say no scale at all."""
+
+    class To(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return functional.interpolate(x, size=(2 * x.shape[2], 2 * x.shape[3]), mode=mode)
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), To(), nn.Conv2d(4, 4, 3, padding=1))
+    chosen: dict[str, Any] = {"strategy": "none"} if tile is None else {"tile": tile}
+    net = sft.compile(model, (1, 3, 32, 32), options=sft.Options(backend="triton", **chosen))
+    net.plan_for(torch.empty(1, 3, 32, 32, device="meta", requires_grad=True))
+    for ready in net._sft_engine.preparation.ready.values():
+        programs = [program for segment in ready.region.segments for program in segment.lowered]
+        names = [str(each.function) for program in programs for each in program.instructions]
+        assert any("Resize" in name for name in names) and not any("upsample" in name for name in names)
 
 
 def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

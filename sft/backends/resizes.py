@@ -104,8 +104,9 @@ def _spans_of_aten(call: Instruction) -> tuple[Span | None, Span | None] | None:
     lengths = rest.pop(0)
     extents = rest.pop(0)[2:] if is_adjoint else call.arguments[0].shape[2:]
     align_corners = rest.pop(0) if kind == "linear" else False
+    scales = rest or [None] * len(lengths)  # `size=` alone says none
     spans = []
-    for axis, (extent, length, scale) in enumerate(zip(extents, lengths, rest, strict=True)):
+    for axis, (extent, length, scale) in enumerate(zip(extents, lengths, scales, strict=True)):
         sampling = Sampling(
             kind="linear" if kind == "linear" else "nearest",
             extent=extent,

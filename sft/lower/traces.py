@@ -11,8 +11,8 @@ only wants the forward drops the ones that nobody reads.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -104,13 +104,27 @@ def _trace(
     needs_grad: Sequence[bool],
 ) -> Trace:
     # The caller's modes may be on, and a trace is kept for later calls.
-    with torch.inference_mode(False), plain_autograd(), _attention():
+    with torch.inference_mode(False), plain_autograd(), _for_gpus():
         return _traced(function, shapes, dtypes, needs_grad)
 
 
-def _attention() -> AbstractContextManager[None]:
-    """Where there is a GPU, attention is traced as the products that it consists of: one call of it would be the CPU's, which GPUs lack."""
-    return sdpa_kernel(SDPBackend.MATH) if torch.cuda.is_available() else nullcontext()
+@contextmanager
+def _for_gpus() -> Iterator[None]:
+    """Where there is a GPU, attention and LSTMs are traced as what they consist of: one call would be the CPU's, which GPUs lack."""
+    if not _has_gpu():
+        yield
+        return
+    is_enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)  # torch.backends.mkldnn.flags also sets what other devices than the CPU warn of
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(is_enabled)
+
+
+def _has_gpu() -> bool:
+    return torch.cuda.is_available()
 
 
 def _traced(

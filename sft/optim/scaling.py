@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class LossScale:
         """What a resumed run goes on with; nothing unless the scale changes."""
         return {"value": self.value, "num_good_steps": self._num_good_steps} if self.is_dynamic else {}
 
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with it.
 
         Raises:

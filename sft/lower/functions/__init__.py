@@ -52,4 +52,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "sft.label_weight": losses.label_weight,
     "aten._weight_norm.default": statistics.weight_norm,
     "aten.copy.default": layouts.copy,
+    "aten.slice_scatter.default": layouts.slice_scatter,
+    "aten.select_scatter.default": layouts.select_scatter,
 }

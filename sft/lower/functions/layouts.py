@@ -7,7 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["aligned", "beside", "copy", "expanded", "filled", "folded", "rearrange", "restored", "unfolded"]
+__all__ = [
+    "aligned",
+    "beside",
+    "copy",
+    "expanded",
+    "filled",
+    "folded",
+    "rearrange",
+    "restored",
+    "select_scatter",
+    "slice_scatter",
+    "unfolded",
+]
 
 
 def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: Sequence[int], axes: int) -> Tensor:
@@ -79,3 +91,20 @@ def filled(self: Tensor, channels: int, value: float, dtype: str) -> Tensor:
 def copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     """``src`` in the shape and element type of ``self``: what an assignment in place comes to."""
     return src.to(self.dtype).expand_as(self).clone()
+
+
+def slice_scatter(self: Tensor, src: Tensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Tensor:
+    """``torch.slice_scatter``, which has no derivative for complex numbers: what an assignment to a part in place comes to."""
+    if not self.is_complex():
+        return torch.slice_scatter(self, src, dim, start, end, step)
+    pairs = torch.slice_scatter(torch.view_as_real(self), torch.view_as_real(src.to(self.dtype)), dim % self.dim(), start, end, step)
+    return torch.view_as_complex(pairs)
+
+
+def select_scatter(self: Tensor, src: Tensor, dim: int, index: int) -> Tensor:
+    """``torch.select_scatter``, likewise."""
+    if not self.is_complex():
+        return torch.select_scatter(self, src, dim, index)
+    return torch.view_as_complex(
+        torch.select_scatter(torch.view_as_real(self), torch.view_as_real(src.to(self.dtype)), dim % self.dim(), index)
+    )

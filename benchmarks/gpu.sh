@@ -23,7 +23,7 @@ kernels) exec "$python" "$root/benchmarks/kernels/kernel_bench.py" "$@" ;;
 tune) exec "$python" -P -m sft tune "$@" ;;
 steps) exec "$python" "$root/benchmarks/kernels/kernel_steps.py" "$@" ;;
 all)
-    "$0" kernels
+    "$0" kernels || echo "some kernels are wrong or do not run: see above" >&2
     "$0" tune || echo "some kernels were refused: see above" >&2
     exec "$0" steps
     ;;

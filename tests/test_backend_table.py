@@ -205,6 +205,20 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert len(tune(trials, third, tmp_path, again=True).measured) == len(trials)
 
 
+def test_time_may_be_short(tmp_path: Path) -> None:
+    trials = collect_trials(_request(None), torch.device("cpu"))
+    found = tune(trials, ListLaboratory(), tmp_path, limit_seconds=-1.0)
+    assert found.left == len(trials) and not found.measured and not found.table.entries
+    console = Console(record=True, width=200)
+    show_tune(_request(tmp_path, limit_seconds=-1.0), console, as_json=False, laboratory=ListLaboratory())
+    text = console.export_text()
+    assert f"1 of {len(trials)}: {trials[0].shape_class.label}" in text, "a line for each where there is no terminal"
+    assert f"no time for {len(trials)} more" in text
+    for seconds in ("0", "nan", "-3", "soon"):
+        with pytest.raises(SystemExit):
+            main(["tune", "--seconds", seconds])
+
+
 def test_what_the_command_says(tmp_path: Path) -> None:
     console = Console(record=True, width=200)
     assert show_tune(_request(tmp_path), console, as_json=False, laboratory=ListLaboratory()) == 0

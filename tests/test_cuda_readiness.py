@@ -179,9 +179,9 @@ def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
     monkeypatch.setattr(torch, "zeros", report)
-    with pytest.raises(sft.BudgetError, match=r"streamed weights take 4\.\d+ KiB of page-locked host memory.*CUDA error 2"):
-        host_bytes(4096, pin=True)
-    assert not locked and reported
+    with pytest.warns(RuntimeWarning, match=r"streamed weights take 4\.\d+ KiB of page-locked.*CUDA error 2.*computes the same"):
+        kept = host_bytes(4096, pin=True)
+    assert kept.fill_(7).eq(7).all() and not locked and reported
 
 
 def test_connections_are_made_by_all_ranks_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,7 +158,10 @@ def environment() -> dict[str, str]:
     import triton
 
     describe = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
-    commit = subprocess.run(describe, cwd=_ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        commit = subprocess.run(describe, cwd=_ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:  # a machine without git
+        commit = ""
     major, minor = torch.cuda.get_device_capability()
     assembler = triton.backends.nvidia.compiler.get_ptxas(10 * major + minor)
     return {

@@ -25,6 +25,7 @@ from sft.backends.replacement import Question, Replacement
 from sft.kernels.resize_reference import BandTable
 from sft.lower.program import Instruction, Slot
 from sft.lower.rules.resample import Span
+from sft.lower.upload import upload
 
 __all__ = ["Resize", "resizes"]
 
@@ -80,7 +81,7 @@ def _table(span: Span | None, origin: tuple[int, int, int], length: int, device:
     if span is None:
         ones = torch.ones(length, dtype=torch.int32, device=device)
         return BandTable(first=torch.arange(length, dtype=torch.int32, device=device), count=ones, weights=ones.float().view(-1, 1))
-    parts = [torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in _band(span, *span.places(origin))]
+    parts = [upload(part, device) for part in _band(span, *span.places(origin))]
     return BandTable(first=parts[0], count=parts[1], weights=parts[2])
 
 

@@ -6,6 +6,8 @@ and neither does one that does not run; both are named at the end, and tried aga
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ class Findings:
         table: as it is now.
         measured: classes that were measured now.
         known: classes that were in the table before.
+        left: classes that there was no time for.
         refused: classes without an entry, each with the reason.
     """
 
@@ -36,6 +39,7 @@ class Findings:
     table: KernelTable
     measured: list[TableEntry] = field(default_factory=list)
     known: int = 0
+    left: int = 0
     refused: list[str] = field(default_factory=list)
 
 
@@ -49,6 +53,7 @@ def tune(
     folder: Path,
     *,
     again: bool = False,
+    limit_seconds: float = math.inf,
     advance: Callable[[str], None] = _no_one,
 ) -> Findings:
     """Measure trials that are not in the table yet, and extend it.
@@ -58,6 +63,7 @@ def tune(
         laboratory: where.
         folder: of the tables.
         again: whether to measure what is in the table, too.
+        limit_seconds: no trial is begun later than this; another run goes on from here.
         advance: is called before each trial with its label.
 
     Raises:
@@ -68,10 +74,14 @@ def tune(
     table = find_table([folder], device, triton) or KernelTable(device=device, triton=triton, torch=laboratory.torch_version)
     found = Findings(path=folder / table_name(device, triton), table=table)
     present = {entry.shape_class for entry in table.entries}
+    started = time.monotonic()
     for trial in trials:
         advance(trial.shape_class.label)
         if trial.shape_class in present and not again:
             found.known += 1
+            continue
+        if time.monotonic() - started > limit_seconds:
+            found.left += 1
             continue
         entry = _measured(trial, laboratory, found)
         if entry is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from rich.console import Console
 from sft.cli.doctor import show_doctor
 from sft.cli.models import load_model, parse_input, parse_tile
 from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
-from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_request
+from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_models
 from sft.errors import InputError, SftError
 from sft.options import STRATEGIES, WEIGHTS, Options
 from sft.units import parse_rate
@@ -125,13 +126,22 @@ def _tune_request(args: argparse.Namespace) -> TuneRequest:
     if args.model is None:
         if args.input or args.model_args:
             raise InputError("--input and --model-args are about a model; name one")
-        return standard_request(dtypes, options, args.budget, args.out, again=args.again)
-    if not args.input:
-        raise InputError(f"tune {args.model}: give the shape of its input, such as --input 1x3x2048x2048")
-    model = load_model(args.model, _model_arguments(args.model_args))
-    model.train(not args.inference)
-    models = [(model, tuple(parse_input(text) for text in args.input))]
-    return TuneRequest(models=models, dtypes=dtypes, options=options, budget=args.budget, folder=args.out, again=args.again)
+        models = standard_models()
+    else:
+        if not args.input:
+            raise InputError(f"tune {args.model}: give the shape of its input, such as --input 1x3x2048x2048")
+        model = load_model(args.model, _model_arguments(args.model_args))
+        model.train(not args.inference)
+        models = [(model, tuple(parse_input(text) for text in args.input))]
+    return TuneRequest(
+        models=models,
+        dtypes=dtypes,
+        options=options,
+        budget=args.budget,
+        folder=args.out,
+        again=args.again,
+        limit_seconds=math.inf if args.seconds is None else args.seconds,
+    )
 
 
 def _model_arguments(given: Sequence[str]) -> dict[str, Any]:
@@ -194,9 +204,18 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("--budget", default="11GiB", metavar="BYTES", help="for the plans whose programs are measured (default: 11GiB)")
     tune.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
+    tune.add_argument("--seconds", type=_positive, metavar="N", help="begin no measurement later; the same command goes on from there")
     tune.add_argument("--again", action="store_true", help="measure what is in the table, too")
     tune.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the table (default: where backend='auto' looks for it)")
     return parser
+
+
+def _positive(text: str) -> float:
+    """A number of seconds."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return number
 
 
 def _add_model(parser: argparse.ArgumentParser, *, is_needed: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from sft.execute.costs import table_folders
 from sft.options import Options
 from sft.units import parse_bytes
 
-__all__ = ["DTYPES", "TuneRequest", "collect_trials", "show_tune", "standard_request"]
+__all__ = ["DTYPES", "TuneRequest", "collect_trials", "show_tune", "standard_models"]
 
 #: What most layers are trained in.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -45,6 +46,7 @@ class TuneRequest:
         budget: for these plans.
         folder: of the table; ``None`` for the one that ``backend="auto"`` looks into.
         again: whether to measure what is known, too.
+        limit_seconds: how long to measure; another run goes on from there.
     """
 
     models: Sequence[tuple[nn.Module, tuple[Shaped, ...]]]
@@ -53,13 +55,13 @@ class TuneRequest:
     budget: int | str
     folder: Path | None = None
     again: bool = False
+    limit_seconds: float = math.inf
 
 
-def standard_request(dtypes: Sequence[str], options: Options, budget: int | str, folder: Path | None, *, again: bool) -> TuneRequest:
-    """A request for layers that most networks have."""
+def standard_models() -> list[tuple[nn.Module, tuple[Shaped, ...]]]:
+    """Layers that most networks have, with their input."""
     with torch.device("meta"):
-        models = [(make(), (_STANDARD_SHAPE,)) for make in STANDARD_NETWORKS.values()]
-    return TuneRequest(models=models, dtypes=dtypes, options=options, budget=budget, folder=folder, again=again)
+        return [(make(), (_STANDARD_SHAPE,)) for make in STANDARD_NETWORKS.values()]
 
 
 def collect_trials(request: TuneRequest, device: torch.device) -> list[Trial]:
@@ -102,7 +104,7 @@ def show_tune(request: TuneRequest, console: Console, *, as_json: bool, laborato
         raise InputError("there is no folder for the table: SFT_CACHE_DIR is empty; name one with --out")
     trials = collect_trials(request, place.device)
     with _bar(console, len(trials), is_shown=not as_json) as advance:
-        found = tune(trials, place, folder, again=request.again, advance=advance)
+        found = tune(trials, place, folder, again=request.again, limit_seconds=request.limit_seconds, advance=advance)
     if as_json:
         console.print(json.dumps(_summary(found), indent=2), markup=False, highlight=False, soft_wrap=True)
     else:
@@ -117,6 +119,7 @@ def _summary(found: Findings) -> dict[str, object]:
         "triton": found.table.triton,
         "num_entries": len(found.table.entries),
         "num_known": found.known,
+        "num_left": found.left,
         "num_kernels_faster": sum(entry.fastest == "triton" for entry in found.table.entries),
         "measured": [
             {"class": entry.shape_class.label, "fastest": entry.fastest, "speedup": entry.aten_seconds / entry.triton_seconds}
@@ -138,15 +141,21 @@ def _print(found: Findings, console: Console) -> None:
     lines = [f"refused: {line}" for line in found.refused]
     faster = sum(entry.fastest == "triton" for entry in found.table.entries)
     lines.append(f"{len(found.measured)} measured, {found.known} known before, {len(found.refused)} refused")
+    if found.left:
+        lines.append(f"no time for {found.left} more: the same command goes on with them")
     lines.append(f"kernels are faster for {faster} of {len(found.table.entries)} classes; written: {found.path}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def _bar(console: Console, num_trials: int, *, is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """A bar on the terminal, with the class that is being measured."""
+    """A bar on the terminal, with the class that is being measured; where there is no terminal, a line for each."""
+    if is_shown and not console.is_terminal:
+        numbers = count(1)
+        yield lambda label: console.print(f"{next(numbers)} of {num_trials}: {label}", markup=False, highlight=False, soft_wrap=True)
+        return
     columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=console, transient=True, disable=not (is_shown and console.is_terminal)) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as bar:
         task = bar.add_task("", total=num_trials)
         begun = count()
         yield lambda label: bar.update(task, completed=next(begun), description=label)

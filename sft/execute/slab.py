@@ -50,7 +50,7 @@ class Slabs:
             return torch.empty(0, dtype=torch.uint8, device="cpu")  # a dry run has nothing to copy
         data = self._room.take(self.num_bytes, "the plan's copies")
         if self._device.type == "cuda" and self._room.folder is None:
-            lock_pages(data, "the plan's copies", "Set host_budget to what there is, or raise the device's budget.")
+            lock_pages(data, "the plan's copies", "Raise the limit of locked memory (ulimit -l), or give a smaller host_budget.")
         return torch.from_numpy(data)
 
 

@@ -79,14 +79,11 @@ def host_bytes(num_bytes: int, *, pin: bool = False) -> Tensor:
 
     Args:
         num_bytes: how much.
-        pin: lock the pages, for copies to a CUDA device beside the computation.
-
-    Raises:
-        BudgetError: the system does not lock so many.
+        pin: lock the pages, where the system allows it, for copies to a CUDA device beside the computation.
     """
     data = np.empty(num_bytes + ALIGNMENT_BYTES, dtype=np.uint8)
     if pin:
-        lock_pages(data, "streamed weights", "Keep them in a file with DiskStore or Options(weights=<path>), or stream fewer.")
+        lock_pages(data, "streamed weights", "Raise the limit of locked memory (ulimit -l), or stream fewer.")
     start = -data.ctypes.data % ALIGNMENT_BYTES
     return torch.from_numpy(data[start : start + num_bytes])
 

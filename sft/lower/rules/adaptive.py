@@ -21,6 +21,7 @@ from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 from sft.lower.rules.resample import Span, gathered_rows, spans_of
 from sft.lower.rules.windowed import spread, squeezed
+from sft.lower.upload import upload
 
 __all__ = ["AdaptiveMax"]
 
@@ -36,7 +37,7 @@ class _Unfold:
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
         first, start = self.span.places(origin)
         columns, _ = self.span.sampling.forward.part(first, self.span.length, start, self.span.extent)
-        return gathered_rows(value, dim, torch.from_numpy(np.ascontiguousarray(columns.T).reshape(-1)).to(value.device))
+        return gathered_rows(value, dim, upload(columns.T.reshape(-1), value.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class _Fold:
         readers, shares = span.sampling.adjoint.part(start, span.extent, first, span.length)
         inside = shares > 0
         place = np.arange(start, start + span.extent) - windows.start[first + readers]
-        index = torch.from_numpy(np.where(inside, readers * windows.width + place, 0)).to(grad.device)
-        mask = torch.from_numpy(inside).to(grad.device, grad.dtype)
+        index = upload(np.where(inside, readers * windows.width + place, 0), grad.device)
+        mask = upload(inside, grad.device, grad.dtype)
         shape = [-1 if axis == dim else 1 for axis in range(grad.dim())]
         out = gathered_rows(grad, dim, index[0]).mul_(mask[0].view(shape))
         for term in range(1, len(index)):

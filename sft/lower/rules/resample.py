@@ -27,6 +27,7 @@ from sft.analysis.operators.sampling import Sampling
 from sft.lower.context import NodeContext, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Reduction, Rule
+from sft.lower.upload import upload
 
 __all__ = ["Grid", "Nearest", "Resampling", "Span", "gathered_rows", "spans_of"]
 
@@ -113,12 +114,12 @@ class Span:
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
         """Resample along ``dim`` a strip whose first element is the image's ``origin``."""
         columns, weights = self.part(origin)
-        index = torch.from_numpy(columns).to(value.device)
+        index = upload(columns, value.device)
         out = gathered_rows(value, dim, index[0]).to(dtype)
         if self.sampling.forward.is_selection and not self.is_adjoint:
             return out
         shape = [-1 if place == dim else 1 for place in range(value.dim())]
-        shares = torch.from_numpy(weights).to(value.device, dtype)
+        shares = upload(weights, value.device, dtype)
         out.mul_(shares[0].view(shape))
         for term in range(1, self.width):
             out.addcmul_(gathered_rows(value, dim, index[term]).to(dtype), shares[term].view(shape))

@@ -10,14 +10,35 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 from sft.kernels.dropout_triton import launch_dropout, launch_keep_mask
 from sft.kernels.mask_tile import MaskTile
 from sft.kernels.philox_triton import philox4x32
+
+
+class _Numpy:
+    """NumPy as the interpreter sees it, with products of matrices that add up in the order of the terms.
+
+    On some CPUs BLAS rounds an element by its place in the matrix. On a GPU it does not, so that tiles have the bits of the whole.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    @staticmethod
+    def matmul(a: npt.NDArray[Any], b: npt.NDArray[Any], dtype: Any = None) -> npt.NDArray[Any]:
+        out: npt.NDArray[Any] = np.multiply(a[..., :, :, None], b[..., None, :, :], dtype=dtype).sum(axis=-2)
+        return out
+
+
+interpreter.np = _Numpy()
 
 
 @triton.jit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,10 @@ from torch import Tensor, nn
 import sft
 from sft.cli.main import main
 from sft.cli.models import load_model
+from sft.cli.streams import accept_any_text
 from sft.options import STRATEGIES
 
+_ROOT = Path(__file__).resolve().parent.parent
 _NET = ("examples.models:unet", "--model-args", "num_classes=2", "width=4", "levels=2", "--input", "1x3x96x64")
 
 
@@ -202,3 +206,22 @@ def test_debug_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
 def test_it_is_a_module() -> None:
     found = subprocess.run([sys.executable, "-m", "sft", "--help"], capture_output=True, text=True, check=True)
     assert all(command in found.stdout for command in ("doctor", "check", "plan"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
+def test_a_full_disk_is_one_line() -> None:
+    command = [sys.executable, "-P", "-m", "sft", "plan", *_NET, "--json"]
+    with open("/dev/full", "w") as full:
+        found = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=os.environ | {"PYTHONPATH": str(_ROOT)}
+        )
+    assert found.returncode == 1
+    assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1 and "No space left" in found.stderr
+
+
+def test_output_of_any_encoding_takes_all_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    accept_any_text()
+    print("Gewebe ä", flush=True)
+    assert raw.getvalue() == b"Gewebe \\xe4\n"

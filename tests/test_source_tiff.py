@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sft.analysis.interval import Interval
-from sft.errors import InputError, SourceError
+from sft.errors import InputError, SkipSlideError, SourceError
 from sft.sources import Normalized, NotTiledError, Raster, Slide, StripReader, TiffImage, load_tensor, open_image, read_strips
 from sft.sources.open import Reader
 from sft.sources.workers import for_each, resolve_threads
@@ -271,16 +271,55 @@ def test_turned_images_and_tiles_that_are_not_listed_are_given_to_nobody(tmp_pat
     import tifffile
 
     options: dict[str, Any] = {"tile": (32, 32), "photometric": "rgb", "metadata": None}
-    turned, wide = tmp_path / "turned.tif", tmp_path / "wide.tif"
-    tifffile.imwrite(turned, tissue_like(64, 64), extratags=[(274, "H", 1, 3, True)], **options)
-    tifffile.imwrite(wide, tissue_like(64, 64), **options)
-    with tifffile.TiffFile(wide, mode="r+") as file:
-        cast(Any, file.pages[0]).tags["ImageWidth"].overwrite(60_000)
-    for path, message in ((turned, "it is stored turned .orientation 3."), (wide, "it lists 4 tiles of 3750")):
+    cases = []
+    # In planes, OpenSlide would read them: it must not be asked, either.
+    for name, order, planes, listed in (
+        ("together", None, "contig", "4 tiles of 3750"),
+        ("apart", (2, 0, 1), "separate", "12 tiles of 11250"),
+    ):
+        turned, wide = tmp_path / f"{name} turned.tif", tmp_path / f"{name} wide.tif"
+        pixels = tissue_like(64, 64) if order is None else tissue_like(64, 64).transpose(order)
+        tifffile.imwrite(turned, pixels, extratags=[(274, "H", 1, 3, True)], planarconfig=planes, **options)
+        tifffile.imwrite(wide, pixels, planarconfig=planes, **options)
+        with tifffile.TiffFile(wide, mode="r+") as file:
+            cast(Any, file.pages[0]).tags["ImageWidth"].overwrite(60_000)
+        cases += [(turned, "it is stored turned .orientation 3."), (wide, f"it lists {listed}")]
+    for path, message in cases:
         with pytest.raises(SourceError, match=message):
             open_image(path)
         with pytest.raises(SourceError, match=message):
             _ = TiffImage(path).facts
+
+
+@pytest.mark.parametrize("bigtiff", [False, True])
+@pytest.mark.parametrize("byteorder", ["<", ">"])
+@pytest.mark.parametrize("subifds", [0, 2])
+def test_files_cut_between_their_levels(tmp_path: Path, bigtiff: bool, byteorder: Literal["<", ">"], subifds: int) -> None:
+    """What is left has fewer levels, and is whole otherwise."""
+    import tifffile
+
+    path, pixels = tmp_path / "whole.tif", tissue_like(128, 128)
+    options: dict[str, Any] = {"tile": (32, 32), "photometric": "rgb", "metadata": None, "compression": "deflate"}
+    with tifffile.TiffWriter(path, bigtiff=bigtiff, byteorder=byteorder) as writer:
+        writer.write(pixels, subifds=subifds, **options)
+        writer.write(pixels[::2, ::2], subfiletype=1, **options)
+        writer.write(pixels[::4, ::4], subfiletype=1, **options)
+    with tifffile.TiffFile(path) as file:
+        first = cast(Any, file.pages[0])
+        offsets = [page.offset for page in (first.pages if subifds else file.pages)]
+    image = TiffImage(path)
+    image.check_complete()
+    assert image.level_dimensions == ((128, 128), (64, 64), (32, 32))
+    data = path.read_bytes()
+    assert len(offsets) == (2 if subifds else 3)
+    for offset in offsets[-2:]:
+        for end in (offset, offset + 7):
+            path.write_bytes(data[:end])
+            for policy in ("raise", "fill"):
+                with pytest.raises(SourceError, match=r"It is cut short or damaged|Either no TIFF, or cut short"):
+                    open_image(path, on_error=policy).read(0, 0, 16, 16)
+            with pytest.raises(SkipSlideError):
+                open_image(path, on_error="skip")
 
 
 # --- decoding --------------------------------------------------------------------------------------------------------

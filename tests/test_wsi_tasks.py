@@ -52,6 +52,23 @@ def test_weighted_cross_entropy_of_a_group_is_that_of_a_batch() -> None:
     assert torch.allclose(_grouped(sharp, outputs, records), F.cross_entropy(outputs, classes, torch.tensor(sharp.weights)))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_losses_are_as_precise_as_outputs_and_single_at_least(dtype: torch.dtype) -> None:
+    exact = torch.randn(1, 2, dtype=torch.float64)
+    cases: list[tuple[TaskConfig, tuple[float, ...]]] = [
+        (TaskConfig(class_weights="balanced"), (1.0,)),
+        (TaskConfig(kind="multilabel", class_weights="balanced"), (1.0, 0.0)),
+        (TaskConfig(kind="regression"), (3.0,)),
+        (TaskConfig(kind="hazard", num_intervals=2), (2.0, 1.0)),
+    ]
+    for config, target in cases:
+        task = make_task(config, ("a", "b"), _records([target, (0.0, *target[1:])]))
+        output = exact[:, : task.num_outputs].to(dtype)
+        loss = task.slide_loss(output, target)
+        assert loss.dtype == torch.promote_types(dtype, torch.float32)
+        assert float(loss) == pytest.approx(float(task.slide_loss(output.double(), target)), rel=1e-6)
+
+
 def test_multilabel_and_regression_losses_of_a_group_are_those_of_a_batch() -> None:
     targets = [(1.0, 0.0), (0.0, 0.0), (1.0, 1.0), (1.0, 0.0)]
     task = make_task(TaskConfig(kind="multilabel", class_weights="balanced"), ("a", "b"), _records(targets))

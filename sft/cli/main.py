@@ -9,6 +9,7 @@ import argparse
 import ast
 import math
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from rich.console import Console
 from sft.cli.doctor import show_doctor
 from sft.cli.models import load_model, parse_input, parse_tile
 from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
+from sft.cli.streams import accept_any_text
 from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_models
 from sft.errors import InputError, SftError
 from sft.options import STRATEGIES, WEIGHTS, Options
@@ -33,14 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of ``python -m sft``; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(arguments)
+    accept_any_text()
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPED_COLUMNS  # there is no screen that a table's columns have to fit
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the model's own package, while it is imported and made
-            return _run(args, console)
-    except SftError as error:
+            code = _run(args, console)
+            sys.stdout.flush()
+            return code
+    except (SftError, OSError) as error:
         if args.debug:
             raise
         Console(stderr=True).print(f"error: {error}", markup=False, highlight=False, soft_wrap=True)

@@ -21,6 +21,7 @@ Tiles that a scanner left out (zero bytes) have the background colour.
 from __future__ import annotations
 
 import os
+import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ _YCBCR = 6
 #: photometric interpretations by number of samples
 _PHOTOMETRIC = {1: (1,), 3: (2, _YCBCR)}
 _APERIO_YCBCR = 33003
+#: planar configuration: a plane for each channel
+_PLANAR = 2
 #: extra samples that are alpha, multiplied into the colours or not
 _ALPHA = (1, 2)
 #: the header of a TIFF has so many bytes
@@ -215,6 +218,7 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
         )
         remedy = "Use OpenSlide, or convert it" if foreign else "Convert it"  # what is in strips OpenSlide does not read, either
         raise NotTiledError(f"cannot decode {path} by tiles: {what}. {remedy} to a tiled TIFF.")
+    _check_directories(path, tiff)
     if tiff.is_ome:
         series = tiff.series[0]
         if len(series.levels[0].pages) != 1:  # no other reader would see more than the first, either
@@ -238,11 +242,31 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
         unread = _unread(page)
         if unread:
             raise SourceError(f"cannot read {path}: {unread}. Convert it to RGB or grey of uint8.")
+        _check_page(path, page)
         reason = _refusal(page, pages[0])
         if reason:
             raise NotTiledError(f"cannot decode {path} by tiles: {reason}. Use OpenSlide, or convert it to RGB of uint8 in tiles.")
-        _check_page(path, page)
     return pages
+
+
+def _check_directories(path: Path, tiff: Any) -> None:
+    """Refuse a file of which directories are missing: tifffile lists those in front of the first that it cannot read, and levels are gone.
+
+    Raises:
+        SourceError: it is one of these.
+    """
+    file, form, last = tiff.filehandle, tiff.tiff, tiff.pages[-1]
+    file.seek(last.offset)
+    (num_tags,) = struct.unpack(form.tagnoformat, file.read(form.tagnosize))
+    file.seek(last.offset + form.tagnosize + num_tags * form.tagsize)
+    (following,) = struct.unpack(form.offsetformat, file.read(form.offsetsize))
+    below = [offset for page in tiff.pages for offset in page.subifds or () if offset >= file.size]
+    if following or below:
+        place = below[0] if below else following
+        raise SourceError(
+            f"cannot open {path} ({file.size} bytes): behind {len(tiff.pages)} images it lists another at byte {place}, where there is "
+            "none. It is cut short or damaged; compare its size with the original and copy it again."
+        )
 
 
 def _unread(page: Any) -> str | None:
@@ -263,7 +287,7 @@ def _refusal(page: Any, base: Any) -> str | None:
         return f"its samples are {page.dtype} of {page.bitspersample} bits"
     if samples not in _PHOTOMETRIC or samples != base.samplesperpixel or page.extrasamples:
         return f"it has {samples} samples a pixel, {len(page.extrasamples)} of them extra"
-    if samples > 1 and page.planarconfig != 1:
+    if samples > 1 and page.planarconfig == _PLANAR:
         return "its channels lie in planes"
     if page.imagedepth != 1:
         return f"it has {page.imagedepth} planes"
@@ -279,12 +303,15 @@ def _refusal(page: Any, base: Any) -> str | None:
 
 
 def _check_page(path: Path, page: Any) -> None:
-    """Refuse what no reader here decodes rightly: tiles that are not listed, which OpenSlide takes for white, and turned images.
+    """Refuse what no reader here decodes rightly: tiles that are not listed, which OpenSlide takes for white, and turned images, whose
+    tiles it turns one by one.
 
     Raises:
         SourceError: it is one of these.
     """
-    num_tiles = -(-page.imagewidth // page.tilewidth) * -(-page.imagelength // page.tilelength)
+    num_tiles = -(-page.imagewidth // page.tilewidth) * -(-page.imagelength // page.tilelength) * page.imagedepth
+    if page.planarconfig == _PLANAR:
+        num_tiles *= page.samplesperpixel
     if not len(page.dataoffsets) == len(page.databytecounts) == num_tiles:
         raise SourceError(f"cannot open {path}: it lists {len(page.dataoffsets)} tiles of {num_tiles}. Copy or write it again.")
     turned = page.tags.valueof("Orientation", default=1)

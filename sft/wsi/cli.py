@@ -22,6 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt
 from rich.console import Console
 
+from sft.cli.streams import accept_any_text
 from sft.errors import InputError, SftError
 from sft.wsi import commands, inspection
 from sft.wsi.config import GROUPS, Config, RanksConfig
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: of the command line. Default: `None` (the process's own)
     """
+    accept_any_text()
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debug, is_json = "--debug" in given, "--json" in given
     # Of several ranks the first one tells how the run goes, and the first of each machine what went wrong.

@@ -224,7 +224,7 @@ class GroupGradients:
         for record, upcoming, share in zip(mine, behind(mine, following), shares, strict=True):
             output = self._forward(record, upcoming, interruption)
             slide_loss = output if self._task.kind == "segmentation" else self._task.slide_loss(output, record.target or ())
-            loss = slide_loss.float() * share
+            loss = slide_loss.to(torch.promote_types(slide_loss.dtype, torch.float32)) * share
             self._check_finite(loss.item(), [record])
             self._backward(record, loss)
             losses.append(loss.item())

@@ -83,7 +83,7 @@ class Predictor:
                 loss = float(self._net.eval()(*inputs))
                 output = tuple(self._counts.eval()(*inputs).double().tolist())
             else:
-                scores = self._net.eval()(*inputs).float()
+                scores = self._net.eval()(*inputs)
                 output = experiment.task.probabilities(scores)
                 if not all(map(math.isfinite, output)):
                     raise TrainingError(

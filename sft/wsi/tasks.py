@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -63,17 +64,17 @@ class Task:
         Raises:
             InputError: the task has no loss of single slides.
         """
-        output = output.float()
+        output = output.to(torch.promote_types(output.dtype, torch.float32))
+        number = partial(torch.tensor, dtype=output.dtype, device=output.device)
         if self.kind == "classification":
             index = torch.tensor([int(target[0])], device=output.device)
-            weights = torch.tensor(self.weights, device=output.device) if self.weights else None  # smoothing counts those of all classes
+            weights = number(self.weights) if self.weights else None  # smoothing counts those of all classes
             return F.cross_entropy(output, index, weights, label_smoothing=self.label_smoothing)
         if self.kind == "multilabel":
-            wanted = torch.tensor([list(target)], device=output.device)
-            positive = torch.tensor(self.weights, device=output.device) if self.weights else None
-            return F.binary_cross_entropy_with_logits(output, wanted, pos_weight=positive)
+            positive = number(self.weights) if self.weights else None
+            return F.binary_cross_entropy_with_logits(output, number([list(target)]), pos_weight=positive)
         if self.kind == "regression":
-            return F.huber_loss(output, torch.tensor([[(target[0] - self.shift) / self.scale]], device=output.device))
+            return F.huber_loss(output, number([[(target[0] - self.shift) / self.scale]]))
         if self.kind == "hazard":
             return self._hazard_loss(output[0], target)
         raise InputError(f"task {self.kind} has no loss of a single slide; this is a mistake of the caller")

@@ -1,0 +1,14 @@
+"""What the command line writes to: terminals, files and pipes of any encoding."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+__all__ = ["accept_any_text"]
+
+
+def accept_any_text() -> None:
+    r"""Let standard output take letters that its encoding lacks, as ``\xe4``; standard error does so anyway."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")

@@ -253,6 +253,21 @@ def test_a_label_that_stands_for_none_is_no_class(text: str, tmp_path: Path) -> 
         assert len(read_table(path, TaskConfig(kind=kind, classes=["x", text])).records) == 2
 
 
+@pytest.mark.parametrize("text", ["NaN", "NA", "null"])
+def test_a_patient_that_stands_for_none_is_nobody(text: str, tmp_path: Path) -> None:
+    """Else their slides would be averaged, and kept in one split."""
+    problems = _problems(_table(tmp_path, f"slide,label,patient\na.svs,x,{text}\nb.svs,y,p\n", "a.svs", "b.svs"), TaskConfig())
+    message = f"line 2: patient {text!r} is what programs write for one that is missing; leave the cell empty, or name the patient"
+    assert problems == (message,)
+
+
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    long = "a" * 300 + ".svs"
+    first, second = _problems(_table(tmp_path, f"slide,label,mask\n{long},x,\nb.svs,y,{long}\n", "b.svs"), TaskConfig())
+    assert first.startswith("line 2: slide ") and second.startswith("line 3: mask ")
+    assert "is missing; check the name" in first and "is missing; check the name" in second
+
+
 def test_links_to_a_slide_are_that_slide(tmp_path: Path) -> None:
     """In two splits it would be validated on what it was trained on."""
     path = _table(tmp_path, "slide,label,split\na.svs,x,train\nb.svs,y,val\nc.svs,y,train\n", "a.svs")

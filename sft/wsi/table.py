@@ -255,6 +255,8 @@ def _record(
         split = _SPLITS.get(cell["split"].lower())
         if split is None:
             add(f"split {cell['split']!r} is none of train, val, test")
+    if cell.get("patient", "").lower() in _MISSING:
+        add(f"patient {cell['patient']!r} is what programs write for one that is missing; leave the cell empty, or name the patient")
     mpp = _number(cell.get("mpp", ""), "mpp", add)
     if mpp is not None and not 0 < mpp < 1000:
         add(f"mpp {cell['mpp']} is no number of micrometres per pixel")
@@ -281,8 +283,8 @@ def _locate(text: str, what: str, table: Path, root: Path | None, add: _Add) -> 
     if (root is not None or not given.is_absolute()) and not path.is_relative_to(base):
         add(f"{what} {text!r} is outside of {base}; move it there, or give another --data.slides")
         return None
-    if not path.exists():
-        fits = [path.with_name(path.name + extension) for extension in _EXTENSIONS if path.with_name(path.name + extension).exists()]
+    if not os.path.exists(path):  # and not Path.exists, which raises where a name is too long for one
+        fits = [fit for extension in _EXTENSIONS if os.path.exists(fit := path.with_name(path.name + extension))]
         if len(fits) != 1:
             why = f"could be {', '.join(fit.name for fit in fits)}" if fits else "is missing"
             add(f"{what} {path} {why}; check the name and --data.slides")

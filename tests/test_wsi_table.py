@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from sft.errors import InputError
@@ -17,6 +18,7 @@ from sft.wsi.config import AugmentConfig, DataConfig, ModelConfig, RanksConfig, 
 from sft.wsi.errors import DatasetError
 from sft.wsi.splits import assign_splits
 from sft.wsi.table import SlideRecord, SlideTable, read_table
+from sft.wsi.tissue import read_mask
 
 
 def _table(folder: Path, text: str, *slides: str, encoding: str = "utf-8") -> Path:
@@ -378,3 +380,17 @@ def test_a_budget_may_be_a_number_of_bytes(tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("data:\n  csv: t.csv\nmodel:\n  budget: 0\nrun: r\n")
     with pytest.raises(InputError, match="a byte size must be positive, got 0"):
         read_config(tmp_path / "c.yaml")
+
+
+def test_masks_of_several_images(tmp_path: Path) -> None:
+    import tifffile
+
+    mask = np.arange(48 * 64, dtype=np.uint8).reshape(48, 64) % 3
+    stack, pyramid = tmp_path / "stack.tif", tmp_path / "pyramid.tif"
+    tifffile.imwrite(stack, np.stack([mask, 2 - mask]), photometric="minisblack", metadata=None)
+    with tifffile.TiffWriter(pyramid) as writer:
+        writer.write(mask, photometric="minisblack", metadata=None)
+        writer.write(mask[::2, ::2], photometric="minisblack", subfiletype=1, metadata=None)
+    with pytest.raises(InputError, match=r"has 2 images of 64 x 48 px\. Give the one"):
+        read_mask(stack)
+    assert np.array_equal(read_mask(pyramid), mask)

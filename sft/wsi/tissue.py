@@ -37,18 +37,24 @@ def read_mask(path: Path) -> npt.NDArray[Any]:
 
     Raises:
         SourceError: it cannot be read.
-        InputError: it has channels.
+        InputError: it has channels, or several images of one size.
     """
+    num_images = 1
     try:
         if path.suffix == ".npy":
             mask: npt.NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         else:
             with PillowImage.open(path) as opened:
                 mask = np.asarray(opened)
+                for number in range(1, getattr(opened, "n_frames", 1)):
+                    opened.seek(number)  # the levels of a pyramid are smaller
+                    num_images += opened.size == mask.shape[1::-1]
     except Exception as error:  # a damaged file raises almost anything
         raise SourceError(f"cannot read mask {path}: {error}. Give a .npy file or an image.") from error
     if mask.ndim != 2 or mask.dtype.kind not in "bui" or 0 in mask.shape:
         raise InputError(f"mask {path} has shape {mask.shape} of {mask.dtype}. Give whole numbers [height, width].")
+    if num_images > 1:
+        raise InputError(f"mask {path} has {num_images} images of {mask.shape[1]} x {mask.shape[0]} px. Give the one that is the mask.")
     return mask
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from sft.analysis.axes import ROWS
 from sft.analysis.graph import Graph, Node, Ref
-from sft.analysis.operators.base import entry
+from sft.analysis.operators.base import entry, open_entry
 
 __all__ = ["with_overlaps_apart"]
 
@@ -80,7 +80,7 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
         itemsize_bytes=image.itemsize_bytes,
         arguments=arguments,
     )
-    spread = tuple((_NAMES.get(name, name), _entry(node.argument(name), ROWS)) for name in ("kernel_size", *_ALONE))
+    spread = tuple((_NAMES.get(name, name), open_entry(node.argument(name), ROWS)) for name in ("kernel_size", *_ALONE))
     sums = replace(
         node,
         target="sft.overlap_add",
@@ -110,11 +110,6 @@ _ALONE = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
 _NAMES = {"kernel_size": "kernel"}
 
 
-def _entry(value: Any, axis: int) -> Any:
-    """The entry for an axis, which may be symbolic."""
-    return value[axis if len(value) > 1 else 0] if isinstance(value, (tuple, list)) else value
-
-
 def _across(value: Any, alone: int, count: int) -> tuple[Any, ...]:
     """An argument for each axis with the rows left alone."""
-    return (alone, *(_entry(value, axis) for axis in range(1, count)))
+    return (alone, *(open_entry(value, axis) for axis in range(1, count)))

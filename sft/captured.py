@@ -110,6 +110,10 @@ class Captured:
                 raise InputError(f"{node.label}: an input of {given} has no batch; expected {count + 2} dimensions, batch it with x[None]")
 
 
+#: What SymPy says where something must be a number, or compared with one.
+_OF_SYMPY = ("truth value of Relational", "Cannot convert symbols to int")
+
+
 class Captures:
     """The captures of a model, the last one last; each serves all sizes that it holds for.
 
@@ -152,7 +156,7 @@ class Captures:
         try:
             return Captured.of(found, traced)
         except TypeError as error:  # SymPy has no type of its own for it
-            if not any_size or "truth value of Relational" not in str(error):
+            if not any_size or not any(words in str(error) for words in _OF_SYMPY):
                 raise
             return None
 

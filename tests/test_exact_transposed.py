@@ -108,8 +108,8 @@ class _OutputSize(nn.Module):
 
     def __init__(self, kernel: int) -> None:
         super().__init__()
-        self.down = nn.Conv2d(3, 4, 3, 2, 1)
-        self.up = nn.ConvTranspose2d(4, 3, kernel, 2, kernel // 2)
+        self.down = nn.Conv2d(3, 4, 3, 2, 1) if kernel == 3 else chain(nn.Conv2d(3, 4, 3, 1, 1), nn.MaxPool2d(2))
+        self.up = nn.ConvTranspose2d(4, 3, kernel, 2, (kernel - 1) // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = x + self.up(self.down(x), output_size=x.shape[-2:])
@@ -118,8 +118,9 @@ class _OutputSize(nn.Module):
 
 @pytest.mark.parametrize("size", [(14, 10), (13, 9), (14, 9)])
 @pytest.mark.parametrize("tiles", _TILES)
-def test_output_size_of_the_caller(tiles: str, size: tuple[int, int]) -> None:
-    report = assert_exact(seeded(lambda: _OutputSize(3)), image(1, 3, *size), options=_TILES[tiles], steps=1)
+@pytest.mark.parametrize("kernel", [2, 3])  # whose rows do not overlap, and whose do
+def test_output_size_of_the_caller(kernel: int, tiles: str, size: tuple[int, int]) -> None:
+    report = assert_exact(seeded(lambda: _OutputSize(kernel)), image(1, 3, *size), options=_TILES[tiles], steps=1)
     assert_tiled(report, "conv_transpose2d")
 
 

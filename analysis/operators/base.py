@@ -17,7 +17,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 
-__all__ = ["Border", "NextValue", "Operator", "Role", "entry"]
+__all__ = ["Border", "NextValue", "Operator", "Role", "entry", "open_entry"]
 
 #: How rows flow: ``stream``: rows in, rows out; ``reduce``: every row is read once and a global value comes out; ``whole``: whole tensors.
 Role = Literal["stream", "reduce", "whole"]
@@ -99,6 +99,9 @@ def entry(value: Any, axis: int) -> int:
     >>> entry(3, 1), entry((3,), 1), entry((3, 5), 1)
     (3, 3, 5)
     """
-    if isinstance(value, (tuple, list)):
-        return int(value[axis] if len(value) > 1 else value[0])
-    return int(value)
+    return int(open_entry(value, axis))
+
+
+def open_entry(value: Any, axis: int) -> Any:
+    """The same of an argument that may be an expression of the image's size."""
+    return value[axis if len(value) > 1 else 0] if isinstance(value, (tuple, list)) else value

@@ -10,14 +10,18 @@ from sft.analysis.axes import ROWS, Axes
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.interval import Interval
 from sft.analysis.masks import DRAWN_TARGETS
-from sft.analysis.operators.base import Operator, entry
+from sft.analysis.operators.base import Operator, entry, open_entry
 
 __all__ = ["OverlapAdd", "Spread", "TransposedConvolution", "spread_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How a transposed convolution spreads its input along one axis: row ``i`` reaches ``i * stride - padding + dilation * tap``."""
+    """How a transposed convolution spreads its input along one axis: row ``i`` reaches ``i * stride - padding + dilation * tap``.
+
+    Attributes:
+        output_padding: rows behind the last; of a size that the model asks for it is an expression, until that has a number.
+    """
 
     kernel: int
     stride: int = 1
@@ -69,7 +73,7 @@ def spread_of(node: Node, axis: int) -> Spread:
         kernel=entry(node.argument("kernel_size"), axis),
         stride=entry(node.argument("stride"), axis),
         padding=entry(node.argument("padding", 0), axis),
-        output_padding=entry(node.argument("output_padding", 0), axis),
+        output_padding=open_entry(node.argument("output_padding", 0), axis),
         dilation=entry(node.argument("dilation"), axis),
     )
 

@@ -27,12 +27,12 @@ from sft.analysis.attributes import Changes, attributes_set
 from sft.analysis.axes import Axes
 from sft.analysis.barenodes import bare_nodes
 from sft.analysis.casts import Casts
-from sft.analysis.composites import composites_cast
+from sft.analysis.composites import composites_cast, shared_and_alone
 from sft.analysis.deterministic import any_algorithm
 from sft.analysis.exported import bounds_of, graph_of, guards_of, module_path_of, ties_of, with_sizes
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
-from sft.analysis.graph import Graph
+from sft.analysis.graph import Graph, Node
 from sft.analysis.intricate import intricate_sizes_refused
 from sft.analysis.loose import loose_tensors
 from sft.analysis.normshapes import norms_by_shape
@@ -47,13 +47,15 @@ __all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_l
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
+_TWO_TYPES = "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()"
 #: What to do about what the exporter says, by words of its errors.
 _REMEDIES = {
     "tensor subclasses": "numbers leave torch there; compute with tensors, or outside of the compiled model",
     "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
     "DynamicOutputShape": "the size of what this operator makes depends on values; compute it outside of the compiled model",
-    "expected scalar type": "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()",
+    "expected scalar type": _TWO_TYPES,
 }
+_PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.einsum.")
 _LEAVE = "control flow that depends on tensor values must move out of `forward`"
 
 
@@ -176,6 +178,9 @@ def _captured(
     places = {id(tensor): path for path, tensor in loose.items()}
     unnamed = f"a tensor of {type(model).__name__}"
     graph = graph_of(found, repeated.repetitions)
+    mixed = [node for node in graph.operators if node.target.startswith(_PRODUCTS) and _mixes(node, graph)]
+    if mixed:  # the exporter of torch 2.11 lets them through
+        raise UnsupportedError([f"{node.label}: {_TWO_TYPES}" for node in mixed])
     ties = ties_of(graph, shapes)
     return Capture(
         graph=with_sizes(graph, ties),
@@ -186,6 +191,12 @@ def _captured(
         constants={name: value.detach().to(device) for name, value in constants.items()},
         differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
     ), changes
+
+
+def _mixes(node: Node, graph: Graph) -> bool:
+    """Whether a product is of two types; an ``einsum`` that sums over nothing that two operands share is none."""
+    is_product = "einsum" not in node.target or any(shared_and_alone(str(node.argument("equation")))[0])
+    return is_product and len({graph[name].dtype for name in node.operands}) > 1
 
 
 def _constants(program: ExportedProgram, model: nn.Module, loose: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -1,8 +1,9 @@
-"""Functions whose inner operators autocast runs in single precision.
+"""Functions whose inner operators autocast runs in another precision.
 
 The exporter keeps an interpolation or a cross-entropy whole, and finds the type of its result without autocast; which on GPUs knows the
 operator inside, and runs it in single precision. All that follows would be captured in another type than eager PyTorch's. So such functions
-are given what autocast would make of their input. Which they are PyTorch is asked, on fake tensors of that device.
+are given what autocast would make of their input. Which they are PyTorch is asked, on fake tensors of that device. In the same way the
+operands of an ``einsum`` are brought together, which is a product of matrices inside.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,11 +20,12 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["composites_cast"]
+__all__ = ["composites_cast", "shared_and_alone"]
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     name: getattr(torch._C._nn, name) for name in dir(torch._C._nn) if "upsample" in name or name == "cross_entropy_loss"
 }
+_EINSUM: Callable[..., Tensor] = torch._VF.einsum  # type: ignore[attr-defined]  # it makes itself an object
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -38,12 +40,35 @@ def composites_cast(device: torch.device) -> Iterator[None]:
         for name, function in _FUNCTIONS.items():
             if _is_single(name, dtype, device):  # asked here: while the exporter runs it keeps these functions whole for us, too
                 stack.enter_context(mock.patch.object(torch._C._nn, name, functools.partial(_on_single, function)))
+        einsum = functools.partial(_on_one_type, _EINSUM, dtype)
+        stack.enter_context(mock.patch.object(torch._VF, "einsum", einsum))
         yield
 
 
 def _on_single(function: Callable[..., Tensor], input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Call a function on an input in single precision."""
     return function(input.float() if input.dtype in _HALF else input, *args, **kwargs)
+
+
+def _on_one_type(function: Callable[..., Tensor], half: torch.dtype, equation: str, operands: Sequence[Tensor], **kwargs: Any) -> Tensor:
+    """Call ``einsum`` on operands of one type, where it multiplies two matrices of different ones."""
+    given, (shared, alone) = {operand.dtype for operand in operands}, shared_and_alone(equation)
+    if len(operands) == 2 and len(given) > 1 and given <= {torch.float32, *_HALF} and shared and not alone:
+        operands = [operand.to(half) for operand in operands]
+    return function(equation, operands, **kwargs)
+
+
+def shared_and_alone(equation: str) -> tuple[set[str], set[str]]:
+    """Letters that an ``einsum`` sums over: those of several operands, for which it multiplies matrices, and those of one.
+
+    >>> shared_and_alone("nchw, cd -> ndhw"), shared_and_alone("nc,nc->nc"), shared_and_alone("nc...,c")
+    (({'c'}, set()), (set(), set()), ({'c'}, set()))
+    """
+    before, arrow, after = equation.replace(" ", "").replace("...", "").partition("->")
+    operands, letters = before.split(","), set(before) - {","}
+    kept = set(after) if arrow else {letter for letter in letters if before.count(letter) == 1}
+    shared = {letter for letter in letters if sum(letter in operand for operand in operands) > 1}
+    return (letters - kept) & shared, letters - kept - shared
 
 
 @functools.lru_cache(maxsize=256)

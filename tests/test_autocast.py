@@ -436,15 +436,28 @@ def test_what_autocast_does_inside_of_an_operator(dtype: torch.dtype) -> None:
     assert (found[0].dtype, found[1].dtype) == (torch.float32, dtype)
 
 
+class _Mixes(nn.Module):
+    """An image in half precision times a parameter in single."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.conv, self.equation = nn.Conv2d(3, 4, 3), equation
+        self.weight = nn.Parameter(torch.randn(4, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum(self.equation, self.conv(x), self.weight)
+
+
+@pytest.mark.parametrize("equation", ["nchw,cd->ndhw", "nchw,cd", "nc..., cd -> nd..."])
+def test_einsum_of_two_types(equation: str) -> None:
+    model, x = seeded(lambda: _Mixes(equation)).float(), torch.randn(2, 3, 7, 10)
+    net = sft.compile(copy.deepcopy(model), x.shape, options=_OPTIONS)
+    steps = [_step(module, x, None, torch.bfloat16) for module in (net, model)]
+    for key, ours in steps[0].items():
+        assert [value.dtype for value in ours] == [value.dtype for value in steps[1][key]], key
+        assert _error(ours, steps[1][key]) <= 1e-2, key
+
+
 def test_two_types_that_the_exporter_does_not_bring_together_are_told() -> None:
-    class Mixes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.conv = nn.Conv2d(3, 4, 3)
-            self.weight = nn.Parameter(torch.ones(4, 4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.einsum("nchw,cd->ndhw", self.conv(x), self.weight)
-
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(sft.UnsupportedError, match=r"two types meet there.*cast one of them with"):
-        sft.compile(Mixes(), (2, 3, 12, 10))(torch.zeros(2, 3, 12, 10))
+        sft.compile(_Mixes("nchw,cd->nd"), (2, 3, 12, 10))(torch.zeros(2, 3, 12, 10))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,6 @@ from sft.cli.models import load_model
 from sft.cli.streams import accept_any_text
 from sft.options import STRATEGIES
 
-_ROOT = Path(__file__).resolve().parent.parent
 _NET = ("examples.models:unet", "--model-args", "num_classes=2", "width=4", "levels=2", "--input", "1x3x96x64")
 
 
@@ -209,14 +207,14 @@ def test_it_is_a_module() -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
-def test_a_full_disk_is_one_line() -> None:
-    command = [sys.executable, "-P", "-m", "sft", "plan", *_NET, "--json"]
-    with open("/dev/full", "w") as full:
-        found = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=os.environ | {"PYTHONPATH": str(_ROOT)}
-        )
-    assert found.returncode == 1
-    assert found.stderr.startswith("error: ") and found.stderr.count("\n") == 1 and "No space left" in found.stderr
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115  # closing it fails, too
+    monkeypatch.setattr(sys, "stdout", full)
+    assert main(["plan", *_NET, "--json"]) == 1
+    found = capsys.readouterr().err
+    assert found.startswith("error: ") and found.count("\n") == 1 and "No space left" in found
+    with pytest.raises(OSError):
+        full.close()
 
 
 def test_output_of_any_encoding_takes_all_letters(monkeypatch: pytest.MonkeyPatch) -> None:

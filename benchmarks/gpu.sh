@@ -1,8 +1,9 @@
 #!/bin/sh
 # What needs a GPU. With no word in front of the options (or `kernels`): verify every kernel against float64 on this machine's GPU, then
 # time it beside cuDNN and the roofline. `tune`: make the table that backend="auto" chooses by (python -m sft tune). `steps`: whole segments
-# and whole training steps against eager PyTorch. `all`: one after the other, with their defaults. --help lists the options of each; results
-# go to benchmarks/results/. Needs a Python with torch, triton and what sft itself depends on: PYTHON names it.
+# and whole training steps against eager PyTorch. `all`: one after the other, with their defaults. --help lists the options of each. Results
+# go to benchmarks/results/, the table to the folder of SFT_CACHE_DIR, which `steps` reads it from, too. Needs a Python with torch, triton and
+# what sft itself depends on: PYTHON names it.
 set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 python=${PYTHON:-}

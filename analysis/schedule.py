@@ -20,10 +20,12 @@ from fractions import Fraction
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import lcm
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from sft.analysis.access import AxisMap
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
@@ -32,6 +34,8 @@ from sft.analysis.steps import Band, NodeRows, Read, Step
 __all__ = ["Schedule", "build_schedule", "row_rates", "source_rates", "total_stride"]
 
 Rows = npt.NDArray[np.int64]
+#: One row, or one for each step.
+_RowsT = TypeVar("_RowsT", int, Rows)
 
 _NOTHING = Interval(0, 0)
 
@@ -130,6 +134,24 @@ class Schedule:
         """All of a step that its program depends on."""
         return bytes(self._signatures[index].tobytes())
 
+    def geometry(self, index: int) -> bytes:
+        """What the signature of one step says, without those of the others."""
+        found: list[int] = []
+        for name in self.names:
+            start, stop = self.frontier[name][index : index + 2].tolist()
+            base, keeps = self.kept[name][index : index + 2].tolist()
+            found += (stop - start, start - base, stop - keeps)
+            if name in self.own:
+                found += (self.own[name].start - start, self.own[name].stop - start)
+            if name in self.phases:
+                found.append(int(self.phases[name][index]))
+            for operand, low, high in self.reads.get(name, ()):
+                first, end, extent = int(low[index]), int(high[index]), self.extents[operand]
+                if end > first:
+                    held = int(self.kept[operand][index])
+                    found += (max(0, min(first, extent)) - held, max(0, min(end, extent)) - held, end - first, max(0, -first))
+        return np.array(found, dtype=np.int64).tobytes()
+
     def likeness(self) -> bytes:
         """All of the steps that their cost depends on: equal for walks that compute the same elsewhere in an image."""
         return hashlib.sha256(self._signatures.tobytes()).digest()
@@ -222,28 +244,35 @@ def build_schedule(
     own = computed if band is None else band.own
     walked = _walked(sources, computed, extents, height)
     strip = max(1, min(strip_rows, len(walked)))
-    unclipped = _advance(graph, names, rows, streamed, extents, sources, computed, walked, strip)
+    operators = [_Walked.of(graph[name], rows[name], streamed) for name in names]
+    unclipped = _advance(operators, streamed, extents, sources, computed, walked, strip)
     frontier: dict[str, Rows] = {}
+    clipped: dict[tuple[int, Interval], Rows] = {}
     for name in (*sources, *names):
         if name in streamed:
-            frontier[name] = np.clip(unclipped[name], computed[name].start, computed[name].stop)
-            frontier[name][0] = computed[name].start
+            # What is computed pixel by pixel is as far as what it is computed of, and shares its array.
+            key = (id(unclipped[name]), computed[name])
+            if key not in clipped:
+                clipped[key] = np.minimum(np.maximum(unclipped[name], computed[name].start), computed[name].stop)
+                clipped[key][0] = computed[name].start
+            frontier[name] = clipped[key]
         else:
             frontier[name] = np.zeros_like(unclipped[sources[0]])
     reads: dict[str, tuple[tuple[str, Rows, Rows], ...]] = {}
     phases: dict[str, Rows] = {}
-    kept = {name: frontier[name].copy() for name in (*sources, *names)}
-    for name in names:
-        node = graph[name]
+    kept = dict(frontier)
+    for operator in operators:
+        name = operator.name
         entries = []
-        window = _window(node, rows[name], frontier)
-        for operand in dict.fromkeys(o for o in node.operands if o in streamed):
-            low, high, floor_row = _reads(node, window, frontier, operand, computed, own, streamed)
+        window = operator.window(frontier)
+        for operand in operator.operands:
+            low, high, floor_row = _reads(operator, window, frontier, operand, computed, own)
             entries.append((operand, low, high))
-            kept[operand] = np.minimum(kept[operand], floor_row)
+            if floor_row is not frontier[operand]:
+                kept[operand] = np.minimum(kept[operand], floor_row)
         reads[name] = tuple(entries)
-        if rows[name].is_phased:
-            access = rows[name].access(node, 0)
+        if operator.is_phased:
+            access = operator.access
             phases[name] = (access.scale * frontier[name][:-1] + access.first) % access.divisor
     return Schedule(
         sources=sources,
@@ -268,10 +297,54 @@ def _walked(sources: Sequence[str], computed: Mapping[str, Interval], extents: M
     return walked or (Interval(0, height) if any(computed.values()) else _NOTHING)
 
 
+@dataclass(frozen=True, slots=True)
+class _Walked:
+    """An operator as a walk sees it.
+
+    Attributes:
+        name: the operator.
+        operands: the streamed values that it reads, each once.
+        access: which rows of them; of a reduction, which takes every row once, the identity.
+        reduces: whether it is a reduction.
+        is_phased: see :class:`Read`.
+    """
+
+    name: str
+    operands: tuple[str, ...]
+    access: AxisMap
+    reduces: bool
+    is_phased: bool
+
+    @classmethod
+    def of(cls, node: Node, row: Operator, streamed: Collection[str]) -> _Walked:
+        operands = tuple(dict.fromkeys(operand for operand in node.operands if operand in streamed))
+        reduces = row.role == "reduce"
+        return cls(node.name, operands, AxisMap() if reduces else row.access(node, 0), reduces, row.is_phased)
+
+    def frontier(self, least: _RowsT) -> _RowsT:
+        """Its frontier where all that it reads has come so far."""
+        access = self.access
+        found = least if access.divisor == 1 else access.divisor * least
+        if access.scale == 1:
+            return found - access.last if access.last else found
+        return (found - access.last - 1) // access.scale + 1
+
+    def window(self, frontier: Mapping[str, Rows]) -> tuple[Rows, Rows]:
+        """The first row that what is not yet computed reads of each operand, and the row behind the last that each step reads."""
+        if self.reduces:
+            front = np.minimum.reduce([frontier[operand] for operand in self.operands])
+            return front, front[1:]
+        access, out = self.access, frontier[self.name]
+        if access.is_identity:
+            return out, out[1:]
+        first, last = access.scale * out + access.first, access.scale * out[1:] + (access.last - access.scale)
+        if access.divisor > 1:
+            first, last = first // access.divisor, last // access.divisor
+        return first, np.where(out[1:] > out[:-1], last + 1, first[:-1])
+
+
 def _advance(
-    graph: Graph,
-    names: Sequence[str],
-    rows: Mapping[str, Operator],
+    operators: Sequence[_Walked],
     streamed: frozenset[str],
     extents: Mapping[str, int],
     sources: Sequence[str],
@@ -279,56 +352,55 @@ def _advance(
     walked: Interval,
     strip: int,
 ) -> dict[str, Rows]:
-    """Unclipped frontiers after 0, 1, 2, ... strips, until every value is complete."""
+    """Unclipped frontiers after 0, 1, 2, ... strips, until every value is complete; values that are equally far share an array."""
     height = max(extents[name] for name in sources)
-    num_steps = -(-len(walked) // strip)
-    while True:
-        position = walked.start + np.arange(num_steps + 1, dtype=np.int64) * strip
+
+    def advanced(position: _RowsT) -> dict[str, _RowsT]:
         front = {name: -((-position * extents[name]) // height) for name in sources}
         # Sources are whole, so one that is complete never holds its readers back.
-        for name in names:
-            node, row = graph[name], rows[name]
-            operands = [operand for operand in node.operands if operand in streamed]
-            access = row.access(node, 0)
-            least = front[operands[0]]
-            for operand in operands[1:]:
-                least = np.minimum(least, front[operand])
-            if row.role == "reduce":
+        for operator in operators:
+            if operator.reduces:
                 continue
-            front[name] = (access.divisor * least - access.last - 1) // access.scale + 1
-        # Frontiers never fall back: each value has a first step behind which it is complete.
-        last = max((int(np.searchsorted(front[name], computed[name].stop)) for name in (*sources, *names) if name in streamed), default=0)
-        if last <= num_steps:
-            end = last + 1 if walked else 1
-            return {name: values[:end] for name, values in front.items()}
+            least = front[operator.operands[0]]
+            for operand in operator.operands[1:]:
+                if front[operand] is not least:
+                    least = _least(least, front[operand])
+            front[operator.name] = operator.frontier(least)
+        return front
+
+    # Frontiers never fall back: how many strips it takes is found with the last one alone.
+    num_steps = -(-len(walked) // strip)
+    while any(front < computed[name].stop for name, front in advanced(walked.start + num_steps * strip).items()):
         num_steps += max(1, num_steps // 8)
+    front = advanced(walked.start + np.arange(num_steps + 1, dtype=np.int64) * strip)
+    ends = {(id(values), computed[name].stop): values for name, values in front.items()}
+    last = max((int(np.searchsorted(values, stop)) for (_, stop), values in ends.items()), default=0)
+    end = last + 1 if walked else 1
+    trimmed = {id(values): values[:end] for values in front.values()}
+    return {name: trimmed[id(values)] for name, values in front.items()}
 
 
-def _window(node: Node, row: Operator, frontier: Mapping[str, Rows]) -> tuple[Rows, Rows] | None:
-    """The first row that what is not yet computed reads of each operand, and the row behind the last that each step reads."""
-    if row.role == "reduce":
-        return None
-    access, out = row.access(node, 0), frontier[node.name]
-    first = (access.scale * out + access.first) // access.divisor
-    last = (access.scale * (out[1:] - 1) + access.last) // access.divisor + 1
-    return first, np.where(out[1:] > out[:-1], last, first[:-1])
+def _least(first: _RowsT, second: _RowsT) -> _RowsT:
+    return min(first, second) if isinstance(first, int) else np.minimum(first, second)
 
 
 def _reads(
-    node: Node,
-    window: tuple[Rows, Rows] | None,
+    operator: _Walked,
+    window: tuple[Rows, Rows],
     frontier: Mapping[str, Rows],
     operand: str,
     computed: Mapping[str, Interval],
     own: Mapping[str, Interval],
-    streamed: Collection[str],
 ) -> tuple[Rows, Rows, Rows]:
     """First and last+1 row read in each step, borders ignored, and the first row still needed at each point."""
-    if window is None:  # every row once, as it comes; of several operands when the last of them is there
+    (first, last), behind = window, frontier[operand]
+    if operator.reduces:  # every row once, as it comes; of several operands when the last of them is there
         part = own.get(operand, _NOTHING)
-        front = np.clip(np.minimum.reduce([frontier[name] for name in node.operands if name in streamed]), part.start, part.stop)
-        return front[:-1], front[1:], np.where(front >= part.stop, frontier[operand], np.minimum(front, frontier[operand]))
-    (first, last), out = window, frontier[node.name]
+        front = np.clip(first, part.start, part.stop)
+        return front[:-1], front[1:], np.where(front >= part.stop, behind, np.minimum(front, behind))
+    out = frontier[operator.name]
+    if out is behind and operator.access.is_identity:
+        return first[:-1], last, behind
     # A reader that is complete needs nothing more; one that is not needs rows from `first` on.
-    needed = np.where(out >= computed[node.name].stop, frontier[operand], np.clip(first, 0, None))
-    return first[:-1], last, np.minimum(needed, frontier[operand])
+    needed = np.where(out >= computed[operator.name].stop, behind, np.maximum(first, 0))
+    return first[:-1], last, np.minimum(needed, behind)

@@ -1,7 +1,9 @@
 """Planning without pauses to look for cycles.
 
 Python's collector is started by the number of objects that were made, and looks through all that are alive. Planning makes millions that
-stay alive (programs, instructions, slots) and hardly a cycle, so that looking again and again takes long and finds nothing.
+stay alive (programs, instructions, slots) and hardly a cycle, so that looking again and again takes long and finds nothing. Neither does
+looking right behind it: what was made would count as young, and be looked through once for each generation that it grows through. It joins
+the oldest at once, which is looked through when the collector finds it time for that.
 """
 
 from __future__ import annotations
@@ -23,4 +25,7 @@ def cycles_kept() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():  # else somebody keeps objects out of the collector's sight
+            gc.freeze()
+            gc.unfreeze()
         gc.enable()

@@ -40,6 +40,7 @@ from sft.pausing import cycles_kept
 from sft.plan.describe import describe
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
+from sft.plan.shared import Shared
 from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
 from sft.searching import Search
@@ -128,6 +129,7 @@ class Preparation:
         self.ready: dict[CallKind, Ready] = {}
         self.made: dict[CallKind, Plan] = {}
         self.turn = GraphTurn()
+        self._shared = Shared()
 
     def with_question(self, budget_bytes: int, options: Options) -> Preparation:
         """The same model and captures, nothing planned yet, for another budget and other wishes."""
@@ -143,7 +145,7 @@ class Preparation:
             together=self._together,
             sharding=self.sharding,
         )
-        other.captures = self.captures
+        other.captures, other._shared = self.captures, self._shared
         return other
 
     @alone()
@@ -204,6 +206,7 @@ class Preparation:
             skips_repeats=search.skips_repeats,
             deterministic=kind.deterministic,
             backend=self.backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
+            shared=self._shared,
         )
         try:
             return self._planned(kind, problem, captured, search)

@@ -1,9 +1,7 @@
-"""What part of a model needs, read off one program of all of it.
+"""What the operators behind a place need, read off one program of all of them.
 
-Every instruction of a program belongs to an operator, so the program of a run also tells what the operators before any place (or behind
-it) would need alone. Of the operators before a place less runs than their instructions in the long program: what only operators behind it
-read is not made, and dies earlier if others read it too. ``prefix_peaks`` finds for every instruction the first place at which it runs, in
-one pass from the end, which is the rule by which programs drop dead instructions (``sft.lower.emitter``) for all places at once.
+Every instruction of a program belongs to an operator, so the program of a run also tells what the operators behind any place would need
+alone. (Those before a place: ``sft.plan.outline``.)
 """
 
 from __future__ import annotations
@@ -14,10 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sft.lower.emitter import Emitter
 from sft.lower.program import Instruction
 
-__all__ = ["prefix_peaks", "suffix_peaks"]
+__all__ = ["suffix_peaks"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -46,76 +43,6 @@ def suffix_peaks(instructions: Sequence[Instruction], place: Mapping[str, int], 
                 events.freed(owner_of[number], time, num_bytes[number])
     everything = events.before(len(place) + 1)
     return np.array([_most(everything - events.before(cut), owners >= cut) for cut in cuts])
-
-
-def prefix_peaks(emitter: Emitter, place: Mapping[str, int], cuts: Iterable[int]) -> Floats:
-    """The same of the operators before each cut, if they were a program of their own.
-
-    The value of the last operator before a cut crosses it: it is nobody's carried row there.
-
-    Args:
-        emitter: holds the program of all operators, which need not be finished; dead instructions are dropped.
-        place: where each operator stands.
-        cuts: places.
-    """
-    used = emitter.pruned_slots()
-    instructions = emitter.instructions
-    # A result's rows are there from the place behind its reader on, a gradient of a parameter at once.
-    needed = {slot.root: 0 for slot in emitter.ports.values()}
-    for port, slot in emitter.results.items():
-        carried = port.role in ("append", "grad_carry")
-        needed[slot.root] = min(needed.get(slot.root, len(place) + 2), place[port.name] + 2 if carried and port.name in place else 0)
-    kept = {slot.root for slot in emitter.results.values()}
-    first = [0] * len(instructions)
-    never = len(place) + 1
-    for time in range(len(instructions) - 1, -1, -1):
-        instruction, runs_at = instructions[time], never
-        for out in instruction.outputs:
-            if out is not None:
-                at = needed.get(out.root, never)
-                if at < runs_at:
-                    runs_at = at
-        for slot in instruction.writes:
-            at = needed.get(slot.root, never)
-            if at < runs_at:
-                runs_at = at
-        own = place[instruction.owner] + 1
-        if own > runs_at:
-            runs_at = own
-        first[time] = runs_at
-        for slot in used[time]:
-            if needed.get(slot.root, never) > runs_at:
-                needed[slot.root] = runs_at
-    uses: dict[int, list[tuple[int, int]]] = {}
-    sized: dict[int, int] = {}
-    cuts = list(cuts)
-    events = _Events([cut + 1 for cut in cuts], len(instructions))
-    for time, instruction in enumerate(instructions):
-        use = (first[time], time)
-        for out in instruction.outputs:
-            if out is not None:
-                root = out.root
-                if root == out.number:
-                    sized[root] = out.num_bytes
-                    events.made(first[time], time, out.num_bytes)
-                    uses[root] = [use]
-                elif root in uses:
-                    uses[root].append(use)
-        for slot in used[time]:
-            if slot.root in uses:
-                uses[slot.root].append(use)
-    for root, num_bytes in sized.items():
-        last = -1
-        if root in kept:
-            continue
-        for start, time in sorted(uses[root]):
-            if time > last:
-                if last >= 0:
-                    events.freed(start, last, -num_bytes)
-                events.freed(start, time, num_bytes)
-                last = time
-    starts = np.array(first, dtype=np.int64)
-    return np.array([_most(events.before(cut + 1), starts <= cut) for cut in cuts])
 
 
 class _Events:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from sft.errors import InputError, UnsupportedError
 from sft.lower.backend import Backend
 from sft.lower.context import grad_dtype_of
 from sft.plan.chain.link import Link
+from sft.plan.shared import Shared
 from sft.walk.weights import StreamedWeights
 
 __all__ = ["Problem", "at_size", "with_numbers"]
@@ -48,6 +50,7 @@ class Problem:
         weights: the parameters that are streamed; ``None`` where all are resident.
         memo: what has been derived from all of this, by those who derived it: segments with their lowered programs, samples. A problem
             that differs in anything starts with none (``dataclasses.replace``).
+        shared: what has been derived that holds at other sizes, too; the same for all problems of a capture.
     """
 
     phases: Phases
@@ -66,6 +69,7 @@ class Problem:
     deterministic: bool = False
     weights: StreamedWeights | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
+    shared: Shared = field(default_factory=Shared, repr=False)
 
     @property
     def occupied_bytes(self) -> int:
@@ -88,6 +92,24 @@ class Problem:
             self.memo[key] = make()
         found: MadeT = self.memo[key]
         return found
+
+    def shared_by_sizes(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:
+        """The same for what images of other sizes have in common with this one: it was made for the first of them."""
+        return self.shared.remembered((self.likeness, key), make)
+
+    @cached_property
+    def likeness(self) -> Hashable:
+        """All that a problem has in common with those that differ in the extents of images alone, along the axes that are tiled."""
+        axes, streamed = self.graph.axes, self.phases.streamed
+        nodes = hashlib.sha256()
+        for node in self.graph.nodes:
+            shape = node.shape
+            if node.name in streamed:
+                shape = axes.with_extent(axes.with_extent(self.shapes[node.name], ROWS, 0), COLUMNS, 0)
+            nodes.update(repr((node.name, node.target, node.arguments, node.dtype, shape)).encode())
+        weights = None if self.weights is None else frozenset(self.weights.num_bytes)
+        facts = (self.requires_grad, self.channels_last, self.from_source, self.outputs_on_host, self.on_host, self.deterministic)
+        return (nodes.digest(), *facts, weights, self.backend)
 
     def forget(self) -> None:
         """Drop what has been derived, most of which refers to the problem itself: else it lies about until somebody looks for cycles."""

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from sft.lower.pieces import add_parts
 from sft.lower.program import Instruction, Program
 from sft.plan.chain.link import Link
 
-__all__ = ["LARGE_BUFFER_BYTES", "Rates"]
+__all__ = ["LARGE_BUFFER_BYTES", "Rates", "num_calls"]
+
+Floats = npt.NDArray[np.float64]
 
 #: FLOPs that the device could do while one instruction is issued.
 _CALL_FLOPS = {"cpu": 5e5}
@@ -42,11 +47,17 @@ class Rates:
 
     def overhead(self, instruction: Instruction) -> float:
         """What an instruction costs besides its FLOPs, in FLOPs."""
-        num_calls = len(instruction.arguments[1]) if instruction.function is add_parts else 1
-        cost = num_calls * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
+        cost = num_calls(instruction) * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
         if self.device_type == "cpu" and instruction.num_bytes > LARGE_BUFFER_BYTES:
             cost += _FRESH_BYTE_FLOPS * instruction.num_bytes
         return cost
+
+    def overheads(self, calls: Floats, num_bytes: Floats) -> Floats:
+        """The same of many instructions: calls of each, and bytes that it allocates."""
+        costs = calls * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
+        if self.device_type == "cpu":
+            costs = costs + _FRESH_BYTE_FLOPS * np.where(num_bytes > LARGE_BUFFER_BYTES, num_bytes, 0.0)
+        return costs
 
     @property
     def flops_per_second(self) -> float:
@@ -76,3 +87,8 @@ class Rates:
         """What a program takes, roughly."""
         flops = sum(instruction.flops + self.overhead(instruction) for instruction in program.instructions)
         return flops / self.flops_per_second
+
+
+def num_calls(instruction: Instruction) -> int:
+    """How many operators an instruction calls."""
+    return len(instruction.arguments[1]) if instruction.function is add_parts else 1

@@ -1,7 +1,8 @@
 """What a run costs at every strip height, from a few lowered strips of it.
 
 Between multiples of the run's stride a steady strip's live bytes at each instruction are affine in its height. Their maximum is convex, so
-interpolating between sampled heights errs on the safe side. The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and
+interpolating between sampled heights errs on the safe side. A strip is lowered once for images of all sizes that have it
+(``sft.plan.outline``). The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and
 gains ``n`` a strip; one state in ``k`` kept holds ``min(c, k n)`` rows that the one before does not, and a group of ``k`` strips has
 ``(k - 1) min(c, n)`` more of its own. That takes all strips for those of the middle. At a sampled height the rows are counted state by
 state, and what the closed form is off by there is interpolated, too.
@@ -16,12 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import Schedule
 from sft.analysis.tile import TileSchedule, tile_at
 from sft.lower.step import emit_strip
 from sft.plan.build import build_region
-from sft.plan.peaks import prefix_peaks
+from sft.plan.outline import Extents, StripOutline
 from sft.plan.problem import Problem
 from sft.plan.rates import Rates
 from sft.plan.tiling import Tiling
@@ -38,12 +40,12 @@ Ints = npt.NDArray[np.int64]
 
 #: At how many cuts, about, it is counted what tiles compute twice.
 _NUM_HALO_SAMPLES = 12
-#: Of the sampled heights those at which strips of panels are lowered: the lowest, and two in the middle.
-_ANCHORS = (0, -3, -2)
 #: States are counted where all have no more values than this; where they are held in slots, where there are no more strips than this.
 _MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**17, 512
 #: Groups of strips that are looked at, from the last one on.
 _NUM_GROUPS = 4
+#: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
+_LEAST_ALIKE = 32
 #: A strip restored more often than this, on average, is no plan that anybody wants.
 MOST_RESTORED = 6.0
 
@@ -108,7 +110,7 @@ class RunSampler:
         """Lower a run's largest strip at the sampled heights, and fill in the others."""
         problem = self.tiling.problem
         strip_rows = tuple(self.tiling.rows_of(names, rows) for rows in self.strip_rows)
-        sampled = self._samples(names, cuts, [strip_rows[index] for index in self.sampled])
+        sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in self.sampled]
         at = np.array([strip_rows[index] for index in self.sampled], dtype=np.float64)
         wanted = np.array(strip_rows, dtype=np.float64)
 
@@ -149,26 +151,6 @@ class RunSampler:
         found: Floats = np.where(slots > 0, carried[..., None] * (slots + 1), rows)
         return found if self.tiling.problem.training else np.broadcast_to(carried[..., None] * 2, rows.shape)
 
-    def _samples(self, names: tuple[str, ...], cuts: Sequence[int], heights: Sequence[int]) -> list[dict[str, Any]]:
-        """Samples at some heights. Of panels only strips of a few heights are lowered: what part they are of strips in full width, which
-        have been lowered before, hardly depends on the height."""
-        if self.tiling.num_panels == 1 or self.tiling.halo != "carry" or len(heights) <= len(_ANCHORS) + 1:
-            return [self._remembered_sample(names, cuts, rows) for rows in heights]
-        in_full = replace(self, tiling=replace(self.tiling, panel_cols=self.tiling.width))
-        wide = [in_full._remembered_sample(names, cuts, rows) for rows in heights]
-        own = {heights[index]: self._remembered_sample(names, cuts, heights[index]) for index in _ANCHORS}
-        row_bytes = own[heights[0]]["row_bytes"]
-        shares = {
-            key: np.array([sample[key] / np.maximum(1.0, wide[heights.index(rows)][key]) for rows, sample in own.items()])
-            for key in ("peak", "overhead")
-        }
-
-        def estimated(rows: int, sample: dict[str, Any]) -> dict[str, Any]:
-            parts = {key: [np.interp(rows, list(own), column) for column in share.T] for key, share in shares.items()}
-            return {**sample, "row_bytes": row_bytes, **{key: sample[key] * np.array(part) for key, part in parts.items()}}
-
-        return [own.get(rows) or estimated(rows, sample) for rows, sample in zip(heights, wide, strict=True)]
-
     def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         key = ("sample", replace(self.tiling.choice(names, 1), restart=False), strip_rows, tuple(self.policies))
         return self.tiling.problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
@@ -193,17 +175,13 @@ class RunSampler:
         gained = np.array([np.diff(schedule.frontier[name])[steady].max() for name in own], dtype=np.int64)
         least = -(-problem.run_height(names) // schedule.strip_rows)
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
-        # What runs forward holds less than what runs forward and backward: one of the two tells enough.
-        emitter = emit_strip(segment.scope_of(walk), schedule.step(index), "joint" if differentiated else "forward")
-        peak = prefix_peaks(emitter, place, cuts)
+        outline, extents = self._outline(segment, walk, index, place, cuts, differentiated=differentiated)
         gradients = row_bytes * carried * np.array([name in problem.requires_grad for name in own], dtype=np.int64)
         places = np.array([place[name] for name in own], dtype=np.int64)
         incoming = np.array([gradients[places < cut].sum() for cut in cuts]) + self._read_strips(segment, walk, names, cuts)
-        for port, slot in emitter.ports.items():
-            if port.name in segment.to_host and port.role in ("out", "grad_out"):
-                incoming += np.where(np.array(cuts) > place[port.name], slot.num_bytes, 0)
-        owners = np.array([place[i.owner] for i in emitter.instructions])
-        overhead = np.array([self.rates.overhead(i) for i in emitter.instructions])
+        for port, num_bytes in outline.ports(extents) if segment.to_host else ():
+            if segment.is_exchanged(port):
+                incoming = incoming + np.where(np.array(cuts) > place[port.name], num_bytes, 0)
         passes = 1.5 if differentiated else 1.0  # the forward pass is half as long as both
         return {
             "row_bytes": row_bytes,
@@ -212,9 +190,36 @@ class RunSampler:
             "gained": gained,
             "state_share": self._state_share(schedule, own, row_bytes, carried, gained),
             "extra_steps": 0 if self.tiling.halo == "recompute" else schedule.num_steps - least,
-            "peak": peak + incoming,
-            "overhead": passes * np.array([overhead[owners < cut].sum() for cut in cuts]),
+            "peak": outline.peaks(extents) + incoming,
+            "overhead": passes * outline.overheads(extents, self.rates),
         }
+
+    def _outline(
+        self, segment: TiledSegment, walk: Walk, index: int, place: Mapping[str, int], cuts: Sequence[int], *, differentiated: bool
+    ) -> tuple[StripOutline, Extents]:
+        """What a strip holds, and what it has of each value along the axes along which the outline holds for others, too."""
+        scope, schedule = segment.scope_of(walk), segment.schedule
+        values = [name for name in (*scope.sources, *scope.names) if name in scope.streamed]
+        extents: dict[int, dict[str, int]] = {}
+        if scope.axes.count > 1:
+            extents[COLUMNS] = {name: len(scope.columns[name].new) for name in values}
+        geometry: bytes | None = None
+        if isinstance(schedule, Schedule):
+            if index or schedule.strip_rows < self.tiling.problem.run_height(scope.names):
+                geometry = schedule.geometry(index)
+            else:  # all rows of the image, whatever their number
+                extents[ROWS] = {name: int(schedule.frontier[name][1]) for name in values}
+
+        def outlined() -> StripOutline:
+            # What runs forward holds less than what runs forward and backward: one of the two tells enough.
+            emitter = emit_strip(scope, segment.step(index), "joint" if differentiated else "forward")
+            return StripOutline(emitter, scope, extents, place, cuts)
+
+        narrowest = min((extent for known in extents.values() for extent in known.values()), default=_LEAST_ALIKE)
+        if not isinstance(schedule, Schedule) or narrowest < _LEAST_ALIKE:
+            return outlined(), extents
+        key = ("outline", scope.names, scope.outputs, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
+        return self.tiling.problem.shared_by_sizes(key, outlined), extents
 
     def _state_share(self, schedule: Schedule | TileSchedule, names: Sequence[str], row_bytes: Ints, carried: Ints, gained: Ints) -> Floats:
         """Bytes of the states as a walk back counts them, of those of the closed form, [policy]; ones where counting takes too long."""

@@ -29,7 +29,8 @@ from sft.plan.carried import MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, Planned, carry
 from sft.plan.clock import timeline_of
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
-from sft.plan.rates import Rates
+from sft.plan.project import plain_programs
+from sft.plan.rates import Rates, num_calls
 from sft.plan.stages import StagedModel
 from sft.plan.survey import Survey
 from sft.plan.tiles import cheaper_tiles, smallest_tiles
@@ -42,6 +43,8 @@ __all__ = ["AutoSearch", "surveys_of"]
 _NUM_SMALLEST, _NUM_SMALLEST_OF_FEW, _FEW_OPERATORS = 3, 12, 64
 #: Of what the smallest plan needs that is known another should need less than this share, by surveys that are as exact.
 _WORTH_PROJECTING = 0.95
+#: Where plain PyTorch fits and costs at most so much more than any plan must, others are not looked for.
+_WORTH_LOOKING = 1.05
 #: A plan that costs at most so much more than running each strip once more is not worth looking further.
 _WORTH_MORE_PANELS = 1.05
 #: More panels must need less than this share of what fewer need, and a panel narrower than this is all halo.
@@ -90,6 +93,9 @@ class AutoSearch:
     def _fitting(self, room_bytes: int) -> list[tuple[float, Planned]]:
         """Plans that fit, and what they cost; no other that is known to fit costs less than the cheapest."""
         problem, rates = self._problem, self._rates
+        plain = self._plain(room_bytes)
+        if plain is not None:
+            return [plain]
         surveys: list[Survey] = []
         fitting: list[tuple[float, Planned]] = []
         for survey in self._surveys():
@@ -117,6 +123,35 @@ class AutoSearch:
                     if found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                         break
         return fitting
+
+    def _plain(self, room_bytes: int) -> tuple[float, Planned] | None:
+        """The model as plain PyTorch runs it, and its cost, where it fits and whatever else was found could hardly cost less."""
+        problem, cost = self._problem, self._plain_cost
+        if cost is None or problem.border_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes:
+            return None
+        names = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
+        planned = carry_out(problem, (SegmentChoice(nodes=names, mode="whole"),))
+        return (cost, planned) if planned.projection.peak_bytes <= room_bytes else None
+
+    @cached_property
+    def _plain_cost(self) -> float | None:
+        """What plain PyTorch costs, if no plan could cost much less.
+
+        Nothing computes less, and strips call at least as many operators. What they may spare is to touch large fresh buffers, and to
+        read inputs, run repeats, or wait for weights and outputs one after the other.
+        """
+        problem, options = self._problem, self._options
+        is_asked = options.tile or options.halo != "auto" or options.state_every or options.state_slots or options.batch_tile
+        elsewhere = problem.from_source or problem.host_outputs or problem.weights is not None or problem.skips_repeats
+        listed = [instruction for program in plain_programs(problem) for instruction in program.instructions]
+        if options.strategy != "auto" or is_asked or elsewhere or not listed:
+            return None
+        flops = sum(instruction.flops for instruction in listed)
+        calls = np.array([num_calls(instruction) for instruction in listed], dtype=np.float64)
+        num_bytes = np.array([instruction.num_bytes for instruction in listed], dtype=np.float64)
+        cost = flops + float(self._rates.overheads(calls, num_bytes).sum())
+        least = flops + float(self._rates.overheads(calls, np.zeros_like(num_bytes)).sum())
+        return cost if cost <= _WORTH_LOOKING * least else None
 
     def _surveys(self) -> Iterator[Survey]:
         """All surveys, those first that were made before."""

@@ -42,6 +42,13 @@ __all__ = ["Candidate", "Survey"]
 #: Numbers of states to hold where even a state at every square root of the strips is too much.
 _SLOTS = (16, 12, 8, 6, 4, 3, 2)
 _READ_BUFFERS = 2
+#: Strip heights that are sampled besides the lowest and the whole image, in strides, of images below so many strides.
+_SAMPLED: tuple[tuple[float, tuple[int, ...]], ...] = (
+    (16, (1, 2, 4)),
+    (128, (1, 4, 16)),
+    (4096, (1, 12, 96)),
+    (float("inf"), (1, 12, 96, 1024)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,10 +124,9 @@ class Survey:
             multiples = [stride * m for e in range(32) for m in (2**e, 3 * 2**e)]
             high = self._indexed(sorted({*(rows for rows in multiples if rows < tallest), min(stride, tallest), tallest}))
             self.strip_rows = [rows for rows in low if rows < tallest and rows < high[0]] + high
-            first = len(self.strip_rows) - len(high)
-            inner = {first, first + (len(high) - 1) // 3, first + 2 * (len(high) - 1) // 3, len(self.strip_rows) - 1}
+            inner = {self.strip_rows.index(rows) for rows in (stride * m for m in _sampled_multiples(tallest // stride)) if rows in high}
             # Below the stride deep values gain a row at a time; what is alive grows with the rows of the others alone.
-            self.sampled = sorted({0, *inner})
+            self.sampled = sorted({0, *inner, len(self.strip_rows) - 1})
         most = -(-tallest // self.strip_rows[0]) + 1
         self.policies = _policies(options, most) if problem.training and self.tiling.halo == "carry" else [Checkpoints()]
 
@@ -366,3 +372,8 @@ def _policies(options: Options, num_steps: int) -> list[Checkpoints]:
     while found[-1] ** 2 < 4 * num_steps:
         found.append(max(found[-1] + 1, found[-1] * 5 // 4))
     return [*map(Checkpoints, found), *(Checkpoints(slots=slots) for slots in _SLOTS if slots**2 < 4 * num_steps)]
+
+
+def _sampled_multiples(num_strides: int) -> tuple[int, ...]:
+    """Strip heights that are sampled, in strides, of an image of so many: the same for images about as high, which share what is found."""
+    return next(multiples for most, multiples in _SAMPLED if num_strides < most)

@@ -14,7 +14,7 @@ from sft.analysis.footprint import Footprint
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
 
-__all__ = ["ReceptiveField", "frontiers", "receptive_field", "run_formulas"]
+__all__ = ["ReceptiveField", "footprint_formulas", "frontiers", "receptive_field", "run_formulas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def receptive_field(
 
 
 def run_formulas(
-    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str], footprint: Footprint
+    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Named formulas of a tiled run, printed."""
+    """Named formulas of a tiled run, printed: those that hold at all sizes."""
     fields = receptive_field(graph, names, rows, streamed)
     if not fields:
         return ()
@@ -88,9 +88,6 @@ def run_formulas(
     last = [name for name in names if name in fields][-1]
     frontier = frontiers(graph, names, rows, streamed)[last]
     shown = str(frontier.expr(rows_symbol)) if frontier.terms else "not a single floor (rates that do not divide)"
-    carried = [(value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source]
-    most = max(carried, key=lambda item: item[1], default=("", 0))
-    slope, offset = (float(part) / 2**20 for part in footprint.tall)
     # A reduction at the end of the run is summed up strip by strip and restricts nothing.
     fused = fused_dimensions(graph, [name for name in names if name in fields], rows, streamed)
     return (
@@ -98,6 +95,15 @@ def run_formulas(
         ("receptive field", f"{widest.num_rows} rows, stride {deepest.jump}"),
         ("halo of an independent tile", f"{widest.halo_rows} rows in all"),
         ("frontier of the last value", f"F(R) = {shown}"),
+    )
+
+
+def footprint_formulas(footprint: Footprint) -> tuple[tuple[str, str], ...]:
+    """Those of its bytes at one size."""
+    carried = [(value.name, value.carried_rows) for value in footprint.values if value.carried_rows and not value.is_source]
+    most = max(carried, key=lambda item: item[1], default=("", 0))
+    slope, offset = (float(part) / 2**20 for part in footprint.tall)
+    return (
         ("carried rows", f"{sum(n for _, n in carried)} rows of {len(carried)} values, at most {most[1]} of one"),
         ("footprint of a strip", f"{slope:.4g} MiB * h + {offset:.4g} MiB + O(1)"),
     )

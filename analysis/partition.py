@@ -24,7 +24,20 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 from sft.analysis.tile import tile_step
 
-__all__ = ["KnownTiles", "Partition", "PartitionSegment", "least_tile_bytes", "partition"]
+__all__ = ["KnownRuns", "KnownTiles", "Partition", "PartitionSegment", "least_tile_bytes", "partition"]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRuns:
+    """What partitions of one graph have in common, whatever the size and their limit.
+
+    Attributes:
+        dimensions: fused-tileable dimensions of the operators of a tiled segment.
+        post_dominators: of runs.
+    """
+
+    dimensions: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
+    post_dominators: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +45,12 @@ class KnownTiles:
     """What partitions of one graph at one size have in common, whatever their limit.
 
     Attributes:
-        tiles: of the operators of a tiled segment its fused-tileable dimensions, and the bytes of its smallest tile.
-        post_dominators: of runs.
+        runs: what those at other sizes have in common with them.
+        tile_bytes: of the smallest tile of a tiled segment.
     """
 
-    tiles: dict[tuple[str, ...], tuple[tuple[str, ...], int]] = field(default_factory=dict)
-    post_dominators: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+    runs: KnownRuns = field(default_factory=KnownRuns)
+    tile_bytes: dict[tuple[str, ...], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,9 +109,9 @@ def partition(
     known = known or KnownTiles()
     must_tile = [_value_bytes(graph, shapes, name) >= limit_bytes for name in names]
     run = tuple(names)
-    if run not in known.post_dominators:
-        known.post_dominators[run] = _post_dominators(graph, run)
-    after = known.post_dominators[run]
+    after = known.runs.post_dominators.get(run)
+    if after is None:
+        after = known.runs.post_dominators[run] = _post_dominators(graph, run)
     segments: list[PartitionSegment] = []
     kept: list[str] = []
     position = 0
@@ -192,10 +205,12 @@ def _tiled(
     limit_bytes: int,
     known: KnownTiles,
 ) -> PartitionSegment:
-    if names not in known.tiles:
-        dimensions = fused_dimensions(graph, names, rows, streamed)
-        known.tiles[names] = dimensions, least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
-    dimensions, tile_bytes = known.tiles[names]
+    dimensions = known.runs.dimensions.get(names)
+    if dimensions is None:
+        dimensions = known.runs.dimensions[names] = fused_dimensions(graph, names, rows, streamed)
+    tile_bytes = known.tile_bytes.get(names)
+    if tile_bytes is None:
+        tile_bytes = known.tile_bytes[names] = least_tile_bytes(graph, names, rows, streamed, shapes, dimensions)
     whole_bytes = {name: _value_bytes(graph, shapes, name) for name in graph.handed_on(names)}
     span = f"{graph[names[0]].label} .. {graph[names[-1]].label}"
     problem = ""

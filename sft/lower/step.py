@@ -201,10 +201,15 @@ class StepLowering:
         if rows.new:
             self._compute(node, rows, held)
         if self.write_rows and rows.appended:
-            slot, first = self.values[node.name]
-            block = e.empty(scope.strip_shape(node.name, len(rows.appended)))
-            e.copy(block, self._rows_of(slot, rows.appended.start - first, len(rows.appended)))
-            e.result("append", node.name, block)
+            self.append(node.name)
+
+    def append(self, name: str) -> None:
+        """Hand over the rows of a value, which is there, that later steps need."""
+        rows, e = self.rows[name].appended, self.emitter
+        slot, first = self.values[name]
+        block = e.empty(self.scope.strip_shape(name, len(rows)))
+        e.copy(block, self._rows_of(slot, rows.start - first, len(rows)))
+        e.result("append", name, block)
 
     def _compute(self, node: Node, rows: NodeRows, held: Slot | None) -> None:
         scope, e = self.scope, self.emitter

@@ -25,7 +25,7 @@ from sft.lower.step import StepLowering, StripKind, hand_to_backend
 
 __all__ = ["StripPrograms"]
 
-#: A part has fewer slots than this.
+#: The parts of an operator in one pass have fewer slots than this.
 _SLOTS = 1 << 20
 
 
@@ -114,6 +114,7 @@ class _Operator:
     needs_grad: bool
     does_nothing: bool
     forward: dict[tuple[Any, ...], _Forward] = field(default_factory=dict)
+    append: dict[tuple[int, int], Part] = field(default_factory=dict)
     backward: dict[tuple[int, ...], _Backward] = field(default_factory=dict)
 
 
@@ -159,7 +160,8 @@ class StripPrograms:
     @property
     def num_parts(self) -> int:
         """How many parts the rules have been asked for."""
-        return len(self._sources) + sum(len(operator.forward) + len(operator.backward) for operator in self._operators)
+        own = (len(operator.forward) + len(operator.append) + len(operator.backward) for operator in self._operators)
+        return len(self._sources) + sum(own)
 
     def lower(self, kind: StripKind, index: int) -> Program:
         """The program of a strip; see :func:`sft.lower.step.lower_strip`, which makes the same of one alone."""
@@ -177,18 +179,20 @@ class StripPrograms:
             work = step.keys.get(name)
             if work is None:
                 continue
-            flags = (outputs and operator.leaves, rows and step.rows[name].appends)
-            key = (work, *flags, *[values.get(operand) for operand in operator.reads])
+            writes = outputs and operator.leaves
+            key = (work, writes, *[values.get(operand) for operand in operator.reads])
             if operator.reduced:
                 key += tuple(operand in wholes for operand in operator.reduced)
             found = operator.forward.get(key)
             if found is None:
-                found = operator.forward[key] = self._new_forward(step, operator, flags, values, wholes)
+                found = operator.forward[key] = self._new_forward(step, operator, writes, values, wholes)
             done[name] = found
             if found.part is not None:
                 parts.append(found.part)
             if found.value is not None:
                 values[name] = found.value
+                if rows and step.rows[name].appends:
+                    parts.append(self._append(step, operator, found.value))
             if found.whole is not None:
                 wholes[name] = found.whole
         if kind == "joint":
@@ -304,12 +308,12 @@ class StripPrograms:
         return found
 
     def _new_forward(
-        self, step: _Step, operator: _Operator, flags: tuple[bool, bool], values: Mapping[str, int], wholes: Mapping[str, Slot]
+        self, step: _Step, operator: _Operator, writes: bool, values: Mapping[str, int], wholes: Mapping[str, Slot]
     ) -> _Forward:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=False)
         self._give(lowering, step, operator, operator.reads, values, wholes)
-        lowering.write_outputs, lowering.write_rows = flags
+        lowering.write_outputs, lowering.write_rows = writes, False
         lowering.forward_of(name)
         self._num_forward += 1
         value, ctx = lowering.values.get(name), lowering.contexts.get(name)
@@ -320,6 +324,19 @@ class StripPrograms:
             whole=lowering.wholes.get(name),
             context=None if ctx is None else (ctx.saved, ctx.destination, ctx.overwrite),
         )
+
+    def _append(self, step: _Step, operator: _Operator, value: int) -> Part:
+        """The part that hands over the rows that later strips need: what computes them is the same where none are handed over."""
+        key = (step.keys[operator.name], value)
+        found = operator.append.get(key)
+        if found is None:
+            name = operator.name
+            lowering = self._enter(step, name, self._place[name], backward=False)
+            lowering.emitter._num_slots += _SLOTS // 2
+            self._give(lowering, step, operator, (name,), {name: value}, {})
+            lowering.append(name)
+            found = operator.append[key] = Part(lowering.emitter)
+        return found
 
     def _new_backward(
         self,

@@ -191,6 +191,11 @@ def _tiles(problem: Problem, names: Sequence[str], tile_px: int, *, axis: int) -
 
 def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str], *, axis: int = ROWS) -> Step:
     """The step that is the whole image along an axis: every value gains all its rows (columns) at once and keeps none."""
+    key = ("whole step", tuple(names), tuple(sources), axis)
+    return problem.remembered(key, lambda: _new_whole_step(problem, names, sources, axis))
+
+
+def _new_whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str], axis: int) -> Step:
     nodes = []
     for name in (*sources, *names):
         streamed = name in problem.phases.streamed

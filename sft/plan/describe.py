@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from sft.analysis.footprint import run_footprint
-from sft.analysis.formulas import run_formulas
+from sft.analysis.formulas import footprint_formulas, run_formulas
 from sft.backends.calls import kernel_operators
 from sft.plan.carried import Planned
 from sft.plan.clock import timeline_of
@@ -80,8 +80,11 @@ def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) 
         spare_bytes = budget_bytes - problem.resident_bytes - planned.projection.peak_bytes - planned.projection.overhead_bytes
         tallest = footprint.largest_strip(footprint.working_bytes(choice.strip_rows) + spare_bytes, problem.stride(choice.nodes))
         rows = "-" if tallest is None else f"{min(tallest, problem.run_height(choice.nodes))} rows"
+        at_all_sizes = problem.shared_by_sizes(
+            ("formulas", choice.nodes), lambda: run_formulas(graph, choice.nodes, phases.rows, phases.streamed)
+        )
         formulas = (
-            *run_formulas(graph, choice.nodes, phases.rows, phases.streamed, footprint),
+            *((*at_all_sizes, *footprint_formulas(footprint)) if at_all_sizes else ()),
             ("tallest strip for this budget, by the footprint", rows),
         )
         num_steps = segment.schedule.num_steps

@@ -33,19 +33,19 @@ from sft.walk.layout import Walk
 from sft.walk.profile import alive_at, first_block_rows
 from sft.walk.segments import TiledSegment
 
-__all__ = ["MOST_RESTORED", "Floats", "RunSampler", "SampledRun", "halo_shares"]
+__all__ = ["MOST_RESTORED", "Floats", "RunSampler", "SampledRun", "TiledPart", "halo_shares"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 #: At how many cuts, about, it is counted what tiles compute twice.
-_NUM_HALO_SAMPLES = 12
+_NUM_HALO_SAMPLES = 8
 #: States are counted where all have no more values than this; where they are held in slots, where there are no more strips than this.
 _MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**17, 512
 #: Groups of strips that are looked at, from the last one on.
 _NUM_GROUPS = 4
 #: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
-_LEAST_ALIKE = 32
+_LEAST_ALIKE = 8
 #: A strip restored more often than this, on average, is no plan that anybody wants.
 MOST_RESTORED = 6.0
 
@@ -86,6 +86,41 @@ class SampledRun:
     states: Floats
     #: [height, policy]: strips that are restored in the backward pass, of all strips
     restored_share: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiledPart:
+    """What runs, or the beginning of one, add to a plan when they are tiled; arrays are [height, policy].
+
+    Attributes:
+        states: bytes that are held for states.
+        peaks: of a strip of each run, [height].
+        cost: besides what plain PyTorch costs.
+        read_bytes: of inputs that are not resident.
+        is_wanted: whether no strip is restored too often.
+    """
+
+    states: Floats
+    peaks: tuple[Floats, ...]
+    cost: Floats
+    read_bytes: Floats
+    is_wanted: npt.NDArray[np.bool_]
+
+    @classmethod
+    def nothing(cls, shape: tuple[int, ...]) -> TiledPart:
+        """Where nothing is tiled."""
+        zeros = np.zeros(shape)
+        return cls(states=zeros, peaks=(), cost=zeros, read_bytes=zeros, is_wanted=np.ones(shape, dtype=bool))
+
+    def and_run(self, other: TiledPart) -> TiledPart:
+        """With another run behind."""
+        return TiledPart(
+            states=self.states + other.states,
+            peaks=(*self.peaks, *other.peaks),
+            cost=self.cost + other.cost,
+            read_bytes=self.read_bytes + other.read_bytes,
+            is_wanted=self.is_wanted & other.is_wanted,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ __all__ = ["Shared"]
 MadeT = TypeVar("MadeT")
 
 #: Things that are kept; those that nobody has asked for longest are forgotten.
-_MOST = 64
+_MOST = 512
 
 
 class Shared:

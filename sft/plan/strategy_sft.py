@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from sft.analysis.partition import KnownTiles, partition
+from sft.analysis.partition import KnownRuns, KnownTiles, partition
 from sft.options import Options
 from sft.plan.problem import Problem
 from sft.plan.types import SegmentChoice
@@ -68,7 +68,9 @@ def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[
 def _partition(problem: Problem, limit_bytes: int) -> Parts | None:
     """Operators in order and whether they are tiled; ``None`` where the paper reports out of memory."""
     phases = problem.phases
-    known: KnownTiles = problem.remembered("tiled segments of partitions", KnownTiles)
+    known: KnownTiles = problem.remembered(
+        "tiled segments of partitions", lambda: KnownTiles(problem.shared_by_sizes("runs of partitions", KnownRuns))
+    )
     parts: list[tuple[tuple[str, ...], bool]] = []
     for phase in phases.phases:
         found = partition(problem.graph, phase.streamed, phases.rows, phases.streamed, problem.shapes, limit_bytes, known)

@@ -32,7 +32,7 @@ from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
 from sft.plan.reads import source_bytes
-from sft.plan.sampling import MOST_RESTORED, Floats, RunSampler, halo_shares
+from sft.plan.sampling import MOST_RESTORED, Floats, RunSampler, SampledRun, TiledPart, halo_shares
 from sft.plan.tiling import ALL_KEPT, Tiling
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
@@ -183,38 +183,49 @@ class Survey:
             tiling=self.tiling, rates=self._rates, strip_rows=self.strip_rows, sampled=self.sampled, policies=self.policies
         )
         runs = {i: sampler.run(self._phases[i].streamed, self._cuts[i], whole.forward_flops, whole.flops) for i in tiled}
+        before, num_done = TiledPart.nothing(shape[1:]), 0
+        grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
         for p, (last, index) in enumerate(self.positions):
-            parts = [(run, index if i == last else len(run.cuts) - 1) for i, run in runs.items() if i <= last]
-            parts = [(run, c) for run, c in parts if run.cuts[c]]
-            makes = self._cut_bytes(self.positions[p]) if parts else []
-            exchanged = self._exchanged_bytes(self.positions[p]) if parts and self.streams else [0.0] * len(parts)
-            states: Any = sum((run.states[c] for run, c in parts), np.zeros(shape[1:]))
+            for i in range(num_done, last):
+                before = before.and_run(self._tiled(runs[i], len(runs[i].cuts) - 1, whole)) if i in runs else before
+            num_done = last
+            is_begun = last in runs and runs[last].cuts[index] > 0
+            tiled_part = before.and_run(self._tiled(runs[last], index, whole)) if is_begun else before
+            states, num_runs = tiled_part.states, len(tiled_part.peaks)
+            makes = self._cut_bytes(self.positions[p]) if num_runs else []
+            exchanged = self._exchanged_bytes(self.positions[p]) if num_runs and self.streams else []
             behind = whole.peak[p] + self._held_whole(order[cut_at[p] :])
-            read_bytes: Any = np.zeros(shape[1:])
             held = problem.border_bytes + sum(makes) + states
             peak, head = held + behind, np.broadcast_to(held, shape[1:])
-            cost = np.full(shape[1:], self.plain_flops + whole.overhead[p])
-            for j, (run, c) in enumerate(parts):
-                alive = problem.border_bytes + sum(makes[: j + 1]) + states
-                grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
-                head = np.maximum(head, alive + grads + (run.peak[c] + exchanged[j])[:, None])
-                cost += (run.flops[c] - sum(whole.flops[name] for name in run.names[: run.cuts[c]]))[:, None]
-                num_walks: Any = 1.0
-                if any(name in problem.requires_grad for name in run.names[: run.cuts[c]]):
-                    again = 1 - 1 / self.tiling.num_walks if self.tiling.restart else 0.0
-                    cost += run.forward_flops[c][:, None] * (1 + again + run.restored_share)
-                    num_walks = 2 + again + run.restored_share
-                read_bytes = read_bytes + source_bytes(problem, run.names[: run.cuts[c]]) * self.tiling.num_panels * num_walks
-                cost += (run.num_steps * self.tiling.num_walks * run.overhead[c])[:, None]
-                if len(self.policies) > 1:  # else it was asked for
-                    head = np.where(run.restored_share <= MOST_RESTORED, head, np.inf)
-            if parts and self.streams:
-                cost += self._link_cost(self.positions[p])
-            cost = self._with_reading(cost, read_bytes + (1 + problem.training) * source_bytes(problem, order[cut_at[p] :]))
+            if num_runs:
+                running = np.cumsum(makes)[:, None] + np.stack(tiled_part.peaks) + (np.stack(exchanged) if exchanged else 0.0)
+                head = np.maximum(head, problem.border_bytes + states + grads + running.max(axis=0)[:, None])
+                head = np.where(tiled_part.is_wanted, head, np.inf)
+            cost = self.plain_flops + whole.overhead[p] + tiled_part.cost
+            if num_runs and self.streams:
+                cost = cost + self._link_cost(self.positions[p])
+            read_bytes = tiled_part.read_bytes + (1 + problem.training) * source_bytes(problem, order[cut_at[p] :])
+            cost = self._with_reading(cost, read_bytes)
             self.peak_bytes[p], self.cost[p] = np.maximum(peak, head), cost
             self.head_peak_bytes[p], self.head_bytes[p] = head, held
             self.head_cost[p] = cost - whole.overhead[p] - sum(whole.flops[name] for name in order[cut_at[p] :])
         self.least_cost = float(self.cost[-1, :, 0].min())
+
+    def _tiled(self, run: SampledRun, cut: int, whole: _Whole) -> TiledPart:
+        """What the operators of a run before a cut add when they are tiled."""
+        problem, names = self.problem, run.names[: run.cuts[cut]]
+        again = 1 - 1 / self.tiling.num_walks if self.tiling.restart else 0.0
+        is_differentiated = any(name in problem.requires_grad for name in names)
+        more: Any = 1 + again + run.restored_share if is_differentiated else 0.0 * run.restored_share
+        once = run.flops[cut] - sum(whole.flops[name] for name in names) + run.num_steps * self.tiling.num_walks * run.overhead[cut]
+        is_free = len(self.policies) > 1  # else it was asked for
+        return TiledPart(
+            states=run.states[cut],
+            peaks=(run.peak[cut],),
+            cost=once[:, None] + run.forward_flops[cut][:, None] * more,
+            read_bytes=source_bytes(problem, names) * self.tiling.num_panels * (1 + more),
+            is_wanted=(run.restored_share <= MOST_RESTORED) if is_free else np.ones(run.restored_share.shape, dtype=bool),
+        )
 
     def bytes_of_last(self, num_operators: int) -> float:
         """What a step needs at least that keeps so many of the last operators whole."""
@@ -295,17 +306,20 @@ class Survey:
         return self.problem.remembered(key, lambda: self._new_cut_bytes(position))
 
     def _new_cut_bytes(self, position: tuple[int, int]) -> list[int]:
-        problem = self.problem
-        choices = self._choices(position, 1, ALL_KEPT)
-        ends = borders(problem.graph, choices)
-        streamed = streamable(problem, choices) if self.streams else ()
-        read = problem.host_outputs.intersection(name for reads, _ in ends for name in reads)
+        problem, (last, index) = self.problem, position
+        if problem.host_outputs or self.streams:
+            choices = self._choices(position, 1, ALL_KEPT)
+            streamed = streamable(problem, choices) if self.streams else ()
+            read = problem.host_outputs.intersection(name for reads, _ in borders(problem.graph, choices) for name in reads)
+        else:
+            streamed, read = (), frozenset[str]()
         outputs = {*(set(problem.graph.results) - read), *streamed}
-        return [
-            sum(problem.value_bytes(name) for name in makes if name not in outputs)
-            for choice, (_, makes) in zip(choices, ends, strict=True)
-            if choice.mode == "tiled"
-        ]
+        cuts = [len(phase.streamed) for phase in self._phases[:last]] + [self._cuts[last][index]]
+        tiled = [phase.streamed[:cut] for phase, cut in zip(self._phases, cuts, strict=False) if cut]
+        return [sum(problem.value_bytes(name) for name in self._handed_on(names) if name not in outputs) for names in tiled]
+
+    def _handed_on(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return self.problem.remembered(("handed on", names), lambda: self.problem.graph.handed_on(names))
 
     def _exchanged_bytes(self, position: tuple[int, int]) -> list[Floats]:
         """For each tiled segment the strips of streamed cuts, and of their gradients, that are on the device while one runs, [height]."""

@@ -116,10 +116,16 @@ class Checkpoints:
         """
         if not self.slots:
             return (num_strips - 1) // self.every * (self.every - 1)
-        # The walk there is counted for the states that the forward pass has kept.
-        repetitions = _repetitions(num_strips, self.slots)
-        in_all = repetitions * num_strips - comb(self.slots + repetitions, repetitions - 1) if repetitions else 0
-        return in_all - max(self.kept(num_strips))
+        return _num_restored(self, num_strips)
+
+
+# Each phase of a network is surveyed for the same policies and numbers of strips.
+@lru_cache(maxsize=1024)
+def _num_restored(checkpoints: Checkpoints, num_strips: int) -> int:
+    """Where states are held in slots: the walk there is counted for the states that the forward pass has kept."""
+    repetitions = _repetitions(num_strips, checkpoints.slots)
+    in_all = repetitions * num_strips - comb(checkpoints.slots + repetitions, repetitions - 1) if repetitions else 0
+    return in_all - max(checkpoints.kept(num_strips))
 
 
 # A plan is projected several times, and then run.

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from itertools import islice
 
 from sft.analysis.cuts import Dag, Division, division_tree
-from sft.errors import BudgetError
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.link import Link
 from sft.plan.chain.reversal import one_level, reversal
-from sft.plan.chain.schedule import Schedule
-from sft.plan.chain.solver import fastest_that_fits, too_small
+from sft.plan.chain.schedule import Operation, Schedule
+from sft.plan.chain.solver import judged, too_small
 
 __all__ = ["Checkpointing", "chain_dag", "optimal_checkpoints", "solutions", "solve"]
 
@@ -100,13 +99,17 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
     Raises:
         BudgetError: none does.
     """
-    least_bytes = -1
-    for found in sorted(islice(solutions(chain_dag(chain)), _MOST_SOLUTIONS), key=lambda found: found.total_bytes):
-        try:
-            return fastest_that_fits(chain, "acg", [reversal(chain, one_level(found.checkpoints))], budget_bytes, link)
-        except BudgetError as refusal:
-            least_bytes = refusal.needed_bytes if least_bytes < 0 else min(least_bytes, refusal.needed_bytes)
-    raise too_small("acg", budget_bytes, least_bytes)
+    every = judged(chain, "acg", _plans, link)
+    for _, peak_bytes, schedule in every:
+        if peak_bytes <= budget_bytes:
+            return schedule
+    raise too_small("acg", budget_bytes, min(peak_bytes for _, peak_bytes, _ in every))
+
+
+def _plans(chain: Chain) -> Iterator[tuple[Operation, ...]]:
+    """By their sums."""
+    found = sorted(islice(solutions(chain_dag(chain)), _MOST_SOLUTIONS), key=lambda found: found.total_bytes)
+    return (reversal(chain, one_level(each.checkpoints)) for each in found)
 
 
 def _within(dag: Dag, part: Division, bound: int) -> _Found:

@@ -10,6 +10,8 @@ Base cases are n, n/2, n/4, ..., 1; the fastest that fits is taken. Complexity: 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.link import Link
 from sft.plan.chain.reversal import reversal
@@ -34,6 +36,9 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
     Raises:
         BudgetError: none does.
     """
+    return fastest_that_fits(chain, "bisect", _plans, budget_bytes, link)
+
+
+def _plans(chain: Chain) -> Iterator[tuple[Operation, ...]]:
     n = chain.num_stages
-    bases = sorted({-(-n // 2**power) for power in range(n.bit_length() + 1)})
-    return fastest_that_fits(chain, "bisect", (operations(chain, base) for base in bases), budget_bytes, link)
+    return (operations(chain, base) for base in sorted({-(-n // 2**power) for power in range(n.bit_length() + 1)}))

@@ -11,6 +11,7 @@ O(n log n) operations for a number of slots, of which there are n.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from functools import cache
 from math import comb
 
@@ -69,8 +70,11 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
     Raises:
         BudgetError: none does.
     """
-    plans = (operations(chain, slots) for slots in _slots(chain.num_stages))
-    return fastest_that_fits(chain, "revolve", plans, budget_bytes, link)
+    return fastest_that_fits(chain, "revolve", _plans, budget_bytes, link)
+
+
+def _plans(chain: Chain) -> Iterator[tuple[Operation, ...]]:
+    return (operations(chain, slots) for slots in _slots(chain.num_stages))
 
 
 def _slots(num_stages: int) -> list[int]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Protocol
 
 from sft.errors import BudgetError
@@ -12,7 +13,10 @@ from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.simulate import simulate
 from sft.units import format_bytes
 
-__all__ = ["Solver", "fastest_that_fits", "too_small"]
+__all__ = ["Plans", "Solver", "fastest_that_fits", "judged", "too_small"]
+
+#: Makes lists of operations for a chain.
+Plans = Callable[[Chain], Iterable[tuple[Operation, ...]]]
 
 
 class Solver(Protocol):
@@ -28,25 +32,33 @@ class Solver(Protocol):
         ...
 
 
-def fastest_that_fits(
-    chain: Chain, strategy: str, plans: Iterable[tuple[Operation, ...]], budget_bytes: int, link: Link | None
-) -> Schedule:
+def fastest_that_fits(chain: Chain, strategy: str, plans: Plans, budget_bytes: int, link: Link | None) -> Schedule:
     """Of several lists of operations the one that the simulator finds fastest inside the budget (then the smallest).
+
+    Args:
+        chain: times and bytes.
+        strategy: whose they are.
+        plans: makes the lists, whatever the budget is.
+        budget_bytes: what the device may hold.
+        link: the link to the host; the default of :class:`Link` if none is given.
 
     Raises:
         BudgetError: none fits.
     """
-    best: tuple[float, int, Schedule] | None = None
-    least_bytes = -1
-    for operations in plans:
-        schedule = Schedule(strategy=strategy, operations=operations)
-        found = simulate(chain, schedule, link=link)
-        least_bytes = found.peak_bytes if least_bytes < 0 else min(least_bytes, found.peak_bytes)
-        if found.peak_bytes <= budget_bytes and (best is None or (found.seconds, found.peak_bytes) < best[:2]):
-            best = (found.seconds, found.peak_bytes, schedule)
-    if best is None:
-        raise too_small(strategy, budget_bytes, least_bytes)
-    return best[2]
+    every = judged(chain, strategy, plans, link)
+    fitting = [found for found in every if found[1] <= budget_bytes]
+    if not fitting:
+        raise too_small(strategy, budget_bytes, min(peak_bytes for _, peak_bytes, _ in every))
+    return min(fitting, key=lambda found: found[:2])[2]
+
+
+# Budgets are corrected by what a plan turns out to need, so the same chain is asked about several times.
+@lru_cache(maxsize=32)
+def judged(chain: Chain, strategy: str, plans: Plans, link: Link | None) -> tuple[tuple[float, int, Schedule], ...]:
+    """Seconds and peak bytes of all plans, and the plans, in order."""
+    schedules = [Schedule(strategy=strategy, operations=operations) for operations in plans(chain)]
+    simulated = [simulate(chain, schedule, link=link) for schedule in schedules]
+    return tuple((found.seconds, found.peak_bytes, schedule) for found, schedule in zip(simulated, schedules, strict=True))
 
 
 def too_small(strategy: str, budget_bytes: int, needed_bytes: int) -> BudgetError:

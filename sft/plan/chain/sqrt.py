@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.link import Link
 from sft.plan.chain.reversal import one_level, reversal
-from sft.plan.chain.schedule import Schedule
+from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.solver import fastest_that_fits
 
 __all__ = ["segments_within", "solve"]
@@ -40,8 +40,11 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
     Raises:
         BudgetError: none does.
     """
-    plans = (reversal(chain, one_level(checkpoints)) for checkpoints in _segmentations(chain))
-    return fastest_that_fits(chain, "sqrt", plans, budget_bytes, link)
+    return fastest_that_fits(chain, "sqrt", _plans, budget_bytes, link)
+
+
+def _plans(chain: Chain) -> Iterator[tuple[Operation, ...]]:
+    return (reversal(chain, one_level(checkpoints)) for checkpoints in _segmentations(chain))
 
 
 def _segmentations(chain: Chain) -> Iterator[tuple[int, ...]]:

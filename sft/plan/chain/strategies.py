@@ -29,7 +29,7 @@ __all__ = ["STRATEGIES", "strategy"]
 
 def _solve_none(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
     """Plain training: everything is kept."""
-    return fastest_that_fits(chain, "none", [reversal(chain, keep_all)], budget_bytes, link)
+    return fastest_that_fits(chain, "none", lambda chain: [reversal(chain, keep_all)], budget_bytes, link)
 
 
 STRATEGIES: dict[str, Solver] = {"none": _solve_none, **joint.RESTRICTED, "auto": joint.solve}

@@ -7,6 +7,7 @@ graph serves every image size. Nothing here knows torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -94,6 +95,14 @@ class Node:
     @cached_property
     def _by_name(self) -> dict[str, Any]:
         return dict(self.arguments)
+
+    def of_shape(self, shape: tuple[int, ...]) -> Node:
+        """The same with these extents, which are numbers; what is known of its arguments stays known."""
+        if shape == self.shape and all(type(extent) is int for extent in self.shape):
+            return self
+        other = copy(self)
+        object.__setattr__(other, "shape", shape)
+        return other
 
     @property
     def is_complex(self) -> bool:

@@ -267,6 +267,7 @@ _TESTS = (
     "test_libraries.py::test_a_torchvision_for_another_torch_is_imported",
     "test_libraries.py::test_a_torchvision_that_fits_declares_its_operators_itself",
     "test_losses.py::test_any_size",
+    "test_outline.py::test_any_other_size_is_surveyed_as_if_it_were_the_first",
     "test_plan_hashes.py::test_plans_do_not_depend_on_the_order_of_sets",
     "test_planner.py::test_a_gigapixel_image_fits_or_the_error_says_what_would",
     "test_planner.py::test_inference_needs_far_less_than_training",

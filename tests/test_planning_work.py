@@ -63,6 +63,68 @@ def test_planning_does_not_look_for_cycles_and_leaves_the_collector_as_it_was(mo
     assert seen == [False, False, False]
 
 
+def test_what_planning_makes_is_not_looked_through_at_once() -> None:
+    """It is old when planning is done: the collector's next look at what is young would go through a million objects."""
+    kept: list[list[int]] = []
+    with cycles_kept():
+        kept += [[number] for number in range(10_000)]
+    young = {id(found) for generation in (0, 1) for found in gc.get_objects(generation)}
+    assert not young.intersection(map(id, kept))
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        with cycles_kept():
+            kept.append([0])
+        assert gc.get_freeze_count() >= frozen  # what others keep out of the collector's sight stays there
+    finally:
+        gc.unfreeze()
+
+
+class _Normed(nn.Sequential):
+    """A block whose norms end phases, so that there is much to survey."""
+
+    def __init__(self) -> None:
+        layers = [nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()) for channels in (3, 8, 8)]
+        super().__init__(*layers, nn.AdaptiveAvgPool2d(1))
+
+
+def test_where_plain_pytorch_fits_nothing_else_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    auto = import_module("sft.plan.strategy_auto")
+    survey, count = auto.Survey, 0
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal count
+        count += 1
+        return survey(*arguments, **keywords)
+
+    monkeypatch.setattr(auto, "Survey", counted)
+    model = seeded(_Normed)
+    net = sft.compile(model, (1, 3, 96, 64), budget="1GiB")
+    for shape in ((1, 3, 64, 96), (1, 3, 33, 47)):
+        assert [segment.mode for segment in net.plan_for(shape).segments] == ["whole"]
+        assert net.plan_for(shape).flops == net.plan_for(shape).plain_flops
+    assert count == 0
+    plain_bytes = net.plan.total_bytes
+    for options in (sft.Options(tile=(8, None)), sft.Options(state_every=2), sft.Options(host_budget="1GiB")):
+        sft.plan(model, (1, 3, 96, 64), budget=plain_bytes, options=options)
+    assert count == 2  # with a host nothing is gained either; the others are asked for
+    assert sft.plan(model, (1, 3, 96, 64), budget=plain_bytes).segments == net.plan.segments
+    sft.plan(model, (1, 3, 96, 64), budget=plain_bytes - 1)
+    assert count > 2
+
+
+@pytest.mark.parametrize("share", [0.6, 0.8])
+def test_a_plan_does_not_depend_on_the_sizes_before_it(share: float) -> None:
+    """A run that goes on with another size than it began with would have other bits."""
+    model, shapes = seeded(Residual), [(1, 3, 288, 64), (1, 3, 192, 96), (1, 3, 416, 64)]
+    alone = [sft.plan(model, shape, budget="1GiB").total_bytes for shape in shapes]
+    budget = int(share * min(alone))
+    first = [sft.plan(model, shape, budget=budget) for shape in shapes]
+    for order in ((0, 1, 2), (2, 1, 0), (1, 0, 2)):
+        net = sft.compile(model, shapes[order[0]], budget=budget)
+        assert [net.plan_for(shapes[place]).to_json() for place in order] == [first[place].to_json() for place in order]
+
+
 def test_an_example_that_requires_a_gradient_is_planned_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     searching = import_module("sft.searching")
     plan_segments, count = searching.plan_segments, 0

@@ -34,7 +34,7 @@ Extents = Mapping[int, Mapping[str, int]]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: A storage's columns are those of a value if they differ by less than so many.
+#: A storage's columns are those of a value if they differ by less than so many, and by no more than there are.
 _MOST_BORDER = 128
 
 
@@ -167,8 +167,9 @@ class _Sizes:
             if dim is not None and len(dims) >= self._axes.rank and slot.shape not in self._whole:
                 candidates = [self._index[name] for name in self._near(owner) if name in self._index]
                 nearest = min(candidates, key=lambda number: abs(dims[dim] - int(extents[number])), default=None)
-                if nearest is not None and abs(dims[dim] - int(extents[nearest])) < _MOST_BORDER:
-                    law = (nearest, dims[dim] - int(extents[nearest]))
+                border = 0 if nearest is None else dims[dim] - int(extents[nearest])
+                if nearest is not None and abs(border) < min(_MOST_BORDER, dims[dim] + 1):
+                    law = (nearest, border)
                     dims[dim] = 1
             laws.append(law)
         for extent in dims:

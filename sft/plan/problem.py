@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -109,7 +110,8 @@ class Problem:
             nodes.update(repr((node.name, node.target, node.arguments, node.dtype, shape)).encode())
         weights = None if self.weights is None else frozenset(self.weights.num_bytes)
         facts = (self.requires_grad, self.channels_last, self.from_source, self.outputs_on_host, self.on_host, self.deterministic)
-        return (nodes.digest(), *facts, weights, self.backend)
+        # A method is the same where its object is.
+        return (nodes.digest(), *facts, weights, None if self.backend is None else self.backend.rewrite)
 
     def forget(self) -> None:
         """Drop what has been derived, most of which refers to the problem itself: else it lies about until somebody looks for cycles."""
@@ -294,8 +296,9 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
     shapes: dict[str, tuple[int, ...]] = dict(given)
     nodes: list[Node] = []
     for node in phases.graph.nodes:
-        numbers = tuple((key, _numbers(value, symbols, node)) for key, value in node.arguments)
-        node = replace(node, arguments=numbers)
+        numbers = _numbers(node.arguments, symbols, node)
+        if numbers is not node.arguments:
+            node = replace(node, arguments=numbers)
         operands = [name for name in node.operands if name in phases.streamed]
         if node.name not in shapes:
             if node.name in phases.streamed and operands and phases.rows[node.name].role == "stream":
@@ -304,7 +307,7 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
                 if operands and phases.rows[node.name].role == "reduce":
                     node = phases.rows[node.name].resolved(node, phases.graph.axes.of(shapes[operands[0]]))
                 shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
-        nodes.append(replace(node, shape=shapes[node.name]))
+        nodes.append(node.of_shape(shapes[node.name]))
     last = phases.graph[phases.graph.outputs[0]]
     beside = tuple((place, _numbers(value, symbols, last)) for place, value in phases.graph.beside)
     return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes), beside=beside))
@@ -353,6 +356,8 @@ def _streamed_at_size(
 
 
 def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
+    if type(extent) is int:
+        return extent
     value = sp.sympify(sp.sympify(extent).xreplace(dict(symbols)))  # a symbol alone is replaced by a plain number
     if not value.is_number:
         raise UnsupportedError([f"{node.label}: its size {extent} depends on the values of the image; keep it outside the compiled model"])
@@ -360,8 +365,12 @@ def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
 
 
 def _numbers(value: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> Any:
+    """An argument with the sizes in it as numbers; itself where there are none."""
     if isinstance(value, SizeNumber):
         return value.at(lambda size: _number(size, symbols, node))
     if isinstance(value, sp.Basic):
         return _number(value, symbols, node)
-    return type(value)(_numbers(item, symbols, node) for item in value) if isinstance(value, (tuple, list)) else value
+    if not isinstance(value, (tuple, list)):
+        return value
+    found = [_numbers(item, symbols, node) for item in value]
+    return value if all(map(operator.is_, found, value)) else type(value)(found)

@@ -139,11 +139,7 @@ class DiskStore:
             raise InputError("the next generation of weights was started before; commit it or abort it first")
         path = _next_of(self.path)
         try:
-            try:
-                self._file = _locked(path, creates=True)
-            except BlockingIOError:
-                gc.collect()  # models that nobody uses any more may still have it
-                self._file = _locked(path, creates=True)
+            self._file = _locked_at_last(path)
             self._check_identity()
             self._file.truncate(0)
             self._start = len(header_bytes(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_ROOM_BYTES
@@ -277,6 +273,15 @@ def _opened(path: Path, *, creates: bool) -> _File:
                 raise
         with suppress(FileExistsError):
             return _File(path, "x+")
+
+
+def _locked_at_last(path: Path) -> _File:
+    """The same of a file that models may have which nobody uses: what their graphs of gradients hold is found behind them."""
+    for _ in range(2):
+        with suppress(BlockingIOError):
+            return _locked(path, creates=True)
+        gc.collect()
+    return _locked(path, creates=True)
 
 
 def _locked(path: Path, *, creates: bool) -> _File:

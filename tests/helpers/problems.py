@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -13,24 +13,31 @@ from sft.analysis.graph import Graph
 from sft.analysis.phases import find_phases
 from sft.plan.problem import Problem, at_size
 
-__all__ = ["problem_of"]
+__all__ = ["problem_of", "problems_of"]
 
 
-def problem_of(
-    model: nn.Module, shape: tuple[int, int, int, int], *, training: bool, passes: Callable[[Graph], Graph] = annotated
-) -> Problem:
+Shape = tuple[int, int, int, int]
+
+
+def problem_of(model: nn.Module, shape: Shape, *, training: bool, passes: Callable[[Graph], Graph] = annotated) -> Problem:
     """The model at one input size in float32; in training every parameter needs a gradient, the input does not."""
-    found = capture(model, [shape], [torch.float32], torch.device("cpu"))
-    symbols = found.bind([shape])
-    assert symbols is not None
+    return problems_of(model, [shape], training=training, passes=passes)[0]
+
+
+def problems_of(
+    model: nn.Module, shapes: Sequence[Shape], *, training: bool, passes: Callable[[Graph], Graph] = annotated
+) -> list[Problem]:
+    """The same at several sizes, of one capture."""
+    found = capture(model, [shapes[0]], [torch.float32], torch.device("cpu"))
     phases = find_phases(passes(found.graph))
     requires_grad: set[str] = set()
     for node in phases.graph.nodes if training else ():
         if node.kind == "parameter" or any(name in requires_grad for name in node.operands):
             requires_grad.add(node.name)
-    return Problem(
-        phases=at_size(phases, symbols, {found.graph.inputs[0]: shape}),
-        requires_grad=frozenset(requires_grad),
-        channels_last=frozenset(),
-        resident_bytes=0,
-    )
+    problems = []
+    for shape in shapes:
+        symbols = found.bind([shape])
+        assert symbols is not None
+        sized = at_size(phases, symbols, {found.graph.inputs[0]: shape})
+        problems.append(Problem(phases=sized, requires_grad=frozenset(requires_grad), channels_last=frozenset(), resident_bytes=0))
+    return problems

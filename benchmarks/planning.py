@@ -1,9 +1,10 @@
 """How long planning takes at sizes far above the memory of the machine that plans.
 
 The model lives on the meta device, so nothing is allocated. Timed are a first plan (capture, analysis and solving), a
-second size of the same compiled object (the analysis is done once per model; a size only evaluates it), and VGG-16 at
-100,000 x 100,000 px, where the answer is a plan or the smallest budget that works. Each network plans in a process of its
-own; torchvision's are left out, and named, where torchvision is not installed (it is in the ``zoo`` extra).
+second and a third size of the same compiled object (the analysis is done once per model; a size only evaluates it), and VGG-16 at
+100,000 x 100,000 px, where the answer is a plan or the smallest budget that works. ResNet-50 is for comparison: images of ordinary size,
+norms in training, a budget in which plain PyTorch fits. Each network plans in a process of its own; torchvision's are left out, and named,
+where torchvision is not installed (it is in the ``zoo`` extra).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +27,37 @@ from torch import nn
 import sft
 from sft.libraries import ModelName
 
-#: Networks by name, and the budget that each plans for unless told otherwise. Norms of torchvision's use their running statistics.
-NETWORKS = {"vgg16": "11GiB", "unet": "24GiB", "resnet152": "24GiB", "densenet201": "24GiB"}
-_OF_TORCHVISION = ("resnet152", "densenet201")
+Size = tuple[int, int, int, int]
+
+_HUGE = ((1, 3, 20_480, 20_480), (1, 3, 16_384, 20_480), (1, 3, 18_016, 17_024))
+_ORDINARY = ((1, 3, 512, 512), (1, 3, 480, 640), (1, 3, 427, 640))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A network, and what it plans for unless told otherwise.
+
+    Attributes:
+        budget: of the device.
+        sizes: of the first plan, and of others of the same compiled object.
+        of_torchvision: whether it is torchvision's.
+        frozen: whether norms use their running statistics.
+    """
+
+    budget: str
+    sizes: tuple[Size, ...] = _HUGE
+    of_torchvision: bool = False
+    frozen: bool = False
+
+
+NETWORKS = {
+    "vgg16": Case(budget="11GiB"),
+    "unet": Case(budget="24GiB"),
+    "resnet152": Case(budget="24GiB", of_torchvision=True, frozen=True),
+    "densenet201": Case(budget="24GiB", of_torchvision=True, frozen=True),
+    "resnet50": Case(budget="11GiB", sizes=_ORDINARY, of_torchvision=True),
+}
+_ORDER = ("second", "third", "fourth", "fifth")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,9 +66,8 @@ class Question:
 
     network: str
     budget: str
-    first: tuple[int, int, int, int]
-    second: tuple[int, int, int, int]
-    huge: tuple[int, int, int, int] | None
+    sizes: tuple[Size, ...]
+    huge: Size | None
     threads: int
 
 
@@ -93,11 +122,12 @@ def build(network: str) -> nn.Module:
         elif network == "unet":
             model = models.unet(1)
         else:
-            model = models.freeze_norm(ModelName(text=f"torchvision:{network}", place="network", options_place="build").maker().make({}))
+            model = ModelName(text=f"torchvision:{network}", place="network", options_place="build").maker().make({})
+            model = models.freeze_norm(model) if NETWORKS[network].frozen else model
     return model.train()
 
 
-def timed(question: Question, what: str, shape: tuple[int, int, int, int], make: Callable[[], sft.Plan]) -> Planned:
+def timed(question: Question, what: str, shape: Size, make: Callable[[], sft.Plan]) -> Planned:
     """Time one planning; a budget that is too small is an answer, not a failure."""
     found: dict[str, Any] = {}
     started, began = time.perf_counter(), time.process_time()
@@ -124,25 +154,27 @@ def answer(question: Question) -> list[Planned]:
     """All plannings of one network; call it in a process of its own."""
     torch.set_num_threads(question.threads)
     model = build(question.network)
-    first = timed(question, "sft.plan, cold", question.first, lambda: sft.plan(model, question.first, budget=question.budget))
+    first_size, *others = question.sizes
+    first = timed(question, "sft.plan, cold", first_size, lambda: sft.plan(model, first_size, budget=question.budget))
     found = [first]
     if first.plan is not None:
         nets: list[Any] = []
 
         def compiled() -> sft.Plan:
-            nets.append(sft.compile(model, question.first, budget=question.budget))
+            nets.append(sft.compile(model, first_size, budget=question.budget))
             plan: sft.Plan = nets[0].plan
             return plan
 
-        found.append(timed(question, "sft.compile, warm", question.first, compiled))
-        found.append(timed(question, "plan_for, second size", question.second, lambda: nets[0].plan_for(question.second)))
+        found.append(timed(question, "sft.compile, warm", first_size, compiled))
+        for number, size in zip(_ORDER, others, strict=False):
+            found.append(timed(question, f"plan_for, {number} size", size, partial(nets[0].plan_for, size)))
     if question.huge is not None:
         huge = question.huge
         found.append(timed(question, "sft.plan, huge", huge, lambda: sft.plan(model, huge, budget=question.budget)))
     return found
 
 
-def size(text: str) -> tuple[int, int, int, int]:
+def size_of(text: str) -> Size:
     """An argparse type: `20480x16384` (height x width) as an input shape."""
     height, separator, width = text.partition("x")
     if not separator or int(height) < 1 or int(width) < 1:
@@ -154,10 +186,10 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description="Time to plan networks on huge images.")
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
-    parser.add_argument("--budget", help="for all networks (default: " + ", ".join(f"{name} {b}" for name, b in NETWORKS.items()) + ")")
-    parser.add_argument("--first", type=size, default="20480x20480")
-    parser.add_argument("--second", type=size, default="16384x20480", help="planned by the same compiled object")
-    parser.add_argument("--huge", type=size, default="100000x100000", help="for VGG-16 alone")
+    budgets = ", ".join(f"{name} {case.budget}" for name, case in NETWORKS.items())
+    parser.add_argument("--budget", help=f"for all networks (default: {budgets})")
+    parser.add_argument("--sizes", nargs="+", type=size_of, help="for all networks: the first, and others of the same compiled object")
+    parser.add_argument("--huge", type=size_of, default="100000x100000", help="for VGG-16 alone")
     add_common_arguments(parser)
     return parser.parse_args()
 
@@ -168,15 +200,15 @@ def main() -> int:
     console = Console()
     stem = result_stem(args.out, "planning")
     has_torchvision = importlib.util.find_spec("torchvision") is not None
-    left_out = [name for name in args.networks if name in _OF_TORCHVISION and not has_torchvision]
+    left_out = [name for name in args.networks if NETWORKS[name].of_torchvision and not has_torchvision]
     results: list[Planned] = []
     for network in args.networks:
         if network in left_out:
             continue
         huge = args.huge if network == "vgg16" else None
-        question = Question(
-            network=network, budget=args.budget or NETWORKS[network], first=args.first, second=args.second, huge=huge, threads=args.threads
-        )
+        case = NETWORKS[network]
+        sizes = tuple(args.sizes or case.sizes)[: len(_ORDER) + 1]
+        question = Question(network=network, budget=args.budget or case.budget, sizes=sizes, huge=huge, threads=args.threads)
         try:
             found: list[Planned] = call_in_process(answer, question)
         except WorkerError as error:
@@ -192,7 +224,7 @@ def main() -> int:
     }
     notes = (
         "A process for each network, in this order; its first line includes one-time imports, the first two the capture. The models are on "
-        "the meta device, in training mode; norms of torchvision's use their running statistics."
+        "the meta device, in training mode; norms of ResNet-152 and DenseNet-201 use their running statistics."
     )
     if left_out:
         notes += f" Left out, as torchvision is not installed: {', '.join(left_out)}."

@@ -240,7 +240,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @needs_triton
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
-    """In tiles and whole in fp32, the first layer whole in bf16; the tiles have the bits of the whole."""
+    """In tiles and whole in fp32, the first layer whole in half precision; the tiles have the bits of the whole."""
     blocks: dict[str, Any] = {"precision": "ieee", "blocks": Blocks(pixels=256, channels=32, inner=32)}
     jobs: list[dict[str, Any]] = []
     checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range, range], bool]] = []
@@ -249,7 +249,7 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
         module = f"sft.kernels.{_MODULES[launch]}"
         jobs.append({"run": "launch", "module": module, "function": launch, "arguments": arguments, "results": results})
 
-    also = [(torch.bfloat16, True)] if layer is _LAYERS[0] else []
+    also = [(torch.bfloat16, True), (torch.float16, True)] if layer is _LAYERS[0] else []
     for dtype, one in [(torch.float32, True), (torch.float32, False), *also]:
         problem = _problem(layer, dtype)
         slots = Slots.zeros(problem.parts["weight"].float(), bias=True, num_splits=2)

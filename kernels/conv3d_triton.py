@@ -5,6 +5,8 @@ Affixes as there. One group.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -146,7 +148,12 @@ def launch_conv3d(
     """Write the convolution of a tile to ``out``; arguments as ``conv3d.conv3d`` checks them, ``out`` not empty."""
     precision = safe_precision(precision, weight.device)  # on which the blocks depend
     num_out, num_in = weight.shape[:2]
-    blocks = blocks or default_blocks(num_out, num_in, x.dtype)
+    if blocks is None:
+        blocks = default_blocks(num_out, num_in, x.dtype)
+        if residual is not None and x.dtype == torch.float32:  # its offsets take registers; Hopper wants 64 pixels
+            blocks = dataclasses.replace(blocks, channels=max(16, blocks.channels // 2))
+        elif residual is not None:
+            blocks = dataclasses.replace(blocks, pixels=max(64, blocks.pixels // 2))
     num_pixels = out.numel() // num_out
     with torch.cuda.device_of(x):
         conv3d_kernel[(ceil_div(num_pixels, blocks.pixels), ceil_div(num_out, blocks.channels))](

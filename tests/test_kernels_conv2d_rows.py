@@ -137,7 +137,7 @@ def test_interpreted_gradient(dtype: torch.dtype, tmp_path: Path) -> None:
     """Plain and under a ReLU; tiles have the bits of the whole, zero in rows that are not the image's."""
     problem, jobs, num_in = _problem(dtype), [], _CHANNELS[0]
     y = F.conv2d(problem.x, problem.weight, problem.bias, padding=1).to(dtype).relu()
-    tiles = [_WHOLE, *(_TILES if dtype == torch.float32 else [])]
+    tiles = [_WHOLE, *(_TILES[1::2] if dtype == torch.float32 else [])]
     common: dict[str, Any] = {"weight": _last(problem.weight, dtype), "blocks": Blocks(pixels=16, channels=32, inner=16, rows=4), **_SAME}
     for tile in tiles:
         geometry = tile_geometry(_EXTENTS, _WINDOWS, tile, adjoint=True)

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+from torch import Tensor
 
-__all__ = ["Blocks", "block_size", "default_blocks", "is_flat"]
+from sft.kernels.geometry import Geometry
+
+__all__ = ["Blocks", "Variant", "block_size", "can_walk_rows", "default_blocks", "is_flat", "variant_blocks"]
+
+#: How a convolution is split into programs: what is measured to be fastest may be another for each layer and GPU. ``small`` and ``tall``
+#: have fewer and more pixels in a block, ``wide`` more channels, ``deep`` loads further ahead, ``rows`` walks down the rows. The inner
+#: block is that of the default.
+Variant = Literal["default", "small", "tall", "wide", "deep", "rows"]
 
 #: the least extent of a product of blocks that every target has
 _SMALLEST = 16
+#: the fewest pixels that Hopper's products of warp groups take
+_WARP_GROUP = 64
+#: rows that one program walks down; two more are read
+_WALK_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +37,8 @@ class Blocks:
     inner: int
     num_warps: int = 4
     num_stages: int = 3
+    #: rows that one program walks down (see ``conv2d_rows_triton``), an even number; 0 for an implicit matrix product
+    rows: int = 0
 
 
 def is_flat(group_in: int) -> bool:
@@ -42,6 +57,35 @@ def default_blocks(num_channels: int, num_inner: int, dtype: torch.dtype) -> Blo
     # Where each element of a block has an address of its own, a larger one runs out of registers.
     pixels = 64 if dtype == torch.float32 or is_flat(num_inner) else 128
     return Blocks(pixels=pixels, channels=block_size(num_channels, 64), inner=inner)
+
+
+def variant_blocks(blocks: Blocks, variant: Variant, num_channels: int, *, is_loaded: bool) -> Blocks:
+    """The blocks of a variant of a launch whose default these are.
+
+    Args:
+        num_channels: channels of the result.
+        is_loaded: a program does more than to load, multiply and store: it has less room for sums.
+    """
+    if variant == "small":
+        return replace(blocks, pixels=max(min(blocks.pixels, _WARP_GROUP), blocks.pixels // 2))
+    if variant == "tall":
+        return replace(blocks, pixels=2 * blocks.pixels)
+    if variant == "wide":
+        return replace(blocks, channels=block_size(num_channels, 128))
+    if variant == "deep":
+        return replace(blocks, num_stages=blocks.num_stages + 1)
+    if variant == "rows":
+        return replace(blocks, pixels=64, channels=min(blocks.channels, 32 if is_loaded else 64), num_stages=2, rows=_WALK_ROWS)
+    return blocks
+
+
+def can_walk_rows(geometry: Geometry, num_inner: int, groups: int, weight: Tensor) -> bool:
+    """Whether the variant ``rows`` is there for a layer: 3 x 3 without stride and dilation, one group, at most 64 channels that are summed
+    over, whose weight of half precision fits into shared memory; on Hopper, whose products take it from there."""
+    if weight.is_cuda and (torch.version.hip is not None or torch.cuda.get_device_capability(weight.device)[0] != 9):
+        return False
+    plain = all((w.kernel, w.stride, w.dilation) == (3, 1, 1) for w in (axis.window for axis in geometry.axes))
+    return plain and groups == 1 and not is_flat(num_inner) and num_inner <= 64 and weight.element_size() == 2
 
 
 def block_size(number: int, largest: int) -> int:

@@ -3,21 +3,23 @@
 Triton's interpreter multiplies, adds and compares bfloat16 as bit patterns (triton-lang/triton issue 11584), so everything
 is widened to fp32 before anything is computed with it, and products are widened only there (``matmul``).
 
-The assembler that comes with Triton before 3.9 lets a product on Hopper overwrite registers that it still reads
-(triton-lang/triton issue 11781): an operand that was *computed*, not copied, is then wrong. ``can_compute_operands`` says
-where a launch must avoid that.
+Assemblers for Hopper before that of CUDA 13.3, as Triton before 3.9 has one, let a product overwrite registers that it still reads
+(triton-lang/triton issue 11781): an operand that was *computed*, not copied, is then wrong. ``can_compute_operands`` says where a launch
+must avoid that. ``TRITON_PTXAS_PATH`` names another assembler.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["can_compute_operands", "matmul", "relu", "safe_precision", "zero_where_off"]
+__all__ = ["assembler_of", "can_compute_operands", "matmul", "relu", "safe_precision", "zero_where_off"]
 
+_RIGHT_ASSEMBLER = (13, 3)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -45,13 +47,22 @@ def zero_where_off(gradient, y):
 
 
 def can_compute_operands(device: torch.device) -> bool:
-    """Whether products of computed operands come out right: on anything but Hopper, or with Triton 3.9 or newer."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+    """Whether products of computed operands come out right: on anything but Hopper, or with the assembler of CUDA 13.3 or newer."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return True
-    major, minor = triton.__version__.split(".")[:2]
-    return (int(major), int(minor)) >= (3, 9)
+    major, minor = assembler_of(90).split(".")[:2]
+    return (int(major), int(minor)) >= _RIGHT_ASSEMBLER
+
+
+@functools.cache
+def assembler_of(capability: int) -> str:
+    """Version of the assembler that kernels for a compute capability (90 for sm_90) are made with, such as ``"13.4"``."""
+    from triton.backends.nvidia.compiler import get_ptxas  # not above: it is not there without NVIDIA's backend
+
+    version: str = get_ptxas(capability).version
+    return version
 
 
 def safe_precision(precision: str, device: torch.device) -> str:
     """The precision to ask ``matmul`` for: products in three parts compute their operands; where that fails they are exact."""
-    return "ieee" if precision == "tf32x3" and not can_compute_operands(device) else precision
+    return "ieee" if precision in ("tf32x3", "bf16x3") and not can_compute_operands(device) else precision

@@ -27,11 +27,12 @@ __all__ = ["Activation", "Precision", "Slots", "check_layer", "conv2d", "conv2d_
 __all__ += ["precision_of", "scaled_weight", "weight_gradients"]
 
 Activation = Literal["none", "relu"]
-#: how products are formed: fp32 operands exactly, or rounded to ten bits, or as three such products; half-precision ones as they are
-Precision = Literal["ieee", "tf32", "tf32x3", "bf16", "fp16"]
+#: how products are formed: fp32 operands exactly, or rounded to ten bits, or as three such products, or as three of bfloat16, which keep
+#: sixteen bits; half-precision ones as they are
+Precision = Literal["ieee", "tf32", "tf32x3", "bf16x3", "bf16", "fp16"]
 
 _PRECISIONS: dict[torch.dtype, tuple[Precision, ...]] = {
-    torch.float32: ("ieee", "tf32", "tf32x3"),
+    torch.float32: ("ieee", "tf32", "tf32x3", "bf16x3"),
     torch.bfloat16: ("bf16",),
     torch.float16: ("fp16",),
 }
@@ -277,7 +278,7 @@ class _Conv2d(torch.autograd.Function):
 def scaled_weight(weight: Tensor, scale: Tensor) -> Tensor:
     """The weight of a convolution that is followed by a scale, with the scale in it, in the weight's dtype."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) * scale.to(wide).view(-1, 1, 1, 1)).to(weight.dtype)
+    return (weight.to(wide) * scale.to(wide).view(-1, *(1,) * (weight.dim() - 1))).to(weight.dtype)
 
 
 def weight_gradients(
@@ -292,8 +293,8 @@ def weight_gradients(
     db = None if db is None or bias is None else db.to(bias)
     if scale is None:
         return dw, None, db
-    ds = (dw * weight.to(dw.dtype)).sum((1, 2, 3)).to(scale.dtype)
-    return (dw * scale.to(dw.dtype).view(-1, 1, 1, 1)).to(weight.dtype), ds, db
+    ds = (dw * weight.to(dw.dtype)).flatten(1).sum(1).to(scale.dtype)
+    return (dw * scale.to(dw.dtype).view(-1, *(1,) * (dw.dim() - 1))).to(weight.dtype), ds, db
 
 
 def _forward(

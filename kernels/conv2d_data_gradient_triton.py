@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import Blocks, default_blocks
+from sft.kernels.blocks import Blocks, Variant, can_walk_rows, default_blocks, variant_blocks
 from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, zero_where_off
 from sft.kernels.conv2d_reference import dense_gradient
+from sft.kernels.conv2d_rows_triton import launch_data_gradient_by_rows
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.windows_triton import first_tap, pixel_strides, unpooled, window_constants
@@ -144,13 +145,16 @@ def launch_data_gradient(
     groups: int,
     precision: str,
     taps: Tensor | None = None,
+    variant: Variant = "default",
     blocks: Blocks | None = None,
 ) -> None:
     """Write the input's gradient to ``out``; arguments as ``conv2d.conv2d_data_gradient`` checks them, ``out`` not empty.
 
     Args:
         taps: ``gradient`` and ``output`` are of the maxima of 2 x 2 pixels that came from here; for one group.
+        variant, blocks: as for ``conv2d_triton.launch_conv2d``.
     """
+    precision = safe_precision(precision, weight.device)  # on which the blocks depend
     if (output is not None or taps is not None) and not can_compute_operands(gradient.device):
         gradient, output, taps = dense_gradient(gradient, output, taps, geometry.output_size), None, None
     num_samples, _, rows, columns = out.shape
@@ -158,8 +162,18 @@ def launch_data_gradient(
     if blocks is None:
         blocks = default_blocks(group_in, group_out, out.dtype)
         loads_more = output is not None or taps is not None
-        if loads_more and (out.dtype != torch.float32 or precision == "ieee"):  # then there are too few registers
-            blocks = dataclasses.replace(blocks, pixels=32 if taps is not None else blocks.pixels // 2)
+        if taps is not None and out.dtype != torch.float32:  # two loads and a number for each element: too few registers for more
+            blocks = dataclasses.replace(blocks, pixels=64, inner=min(blocks.inner, 32))
+        elif loads_more and (out.dtype != torch.float32 or precision == "ieee"):
+            blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
+        # Larger blocks have no registers left to mask what they load, nor has a walk down the rows to spread maxima.
+        is_larger = variant in ("tall", "wide") and loads_more
+        if is_larger or (variant == "rows" and (taps is not None or not can_walk_rows(geometry, group_out, groups, weight))):
+            variant = "default"
+        blocks = variant_blocks(blocks, variant, group_in, is_loaded=loads_more)
+    if blocks.rows:
+        launch_data_gradient_by_rows(gradient, output, weight, out, geometry, precision=precision, blocks=blocks)
+        return
     height, width = geometry.axes
     strides = (height.window.stride, width.window.stride)
     num_pixels = num_samples * ceil_div(rows, strides[0]) * ceil_div(columns, strides[1])
@@ -193,7 +207,7 @@ def launch_data_gradient(
             TAPS_W=strides[1] // math.gcd(strides[1], width.window.dilation),
             RELU=output is not None,
             UNPOOL=taps is not None,
-            PRECISION=safe_precision(precision, weight.device),
+            PRECISION=precision,
             PIXELS=blocks.pixels,
             CHANNELS=blocks.channels,
             INNER=blocks.inner,

@@ -72,8 +72,9 @@ def reference_conv2d(
     convolve = _CONVOLUTIONS[len(strides)][0]
     y: Tensor = convolve(padded_input(x, geometry), weight, own, stride=strides, dilation=dilations, groups=groups)
     if scale is not None:
-        y = y * scale[:, None, None]
-        y = y if bias is None else y + bias[:, None, None]
+        sizes = (-1, *(1,) * len(strides))
+        y = y * scale.view(sizes)
+        y = y if bias is None else y + bias.view(sizes)
     if residual is not None:
         y = y + residual
     return y.relu() if relu else y

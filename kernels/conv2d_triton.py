@@ -11,14 +11,16 @@ Four warps: eight are reported to miscompile loops over taps on Hopper (pytorch/
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import Blocks, default_blocks, is_flat
+from sft.kernels.blocks import Blocks, Variant, can_walk_rows, default_blocks, is_flat, variant_blocks
 from sft.kernels.blocks_triton import can_compute_operands, matmul, relu, safe_precision
+from sft.kernels.conv2d_rows_triton import launch_conv2d_by_rows
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.windows_triton import pixel_strides, window_constants
@@ -179,6 +181,7 @@ def launch_conv2d(
     scale: Tensor | None = None,
     levels: tuple[Tensor, Tensor] | None = None,
     taps: Tensor | None = None,
+    variant: Variant = "default",
     blocks: Blocks | None = None,
 ) -> None:
     """Write the convolution of a tile to ``out``; arguments as ``conv2d.conv2d`` checks them, ``out`` not empty.
@@ -186,7 +189,10 @@ def launch_conv2d(
     Args:
         levels: what bytes are multiplied by, and what is added then; for an ``x`` of bytes.
         taps: ``out`` is the maxima of 2 x 2 pixels, and here is written where they came from; for one group.
+        variant: how it is split into programs; the default where there is no such one.
+        blocks: the same in numbers, for tests.
     """
+    precision = safe_precision(precision, weight.device)  # on which the blocks depend
     if levels is not None and not can_compute_operands(x.device):
         x, levels = (x * levels[0].view(1, -1, 1, 1) + levels[1].view(1, -1, 1, 1)).to(weight.dtype), None
     num_samples, _, rows, columns = out.shape
@@ -196,6 +202,13 @@ def launch_conv2d(
         blocks = default_blocks(group_out, group_in, weight.dtype)
         if levels is not None and precision == "ieee":  # the numbers take registers beside the bytes
             blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
+        if variant == "rows" and (levels is not None or not can_walk_rows(geometry, group_in, groups, weight)):
+            variant = "default"
+        blocks = variant_blocks(blocks, variant, group_out, is_loaded=taps is not None or residual is not None)
+    if blocks.rows:
+        options: dict[str, Any] = {"relu": relu, "precision": precision, "scale": scale, "taps": taps, "blocks": blocks}
+        launch_conv2d_by_rows(x, weight, bias, residual, out, geometry, **options)
+        return
     num_pixels = num_samples * rows * columns * (1 if taps is None else 4)
     grid = (ceil_div(num_pixels, blocks.pixels), ceil_div(group_out, blocks.channels), groups)
     height, width = geometry.axes
@@ -231,7 +244,7 @@ def launch_conv2d(
             RELU=relu,
             POOL=taps is not None,
             FLAT=flat,
-            PRECISION=safe_precision(precision, weight.device),
+            PRECISION=precision,
             PIXELS=blocks.pixels,
             CHANNELS=blocks.channels,
             INNER=blocks.inner,

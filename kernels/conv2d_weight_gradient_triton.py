@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import block_size, is_flat
+from sft.kernels.blocks import Variant, block_size, is_flat
 from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, zero_where_off
 from sft.kernels.conv2d_reference import dense_gradient
 from sft.kernels.geometry import Geometry
@@ -170,14 +170,17 @@ def launch_weight_gradient(
     precision: str,
     levels: tuple[Tensor, Tensor] | None = None,
     taps: Tensor | None = None,
+    variant: Variant = "default",
     block: tuple[int, int, int] | None = None,
 ) -> None:
     """Add a tile's share to the slots ``weights`` and ``biases``; arguments as ``conv2d.conv2d_weight_gradient`` checks them.
 
     Args:
         levels, taps: as for ``conv2d_triton.launch_conv2d``; with taps ``gradient`` and ``output`` are of the maxima.
+        variant: how it is split into programs: ``wide`` or ``deep``, the default otherwise.
         block: pixels, output channels and columns of one program (default: by the layer).
     """
+    precision = safe_precision(precision, x.device)  # on which the blocks depend
     if not can_compute_operands(gradient.device):
         if output is not None or taps is not None:
             gradient, output, taps = dense_gradient(gradient, output, taps, geometry.output_size), None, None
@@ -194,7 +197,8 @@ def launch_weight_gradient(
     largest = 32 if precision == "ieee" else 64  # without matrix instructions a larger block runs out of registers
     # Nor do more pixels fit where operands are four bytes, or where each element has an address of its own.
     most = 16 if precision == "ieee" else 32 if flat or gradient.dtype == torch.float32 else 64
-    pixels, channels, width_of_block = block or (most, block_size(group_out, largest), block_size(flattened, largest))
+    widest = 128 if variant == "wide" else largest
+    pixels, channels, width_of_block = block or (most, block_size(group_out, largest), block_size(flattened, widest))
     num_blocks = ceil_div(flattened, width_of_block) * (1 if flat else num_taps)
     num_pixels = num_samples * rows * columns
     num_split = ceil_div(ceil_div(num_pixels, pixels), num_splits) * pixels
@@ -229,12 +233,12 @@ def launch_weight_gradient(
             UNPOOL=taps is not None,
             BIAS=biases is not None,
             FLAT=flat,
-            PRECISION=safe_precision(precision, x.device),
+            PRECISION=precision,
             PIXELS=pixels,
             CHANNELS=channels,
             COLUMNS=width_of_block,
             num_warps=4,
-            num_stages=3,
+            num_stages=4 if variant == "deep" else 3,
             enable_fp_fusion=True,
         )
 

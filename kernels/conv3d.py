@@ -1,4 +1,4 @@
-"""Convolution of a tile of a volume, with bias and ReLU fused, and its gradients: ``conv2d`` with one axis more, for one group.
+"""Convolution of a tile of a volume, with bias, residual and ReLU fused, and its gradients: ``conv2d`` with one axis more, for one group.
 
 Weight gradients go to ``conv2d.Slots``, which take a weight of five dimensions as well.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft.errors import InputError
-from sft.kernels.conv2d import Activation, Precision, Slots, precision_of
+from sft.kernels.conv2d import Activation, Precision, Slots, precision_of, scaled_weight, weight_gradients
 from sft.kernels.conv2d_reference import reference_conv2d, reference_data_gradient, reference_weight_gradient
 from sft.kernels.dispatch import uses_triton
 from sft.kernels.geometry import check_buffer, raise_problems
@@ -28,16 +28,20 @@ def conv3d(
     weight: Tensor,
     geometry: VolumeGeometry,
     *,
+    scale: Tensor | None = None,
     bias: Tensor | None = None,
+    residual: Tensor | None = None,
     activation: Activation = "none",
     precision: Precision | None = None,
 ) -> Tensor:
-    """``activation(conv(x) + bias)`` of one tile. Differentiable once; the gradient of ``x`` is this tile's share.
+    """``activation(scale * conv(x) + bias + residual)`` of one tile. Differentiable once; the gradient of ``x`` is this tile's share.
 
     Args:
         x: ``[N, C, d, h, w]``, channels-last, the buffer that ``geometry`` calls input.
         weight: ``[outputs, C, kd, kh, kw]``; channels-last is fastest.
+        scale: ``[outputs]``; with ``bias``, a norm whose statistics are known.
         bias: ``[outputs]``.
+        residual: added before the activation; of the output's shape, channels-last.
         activation: ``"none"`` or ``"relu"``.
         precision: how products are formed (default: exactly in the dtype of ``x``).
 
@@ -54,10 +58,11 @@ def conv3d(
     [8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0, 8.0]
     """
     geometry.check_forward()
-    mode = _check(x, weight, geometry, precision, [], bias)
+    mode = _check(x, weight, geometry, precision, [("residual", residual)], bias, scale)
     if activation not in ("none", "relu"):
         raise InputError(f"the activation is {activation!r}; choose one of none, relu")
-    result: Tensor = _Conv3d.apply(x, weight, bias, geometry, activation == "relu", mode)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    options = (activation == "relu", mode)
+    result: Tensor = _Conv3d.apply(x, weight, scale, bias, residual, geometry, options)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return result
 
 
@@ -136,15 +141,25 @@ class _Conv3d(torch.autograd.Function):
     """Saves the input, the weight and, behind a ReLU, the output."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: VolumeGeometry, relu: bool, mode: Precision) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        geometry: VolumeGeometry,
+        options: tuple[bool, Precision],
+    ) -> Tensor:
+        relu, mode = options
         out = _empty(x, (x.shape[0], weight.shape[0], *geometry.output_size))
         if out.numel() and uses_triton(x):
             from sft.kernels.conv3d_triton import launch_conv3d  # not above: it imports Triton
 
-            launch_conv3d(x, weight, bias, out, geometry, relu=relu, precision=mode)
+            launch_conv3d(x, weight, bias, residual, out, geometry, relu=relu, precision=mode, scale=scale)
         elif out.numel():
-            out.copy_(reference_conv2d(x, weight, bias, None, geometry, groups=1, relu=relu))
-        ctx.save_for_backward(x, weight, out if relu else None)
+            out.copy_(reference_conv2d(x, weight, bias, residual, geometry, groups=1, relu=relu, scale=scale))
+        ctx.save_for_backward(x, weight, scale, out if relu else None)
         ctx.bias = None if bias is None else bias.dtype
         ctx.geometry, ctx.mode = geometry, mode
         return out
@@ -152,18 +167,20 @@ class _Conv3d(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, output = ctx.saved_tensors
+        x, weight, scale, output = ctx.saved_tensors
         gradient = gradients[0].contiguous(memory_format=torch.channels_last_3d)
         common = {"output": output, "precision": ctx.mode}
-        dx = dw = db = None
+        dx = dw = ds = db = dr = None
         if ctx.needs_input_grad[0]:
-            dx = conv3d_data_gradient(gradient, weight, ctx.geometry, partial=True, **common)
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            slots = Slots.zeros(weight, bias=ctx.needs_input_grad[2])
+            scaled = weight if scale is None else scaled_weight(weight, scale)
+            dx = conv3d_data_gradient(gradient, scaled, ctx.geometry, partial=True, **common)
+        if any(ctx.needs_input_grad[1:4]):
+            slots = Slots.zeros(weight, bias=ctx.needs_input_grad[3])
             conv3d_weight_gradient(gradient, x, ctx.geometry, into=slots, **common)
-            dw, db = slots.total(weight.dtype)
-            db = None if db is None else db.to(ctx.bias)
-        return dx, dw, db, None, None, None
+            dw, ds, db = weight_gradients(slots, weight, scale, ctx.bias)
+        if ctx.needs_input_grad[4]:
+            dr = gradient if output is None else torch.where(output <= 0, 0, gradient)
+        return dx, dw, ds, db, dr, None, None
 
 
 def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -177,6 +194,7 @@ def _check(
     precision: Precision | None,
     outputs: list[tuple[str, Tensor | None]],
     bias: Tensor | None,
+    scale: Tensor | None = None,
 ) -> Precision:
     """Raise all that keeps these tensors from being a tile of the layer; the precision otherwise."""
     problems: list[str] = []
@@ -189,8 +207,9 @@ def _check(
             check_buffer("x", x, x.shape[0], weight.shape[1], geometry.input_size, problems)
         for name, tensor in given:
             check_buffer(name, tensor, first.shape[0], weight.shape[0], geometry.output_size, problems)
-        if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-            problems.append(f"bias has shape {tuple(bias.shape)}, the layer has {weight.shape[0]} outputs")
+        for name, vector in (("scale", scale), ("bias", bias)):
+            if vector is not None and tuple(vector.shape) != (weight.shape[0],):
+                problems.append(f"{name} has shape {tuple(vector.shape)}, the layer has {weight.shape[0]} outputs")
     mode = precision_of([("x", x), ("weight", weight), *given], precision, problems)
     raise_problems(_NO_TILE, problems)
     return mode

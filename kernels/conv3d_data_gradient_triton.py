@@ -148,6 +148,7 @@ def launch_volume_data_gradient(
     blocks: Blocks | None = None,
 ) -> None:
     """Write the input's gradient to ``out``; arguments as ``conv3d.conv3d_data_gradient`` checks them, ``out`` not empty."""
+    precision = safe_precision(precision, weight.device)  # on which the blocks depend
     if output is not None and not can_compute_operands(gradient.device):
         gradient, output = dense_gradient(gradient, output, None, (0, 0)), None
     num_out, num_in = weight.shape[:2]
@@ -176,7 +177,7 @@ def launch_volume_data_gradient(
             **window_constants(geometry.axes),
             **{f"TAPS_{letter}": w.stride // math.gcd(w.stride, w.dilation) for letter, w in zip("DHW", windows, strict=True)},
             RELU=output is not None,
-            PRECISION=safe_precision(precision, weight.device),
+            PRECISION=precision,
             PIXELS=blocks.pixels,
             CHANNELS=blocks.channels,
             INNER=blocks.inner,

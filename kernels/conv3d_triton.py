@@ -5,6 +5,8 @@ Affixes as there. One group.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,9 @@ _RUNTIME = ["num_pixels", "slices", "rows", "columns", *_BORDERS]
 def conv3d_kernel(
     p_x,  # [N, num_in, d, h, w]
     p_w,  # [num_out, num_in, kd, kh, kw]
+    p_scale,  # [num_out]
     p_bias,  # [num_out]
+    p_residual,  # as y
     p_y,  # [N, num_out, slices, rows, columns]
     num_pixels,  # N * slices * rows * columns
     slices,
@@ -43,6 +47,10 @@ def conv3d_kernel(
     w_d,
     w_h,
     w_w,
+    residual_n,
+    residual_d,
+    residual_h,
+    residual_w,
     y_n,
     y_d,
     y_h,
@@ -65,7 +73,9 @@ def conv3d_kernel(
     DILATION_D: tl.constexpr,
     DILATION_H: tl.constexpr,
     DILATION_W: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     RELU: tl.constexpr,
     FLAT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -73,7 +83,7 @@ def conv3d_kernel(
     CHANNELS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    """y = activation(conv(x) + bias)."""
+    """y = activation(scale * conv(x) + bias + residual)."""
     i_p = tl.program_id(0).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)[:, None]  # [P, 1]
     i_c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)[None, :]  # [1, C]
     m_p, m_c = i_p < num_pixels, i_c < num_out
@@ -109,8 +119,13 @@ def conv3d_kernel(
         w = tl.load(p_w + (o_w + tap_w % KERNEL_W * w_w) + i_c * w_o, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
         acc = matmul(x, w, acc, PRECISION)
 
+    if HAS_SCALE:
+        acc *= tl.load(p_scale + i_c, mask=m_c, other=0.0).to(tl.float32)
     if HAS_BIAS:
         acc += tl.load(p_bias + i_c, mask=m_c, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        o_residual = i_n * residual_n + i_d * residual_d + i_h * residual_h + i_w * residual_w
+        acc += tl.load(p_residual + o_residual + i_c, mask=m_p & m_c, other=0.0).to(tl.float32)
     if RELU:
         acc = relu(acc)
     o_y = i_n * y_n + i_d * y_d + i_h * y_h + i_w * y_w
@@ -121,22 +136,32 @@ def launch_conv3d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    residual: Tensor | None,
     out: Tensor,
     geometry: VolumeGeometry,
     *,
     relu: bool,
     precision: str,
+    scale: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> None:
     """Write the convolution of a tile to ``out``; arguments as ``conv3d.conv3d`` checks them, ``out`` not empty."""
+    precision = safe_precision(precision, weight.device)  # on which the blocks depend
     num_out, num_in = weight.shape[:2]
-    blocks = blocks or default_blocks(num_out, num_in, x.dtype)
+    if blocks is None:
+        blocks = default_blocks(num_out, num_in, x.dtype)
+        if residual is not None and x.dtype == torch.float32:  # its offsets take registers; Hopper wants 64 pixels
+            blocks = dataclasses.replace(blocks, channels=max(16, blocks.channels // 2))
+        elif residual is not None:
+            blocks = dataclasses.replace(blocks, pixels=max(64, blocks.pixels // 2))
     num_pixels = out.numel() // num_out
     with torch.cuda.device_of(x):
         conv3d_kernel[(ceil_div(num_pixels, blocks.pixels), ceil_div(num_out, blocks.channels))](
             x,
             weight,
+            weight if scale is None else scale,
             weight if bias is None else bias,
+            out if residual is None else residual,
             out,
             num_pixels,
             *out.shape[2:],
@@ -144,13 +169,16 @@ def launch_conv3d(
             num_out,
             *voxel_strides(x),
             *weight.stride(),
+            *voxel_strides(out if residual is None else residual),
             *voxel_strides(out),
             *(value for axis in geometry.axes for value in (axis.shift, *axis.input.data)),
             **window_constants(geometry.axes),
+            HAS_SCALE=scale is not None,
             HAS_BIAS=bias is not None,
+            HAS_RESIDUAL=residual is not None,
             RELU=relu,
             FLAT=is_flat(num_in),
-            PRECISION=safe_precision(precision, weight.device),
+            PRECISION=precision,
             PIXELS=blocks.pixels,
             CHANNELS=blocks.channels,
             INNER=blocks.inner,

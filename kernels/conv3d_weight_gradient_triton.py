@@ -139,6 +139,7 @@ def launch_volume_weight_gradient(
     Args:
         block: pixels, output channels and columns of one program (default: by the layer).
     """
+    precision = safe_precision(precision, x.device)  # on which the blocks depend
     if output is not None and not can_compute_operands(gradient.device):
         gradient, output = dense_gradient(gradient, output, None, (0, 0)), None
     num_splits, num_out, *kernel, num_in = weights.shape
@@ -169,7 +170,7 @@ def launch_volume_weight_gradient(
             RELU=output is not None,
             BIAS=biases is not None,
             FLAT=flat,
-            PRECISION=safe_precision(precision, x.device),
+            PRECISION=precision,
             PIXELS=pixels,
             CHANNELS=channels,
             COLUMNS=width_of_block,

@@ -125,6 +125,7 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "True",
     ),
     "test_inputs_cost.py::test_pages_that_were_read_are_given_back": ("CHW",),
+    "test_kernels_benchmark.py::test_without_a_gpu_it_says_so": ("--only rows", "test", "sanitize", "tune"),
     "test_kernels_compile.py::test_compiles_ahead_of_time": (
         "conv2d 2",
         "conv2d 3",
@@ -133,7 +134,11 @@ _PARAMETERS: dict[str, tuple[str, ...]] = {
         "data gradient 2",
         "weight gradient 1",
         "weight gradient 2",
+        "old assembler 0",
+        "old assembler 2",
     ),
+    "test_kernels_conv2d_rows.py::test_interpreted_forward": ("torch.bfloat16",),
+    "test_kernels_conv2d_rows.py::test_interpreted_gradient": ("torch.float16",),
     "test_kernels_conv3d.py::test_interpreted_kernels": (
         "plain",
         "strided",
@@ -263,7 +268,7 @@ _TESTS = (
     "test_exact_shuffles.py::test_down_and_up",
     "test_example_volume.py::test_the_script_trains_and_writes_its_page",
     "test_intricate.py::test_windows_of_windows_are_captured_for_one_size",
-    "test_kernels_benchmark.py::test_without_a_gpu_it_says_so",
+    "test_kernels_benchmark.py::test_what_goes_wrong_keeps_nothing_else_from_running",
     "test_libraries.py::test_a_torchvision_for_another_torch_is_imported",
     "test_libraries.py::test_a_torchvision_that_fits_declares_its_operators_itself",
     "test_losses.py::test_any_size",

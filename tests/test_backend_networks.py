@@ -62,8 +62,9 @@ def test_steps_are_exact_and_planned(case: str, tmp_path: Path) -> None:
     assert plan.total_bytes <= plan.budget_bytes
 
 
-def test_frozen_norms_join_convolutions_where_no_gradient_follows(tmp_path: Path) -> None:
-    job = {"run": "inference", "name": "residual, eval norm", "shape": (1, 3, 12, 8), "options": {"tile": (8, None)}}
+@pytest.mark.parametrize(("name", "shape"), [("residual, eval norm", (1, 3, 12, 8)), ("volume, eval norm", (1, 2, 6, 4, 5))], ids=str)
+def test_frozen_norms_join_convolutions_where_no_gradient_follows(name: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    job = {"run": "inference", "name": name, "shape": shape, "options": {"tile": (shape[2] - 4, None)}}
     (found,) = interpret_networks([job], tmp_path)
     assert found["calls"].keys() >= {"NormedConvolution.run", "Convolution.run"}
     assert "FrozenNorm.run" not in found["calls"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ from rich.console import Console
 from torch import nn
 
 import sft
-from sft.backends.choice import ShapeClass
-from sft.backends.laboratory import Errors
+from sft.backends.calls import call_of
+from sft.backends.choice import ShapeClass, variants_of
+from sft.backends.laboratory import Errors, compiler_of
 from sft.backends.table import KernelTable, Measured, TableEntry, find_table, table_name
 from sft.backends.trials import Trial
 from sft.backends.tuning import tune
 from sft.cli.main import main
 from sft.cli.tune import TuneRequest, collect_trials, show_tune
+
+from .helpers.triton_process import needs_triton
 
 _CLASS = ShapeClass(
     operator="conv2d",
@@ -120,6 +124,31 @@ def test_tables_are_found_by_device_and_version(tmp_path: Path) -> None:
         find_table([second], _TABLE.device, _TABLE.triton)
 
 
+def _variant(trial: Trial) -> str:
+    calls = [call_of(call.function) for call in trial.kernels]
+    variants: set[str] = {getattr(call, "variant", "default") for call in calls} - {"default"}
+    return next(iter(variants), "default")
+
+
+@needs_triton
+def test_a_table_is_for_one_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where products of computed operands are right is the assembler's to say, not Triton's: another may be named."""
+    from sft.kernels import blocks_triton  # not above: it imports Triton
+
+    capability = [9, 0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
+    device = torch.device("cuda", 0)
+    assert re.fullmatch(r"3\.\d+\.\d+-ptxas-\d+\.\d+", compiler_of(device))
+    for version, is_right in (("12.8", False), ("12.9", False), ("13.1", False), ("13.3", True), ("14.0", True)):
+        monkeypatch.setattr(blocks_triton, "assembler_of", lambda capability, version=version: version)
+        assert blocks_triton.can_compute_operands(device) == is_right, version
+        assert blocks_triton.safe_precision("bf16x3", device) == ("bf16x3" if is_right else "ieee")
+        assert compiler_of(device).endswith(f"-ptxas-{version}")
+    capability[:] = [8, 0]
+    monkeypatch.setattr(blocks_triton, "assembler_of", lambda capability: "12.8")
+    assert blocks_triton.can_compute_operands(device) and blocks_triton.safe_precision("bf16x3", device) == "bf16x3"
+
+
 @dataclass
 class ListLaboratory:
     """Answers from lists: errors and times by operator."""
@@ -128,8 +157,13 @@ class ListLaboratory:
     slow: frozenset[str] = frozenset()
     fails: str = ""
     stops: str = ""
-    verified: list[str] = field(default_factory=list)
-    timed: list[str] = field(default_factory=list)
+    fast: str = ""
+    """A variant that takes half the time."""
+    wrong: str = ""
+    """A variant that is wrong."""
+    verified: list[tuple[str, str]] = field(default_factory=list)
+    """Operators and variants."""
+    timed: list[tuple[str, str]] = field(default_factory=list)
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     device_name: str = "NVIDIA Test"
     triton_version: str = "3.9.0"
@@ -137,16 +171,19 @@ class ListLaboratory:
 
     def verify(self, trial: Trial) -> Errors:
         operator = trial.shape_class.operator
-        self.verified.append(operator)
+        self.verified.append((operator, _variant(trial)))
         if operator == self.stops:
             raise KeyboardInterrupt
         if operator == self.fails:
             raise RuntimeError("out of registers")
+        if _variant(trial) == self.wrong:
+            return Errors(kernels=0.5, aten=1e-7)
         return Errors(kernels=self.errors.get(operator, 1e-7), aten=1e-7)
 
     def time(self, trial: Trial) -> tuple[float, float]:
-        self.timed.append(trial.shape_class.operator)
-        return (2e-3, 1e-3) if trial.shape_class.operator in self.slow else (1e-3, 2e-3)
+        self.timed.append((trial.shape_class.operator, _variant(trial)))
+        seconds = 2e-3 if trial.shape_class.operator in self.slow else 1e-3
+        return (seconds / 2 if _variant(trial) == self.fast else seconds), 3e-3 - seconds
 
 
 def _model() -> nn.Module:
@@ -168,10 +205,35 @@ def test_every_class_is_verified_then_timed_once(tmp_path: Path) -> None:
     seen: list[str] = []
     found = tune(trials, laboratory, tmp_path, advance=seen.append)
     assert seen == [trial.shape_class.label for trial in trials]
-    assert laboratory.verified == laboratory.timed == [trial.shape_class.operator for trial in trials]
+    ways = [(trial.shape_class.operator, variant) for trial in trials for variant in variants_of(trial.shape_class)]
+    assert laboratory.verified == laboratory.timed == ways
     assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == found.table
     chooser = Measured(table=found.table)
     assert all(chooser.takes_kernel(trial.shape_class) == (trial.shape_class.operator != "max pool") for trial in trials)
+
+
+def test_the_fastest_way_that_is_right_is_taken(tmp_path: Path) -> None:
+    trials = collect_trials(_request(None), torch.device("cpu"))
+    table = tune(trials, ListLaboratory(fast="deep"), tmp_path).table
+    convolutions = [trial for trial in trials if trial.shape_class.operator.startswith("conv2d")]
+    assert {Measured(table=table).variant_of(trial.shape_class) for trial in convolutions} == {"deep"}
+    assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == table
+    found = tune(trials, ListLaboratory(fast="deep", wrong="deep"), tmp_path, again=True)
+    assert {entry.variant for entry in found.table.entries} == {"default"}
+    assert len(found.table.entries) == len(trials)
+    assert len(found.refused) == len(convolutions) and all(", deep: wrong" in line for line in found.refused)
+    assert Measured(table=found.table).variant_of(replace(convolutions[0].shape_class, channels=(5, 5))) == "default"
+
+
+def test_ways_to_split_by_class() -> None:
+    assert variants_of(_CLASS) == ("default", "deep", "small", "rows")
+    assert variants_of(replace(_CLASS, channels=(128, 64))) == ("default", "deep", "small")
+    assert variants_of(replace(_CLASS, operator="conv2d data gradient", channels=(128, 64)))[-1] == "rows"
+    assert variants_of(replace(_CLASS, stride=(2, 1)))[-1] == "small"
+    assert variants_of(replace(_CLASS, numbers="tf32")) == ("default", "deep", "tall", "wide")
+    assert variants_of(replace(_CLASS, operator="conv2d weight gradient")) == ("default", "deep")
+    for change in ({"operator": "conv3d"}, {"operator": "max pool"}, {"groups": 64}):
+        assert variants_of(replace(_CLASS, **change)) == ("default",), change
 
 
 def test_a_wrong_or_failing_kernel_gets_no_entry(tmp_path: Path) -> None:
@@ -179,9 +241,10 @@ def test_a_wrong_or_failing_kernel_gets_no_entry(tmp_path: Path) -> None:
     laboratory = ListLaboratory(errors={"conv2d data gradient": 0.3, "carried rows": float("nan")}, fails="conv2d weight gradient")
     found = tune(trials, laboratory, tmp_path)
     bad = {"conv2d data gradient", "carried rows", "conv2d weight gradient"}
-    assert bad.isdisjoint(laboratory.timed)
+    assert bad.isdisjoint(operator for operator, _ in laboratory.timed)
     assert bad.isdisjoint(entry.shape_class.operator for entry in found.table.entries)
-    assert sum("wrong, error" in line for line in found.refused) == sum(t.shape_class.operator in bad - {laboratory.fails} for t in trials)
+    wrong = [t for t in trials if t.shape_class.operator in bad - {laboratory.fails}]
+    assert sum("wrong, error" in line for line in found.refused) == sum(len(variants_of(t.shape_class)) for t in wrong)
     assert any("out of registers" in line for line in found.refused)
 
 
@@ -193,12 +256,13 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
         tune(trials, first, tmp_path)
     held = find_table([tmp_path], "NVIDIA Test", "3.9.0")
     assert held is not None
-    assert len(held.entries) == len(first.timed) > 0
+    begun = next(place for place, trial in enumerate(trials) if trial.shape_class.operator == last)
+    assert len(held.entries) == begun > 0
     second = ListLaboratory()
     found = tune(trials, second, tmp_path)
-    assert found.known == len(first.timed)
+    assert found.known == len(held.entries)
     assert len(found.table.entries) == len(trials)
-    assert len(second.timed) == len(trials) - len(first.timed)
+    assert len(second.timed) == sum(len(variants_of(trial.shape_class)) for trial in trials[begun:])
     third = ListLaboratory()
     assert tune(trials, third, tmp_path).known == len(trials)
     assert third.verified == []

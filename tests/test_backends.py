@@ -14,9 +14,11 @@ from torch import nn
 import sft
 from sft.backends.calls import call_of
 from sft.backends.choice import Always, Numbers, ShapeClass, storage_numbers
+from sft.backends.convolution_calls import Convolution, DataGradient, PooledConvolution, WeightGradient
 from sft.backends.rewrite import Kernels
 from sft.backends.select import backend_for
 from sft.execute.signature import signature
+from sft.kernels.blocks import Variant
 from sft.lower.program import Program
 from sft.plan.build import build_region
 from sft.plan.problem import Problem
@@ -36,6 +38,9 @@ class Never:
     def takes_kernel(self, wanted: ShapeClass) -> bool:
         self.asked.append(wanted)
         return False
+
+    def variant_of(self, wanted: ShapeClass) -> Variant:
+        return "default"
 
     def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
         return storage_numbers(dtype, allows_tf32=False)
@@ -117,12 +122,27 @@ def test_a_chooser_may_take_one_gradient_alone() -> None:
         def takes_kernel(self, wanted: ShapeClass) -> bool:
             return wanted.operator == "conv2d weight gradient"
 
+        def variant_of(self, wanted: ShapeClass) -> Variant:
+            return "deep"
+
     problem = _problem()
     _, _, joint = _programs(_segment(problem, Kernels(chooser=Weights())))
     _, _, plain = _programs(_segment(problem, None))
     assert _calls(joint).count("WeightGradient.run") == 2
+    calls = [call_of(instruction.function) for instruction in joint.instructions]
+    assert {call.variant for call in calls if isinstance(call, WeightGradient)} == {"deep"}
     assert "DataGradient.run" not in _calls(joint)
     assert joint.flops == plain.flops
+
+
+def test_kernels_get_weights_channels_last() -> None:
+    """A kernel loads inputs of one tap side by side; models seldom have them so."""
+    for program in _programs(_segment(_problem(), Kernels(chooser=Always()))):
+        copied = {i.arguments[0] for i in program.instructions if i.function is torch.ops.aten.copy_.default}
+        for instruction in program.instructions:
+            call = call_of(instruction.function)
+            if isinstance(call, (Convolution, DataGradient, PooledConvolution)):
+                assert instruction.arguments[3 if isinstance(call, PooledConvolution) else 2] in copied
 
 
 def test_programs_are_data() -> None:

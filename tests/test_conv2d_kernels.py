@@ -312,7 +312,7 @@ def test_what_does_not_fit_is_refused() -> None:
         conv2d(x, weight, geometry, groups=2)
     with pytest.raises(InputError, match=r"4 outputs do not make 3 groups"):
         conv2d(x, weight, geometry, groups=3)
-    with pytest.raises(InputError, match=r"precision 'bf16' of torch.float32 tensors; choose one of ieee, tf32, tf32x3"):
+    with pytest.raises(InputError, match=r"precision 'bf16' of torch.float32 tensors; choose one of ieee, tf32, tf32x3, bf16x3"):
         conv2d(x, weight, geometry, precision="bf16")
     with pytest.raises(InputError, match=r"weight is torch.float64, another is torch.float32"):
         conv2d(x, weight.double(), geometry)

@@ -83,7 +83,7 @@ def test_interpreted_bfloat16(tmp_path: Path) -> None:
     torch.testing.assert_close(result.double(), reference.double(), rtol=2**-7, atol=0)
 
 
-def _compilation(kernel: str, dtype: str, last: bool, kind: Kind, capability: int) -> dict[str, Any]:
+def _compilation(kernel: str, dtype: str, last: bool, kind: Kind, target: str) -> dict[str, Any]:
     """A job as ``launch_dropout`` would have it for channels-last (``last``) or contiguous tiles."""
     geometry = ["num_channels", "num_rows", "num_columns"]
     rule = ["start", "index_n", "index_g", "index_h", "index_w", "seed_low", "seed_high", "site", "draw", "threshold"]
@@ -100,7 +100,7 @@ def _compilation(kernel: str, dtype: str, last: bool, kind: Kind, capability: in
         constants |= {"COMPUTE": "tl.float64" if dtype == "fp64" else "tl.float32"}
         geometry += [name for name in strides if name not in unit]
     aligned = [*pointers, *(name for name in geometry if name not in ("num_rows", "num_columns"))]
-    job = {"module": _MODULE, "kernel": kernel, "capability": capability, "aligned": aligned}
+    job = {"module": _MODULE, "kernel": kernel, "target": target, "aligned": aligned}
     return job | {"signature": signature | pointers, "constants": constants}
 
 
@@ -119,15 +119,15 @@ _VARIANTS: list[tuple[str, str, bool, Kind]] = [
 @pytest.mark.parametrize("variant", _VARIANTS, ids=lambda variant: " ".join(map(str, variant)))
 def test_compiles_ahead_of_time(variant: tuple[str, str, bool, Kind], tmp_path: Path) -> None:
     """For sm_80 and sm_90: no spills, few registers, little shared memory, and wide loads where channels are contiguous."""
-    jobs = [_compilation(*variant, capability) for capability in (80, 90)]
+    jobs = [_compilation(*variant, target) for target in ("sm_80", "sm_90")]
     if variant == _VARIANTS[0]:
         jobs.append(jobs[0] | {"constants": jobs[0]["constants"] | {"num_channels": 1}, "aligned": ["p_x", "p_out"]})
-    for capability, cost in zip((80, 90), compile_kernels(jobs, tmp_path), strict=False):
-        assert cost["cubin_bytes"] > 0 and cost["spilled_bytes"] == 0, (capability, cost)
-        assert cost["registers"] <= 80, (capability, cost)
-        assert cost["shared_bytes"] <= 8192, (capability, cost)
+    for target, cost in zip(("sm_80", "sm_90"), compile_kernels(jobs, tmp_path), strict=False):
+        assert cost["binary_bytes"] > 0 and cost["spilled_bytes"] == 0, (target, cost)
+        assert cost["registers"] <= 80, (target, cost)
+        assert cost["shared_bytes"] <= 8192, (target, cost)
         if variant[0] == "dropout_kernel" and variant[2]:
-            assert cost["wide_loads"] == cost["loads"] > 0, (capability, cost)
+            assert cost["wide_loads"] == cost["loads"] > 0, (target, cost)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from sft.backends.choice import Numbers, ShapeClass, variants_of
 from sft.kernels.geometry import Geometry, Window
 
 from .helpers.triton_gates import Gate, check_gates, is_swept, meta_image
@@ -47,18 +48,19 @@ def _gates() -> dict[str, list[Gate]]:
     forward, adjoint = ("conv2d_triton", "launch_conv2d"), ("conv2d_data_gradient_triton", "launch_data_gradient")
     weight = ("conv2d_weight_gradient_triton", "launch_weight_gradient")
 
-    def gate(launch: tuple[str, str], when: tuple[int, ...], arguments: dict[str, Any], **facts: bool) -> Gate:
+    def gate(launch: tuple[str, str], when: tuple[int, ...], arguments: dict[str, Any], **facts: Any) -> Gate:
         return Gate(module=launch[0], launch=launch[1], when=when, arguments=arguments, **facts)
 
     copied = {"matrix": True, "wide": True, "copied_operands": True}
     slots = torch.empty(32, 3, 3, 64, 64, device="meta")
     gates = {
         "conv2d": [
-            gate(forward, (80, 90), _forward("bf16", _conv(64, 64, _HALF)), **copied),
+            gate(forward, (80, 90, 942), _forward("bf16", _conv(64, 64, _HALF)), **copied),
             gate(forward, (), _forward("fp16", _conv(256, 256, torch.float16)), **copied),
             gate(forward, (90,), _forward("tf32", _conv(64, 128, _SINGLE)), **copied),
             gate(forward, (80,), _forward("ieee", _conv(64, 128, _SINGLE)), wide=True),
             gate(forward, (), _forward("tf32x3", _conv(64, 128, _SINGLE)), matrix=True, wide=True),
+            gate(forward, (90,), _forward("bf16x3", _conv(64, 128, _SINGLE)), matrix=True, wide=True),
             gate(forward, (90,), _forward("bf16", _conv(3, 64, _HALF, stride=2)), matrix=True, copied_operands=True),
         ],
         "data gradient": [
@@ -66,11 +68,13 @@ def _gates() -> dict[str, list[Gate]]:
             gate(adjoint, (90,), _adjoint("bf16", _conv(64, 128, _HALF, stride=2), output=None), matrix=True),
             gate(adjoint, (80,), _adjoint("ieee", _conv(128, 64, _SINGLE))),
             gate(adjoint, (), _adjoint("tf32", _conv(128, 64, _SINGLE)), matrix=True),
+            gate(adjoint, (), _adjoint("bf16x3", _conv(128, 64, _SINGLE)), matrix=True),
         ],
         "weight gradient": [
             gate(weight, (80, 90), _weight("bf16", _conv(64, 128, _HALF)), matrix=True),
             gate(weight, (90,), _weight("tf32", _conv(64, 64, _SINGLE), output=None), matrix=True),
             gate(weight, (80,), _weight("ieee", _conv(64, 64, _SINGLE))),
+            gate(weight, (), _weight("bf16x3", _conv(64, 64, _SINGLE)), matrix=True),
             gate(weight, (), _weight("bf16", _conv(3, 64, _HALF, stride=2)), matrix=True),
             gate(("conv2d_weight_gradient_triton", "launch_reduce"), (90,), {"slots": slots, "out": slots[0]}),
         ],
@@ -81,7 +85,42 @@ def _gates() -> dict[str, list[Gate]]:
         gate(("depthwise_triton", "launch_depthwise_gradient"), (80,), _adjoint("", depthwise)),
         gate(("depthwise_triton", "launch_depthwise_weight"), (90,), _weight("", depthwise)),
     ]
+    gates["old assembler"] = [
+        gate(forward, (90,), _forward("bf16x3", _conv(64, 128, _SINGLE)), affected=True),
+        gate(adjoint, (90,), _adjoint("bf16", _conv(64, 128, _HALF)), matrix=True, affected=True),
+        gate(weight, (90,), _weight("bf16", _conv(64, 128, _HALF)), matrix=True, affected=True),
+    ]
+    gates["variants"] = [*_variants("bf16", _HALF), *_variants("tf32", _SINGLE), *_variants("ieee", _SINGLE)]
     gates["pool"] = [gate for kernel in (2, 3) for gate in _pools(kernel)]
+    return gates
+
+
+def _variants(numbers: str, dtype: torch.dtype) -> list[Gate]:
+    """Every way to split the convolutions of a class that a measured table may choose, but those down the rows, which have a test of
+    their own."""
+    parts, matrix, gates = _conv(128, 128, dtype), numbers != "ieee", []
+    pooled, taps = meta_image(128, dtype, (_ROWS // 2, _COLUMNS // 2)), meta_image(32, torch.uint8, (_ROWS // 2, _COLUMNS // 2))
+    name: Numbers = "bfloat16" if numbers == "bf16" else "tf32" if numbers == "tf32" else "float32"
+    forward, adjoint, weight = _forward(numbers, parts), _adjoint(numbers, parts), _weight(numbers, parts)
+    launches: list[tuple[str, str, str, dict[str, Any]]] = [
+        ("conv2d", "conv2d_triton", "launch_conv2d", forward),
+        ("conv2d", "conv2d_triton", "launch_conv2d", forward | {"residual": None, "out": pooled, "taps": taps}),
+        ("conv2d data gradient", "conv2d_data_gradient_triton", "launch_data_gradient", adjoint),
+        ("conv2d data gradient", "conv2d_data_gradient_triton", "launch_data_gradient", adjoint | {"output": None}),
+        (
+            "conv2d data gradient",
+            "conv2d_data_gradient_triton",
+            "launch_data_gradient",
+            adjoint | {"gradient": pooled, "output": pooled, "taps": taps},
+        ),
+        ("conv2d weight gradient", "conv2d_weight_gradient_triton", "launch_weight_gradient", weight),
+    ]
+    for operator, module, launch, arguments in launches:
+        wanted = ShapeClass(
+            operator=operator, numbers=name, channels=(128, 128), kernel=(3, 3), stride=(1, 1), dilation=(1, 1), pixels=_ROWS * _COLUMNS
+        )
+        for variant in variants_of(wanted):
+            gates.append(Gate(module=module, launch=launch, arguments=arguments | {"variant": variant}, only=(80, 90), matrix=matrix))
     return gates
 
 

@@ -288,6 +288,47 @@ def test_interpreted_stem(tmp_path: Path) -> None:
 
 
 @needs_triton
+def test_interpreted_with_an_old_assembler(tmp_path: Path) -> None:
+    """Where products of computed operands are wrong, operands are made in memory first, of the same values: so results have the same bits,
+    but for sums over pixels, which begin with other pixels in each slot where a last column has no maximum."""
+    problem, dtype, geometry = _problem(torch.float16), torch.float16, _whole()
+    parts, stem = problem.parts, _problem(torch.float16, num_in=3).parts
+    weight, image = _last(parts["weight"], dtype), _bytes().contiguous(memory_format=torch.channels_last)
+    maxima, taps = conv2d_max_pool_with_taps(_last(parts["x"], dtype), weight, geometry, bias=parts["bias"].to(dtype))
+    backward: dict[str, Any] = {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps, "geometry": geometry}
+    levels = {"levels": (_BYTE_LEVELS.gain, _BYTE_LEVELS.offset), "geometry": geometry, "x": image}
+    summed = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
+
+    def jobs() -> list[dict[str, Any]]:
+        slots, few = (Slots.zeros(given["weight"].float(), bias=True, num_splits=2) for given in (parts, stem))
+        dx, y = empty_buffer(2, 5, _EXTENTS, dtype), empty_buffer(2, 6, _EXTENTS, dtype)
+        forward = {"weight": _last(stem["weight"], dtype), "bias": None, "residual": None, "relu": True, "out": y}
+        sums, own = ({"weights": one.weights, "biases": one.biases} for one in (slots, few))
+        plain = {"gradient": _last(problem.dense, dtype), "output": None}
+        return [
+            _job("conv2d_data_gradient_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]),
+            _job(
+                "conv2d_weight_gradient_triton",
+                "launch_weight_gradient",
+                backward | {"x": _last(parts["x"], dtype), **sums, **summed},
+                ["weights", "biases"],
+            ),
+            _job("conv2d_triton", "launch_conv2d", levels | forward | _BLOCKS, ["out"]),
+            _job("conv2d_weight_gradient_triton", "launch_weight_gradient", levels | plain | own | summed, ["weights", "biases"]),
+        ]
+
+    results = interpret([*jobs(), *(job | {"affected": True} for job in jobs())], tmp_path)
+    assert len(results) == 8
+    for number, (fused, apart) in enumerate(zip(results[:4], results[4:], strict=True)):
+        for one, other in zip(fused, apart, strict=True):
+            assert bool((one != 0).any())
+            if number == 1:
+                torch.testing.assert_close(one.sum(0), other.sum(0), rtol=1e-5, atol=1e-5)
+            else:
+                assert torch.equal(one, other), number
+
+
+@needs_triton
 @pytest.mark.parametrize("family", ["forward", "backward"])
 def test_compiles_ahead_of_time(family: str, tmp_path: Path) -> None:
     half, window = torch.bfloat16, Window(kernel=3, padding=1)
@@ -304,7 +345,7 @@ def test_compiles_ahead_of_time(family: str, tmp_path: Path) -> None:
     slots = {"weights": torch.empty(32, 64, 3, 3, 64, device="meta"), "biases": torch.empty(32, 64, device="meta")}
     backward = common | {"gradient": pooled, "output": pooled, "taps": taps}
 
-    def gate(module: str, launch: str, when: tuple[int, ...], arguments: dict[str, Any], **facts: bool) -> Gate:
+    def gate(module: str, launch: str, when: tuple[int, ...], arguments: dict[str, Any], **facts: Any) -> Gate:
         return Gate(module=module, launch=launch, when=when, arguments=arguments, matrix=True, **facts)
 
     stem_slots = {"weights": torch.empty(32, 64, 3, 3, 3, device="meta"), "biases": slots["biases"]}

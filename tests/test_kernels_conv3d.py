@@ -32,6 +32,8 @@ class _Layer:
     channels: tuple[int, int]
     relu: bool
     num_samples: int = 1
+    #: with a scale, and a residual
+    fused: bool = False
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -49,7 +51,7 @@ _MODULES = {
     "launch_volume_weight_gradient": "conv3d_weight_gradient_triton",
 }
 _LAYERS = [
-    _Layer(name="plain", extents=(5, 4, 6), windows=(_window(3, padding=1),) * 3, channels=(18, 5), relu=True, num_samples=2),
+    _Layer(name="plain", extents=(5, 4, 6), windows=(_window(3, padding=1),) * 3, channels=(18, 5), relu=True, num_samples=2, fused=True),
     _Layer(name="strided", extents=(7, 5, 6), windows=(_window(3, 2, 1, 1), _window(2), _window(3, 2, 3, 3)), channels=(3, 17), relu=False),
     _Layer(
         name="anisotropic", extents=(6, 5, 8), windows=(_window(1, 2), _window(3, padding=1), _window(2, 3)), channels=(16, 4), relu=True
@@ -79,6 +81,10 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
         "bias": draw(num_out),
         "dy": draw(layer.num_samples, num_out, *layer.size),
     }
+    if layer.fused:
+        # Powers of two, so that a weight with the scale in it has values of the dtype, too.
+        parts |= {"scale": draw(num_out).sign() * 2.0 ** (torch.arange(num_out) % 3 - 1)}
+        parts |= {"residual": draw(layer.num_samples, num_out, *layer.size)}
     options: dict[str, Any] = {
         "stride": [window.stride for window in layer.windows],
         "padding": [window.padding for window in layer.windows],
@@ -86,10 +92,18 @@ def _problem(layer: _Layer, dtype: torch.dtype) -> _Problem:
     }
 
     def linear(sign: Any, mask: Tensor | None) -> dict[str, Tensor]:
-        leaves = [sign(parts[name]).requires_grad_() for name in ("x", "weight", "bias")]
-        y = F.conv3d(*leaves, **options)
-        dx, dw, db = torch.autograd.grad(y if mask is None else y * mask, leaves, sign(parts["dy"]))
-        return {"y": y.detach(), "dx": dx, "dw": dw, "db": db}
+        leaves = {name: sign(part).requires_grad_() for name, part in parts.items() if name != "dy"}
+        y = F.conv3d(leaves["x"], leaves["weight"], None if layer.fused else leaves["bias"], **options)
+        if layer.fused:
+            y = y * leaves["scale"].view(-1, 1, 1, 1) + leaves["bias"].view(-1, 1, 1, 1) + leaves["residual"]
+        gradients = torch.autograd.grad(y if mask is None else y * mask, list(leaves.values()), sign(parts["dy"]))
+        named = dict(zip(leaves, gradients, strict=True))
+        # The kernel of the weight's gradient knows no scale, and that of the data takes a weight with the scale in it.
+        scale = named.pop("scale", None)
+        if layer.fused:
+            named["weight"] = named["weight"] / leaves["scale"].detach().view(-1, 1, 1, 1, 1)
+        results = {"y": y.detach(), "dx": named["x"], "dw": named["weight"], "db": named["bias"]}
+        return results | ({"ds": scale, "dr": named["residual"]} if scale is not None else {})
 
     y = linear(torch.clone, None)["y"]
     mask = (y.to(dtype) > 0).double() if layer.relu else None
@@ -152,13 +166,18 @@ def _spans(geometry: VolumeGeometry, side: str) -> list[Span]:
 def _forward(layer: _Layer, problem: _Problem, part: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
     geometry, parts = _geometry(layer, part), problem.parts
     x = _filled(parts["x"], _spans(geometry, "input"), dtype)
-    return {"x": x, "weight": _last(parts["weight"], dtype), "bias": parts["bias"].to(dtype), "geometry": geometry}
+    found = {"x": x, "weight": _last(parts["weight"], dtype), "bias": parts["bias"].to(dtype), "geometry": geometry}
+    if layer.fused:
+        found |= {"scale": parts["scale"].to(dtype), "residual": _filled(parts["residual"], _spans(geometry, "output"), dtype)}
+    return found
 
 
 def _adjoint(layer: _Layer, problem: _Problem, part: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
     geometry = _geometry(layer, part, adjoint=True)
     dy, y = (_filled(volume, _spans(geometry, "output"), dtype) for volume in (problem.parts["dy"], problem.truth["y"]))
-    return {"gradient": dy, "output": y if layer.relu else None, "weight": _last(problem.parts["weight"], dtype), "geometry": geometry}
+    weight = problem.parts["weight"]
+    weight = weight * problem.parts["scale"].view(-1, 1, 1, 1, 1) if layer.fused else weight
+    return {"gradient": dy, "output": y if layer.relu else None, "weight": _last(weight, dtype), "geometry": geometry}
 
 
 def _weight(layer: _Layer, problem: _Problem, part: tuple[range, range, range], dtype: torch.dtype) -> dict[str, Any]:
@@ -186,12 +205,21 @@ def test_reference_of_tiles_is_the_whole(layer: _Layer) -> None:
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_autograd(layer: _Layer) -> None:
     problem = _problem(layer, torch.float64)
-    leaves = {name: problem.parts[name].clone().requires_grad_() for name in ("x", "weight", "bias")}
+    parts = problem.parts
+    leaves = {
+        name: parts[name].clone().requires_grad_() for name in ("x", "weight", "bias", *(("scale", "residual") if layer.fused else ()))
+    }
     x = leaves["x"].contiguous(memory_format=torch.channels_last_3d)
     geometry = VolumeGeometry.whole(layer.extents, *layer.windows)
-    y = conv3d(x, leaves["weight"], geometry, bias=leaves["bias"], activation="relu" if layer.relu else "none")
-    for ours, name in zip(torch.autograd.grad(y, list(leaves.values()), problem.parts["dy"]), ("dx", "dw", "db"), strict=True):
-        torch.testing.assert_close(ours, problem.truth[name], rtol=1e-11, atol=1e-11)
+    fused: dict[str, Any] = {name: leaves[name] for name in leaves if name not in ("x", "weight")}
+    if layer.fused:
+        fused["residual"] = fused["residual"].contiguous(memory_format=torch.channels_last_3d)
+    y = conv3d(x, leaves["weight"], geometry, **fused, activation="relu" if layer.relu else "none")
+    names = ("dx", "dw", "db", "ds", "dr")
+    for ours, name in zip(torch.autograd.grad(y, list(leaves.values()), parts["dy"]), names, strict=False):
+        truth = problem.truth[name]
+        truth = truth * parts["scale"].view(-1, 1, 1, 1, 1) if name == "dw" and layer.fused else truth
+        torch.testing.assert_close(ours, truth, rtol=1e-11, atol=1e-11)
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -212,7 +240,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @needs_triton
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
-    """In tiles and whole in fp32, the first layer whole in bf16; the tiles have the bits of the whole."""
+    """In tiles and whole in fp32, the first layer whole in half precision; the tiles have the bits of the whole."""
     blocks: dict[str, Any] = {"precision": "ieee", "blocks": Blocks(pixels=256, channels=32, inner=32)}
     jobs: list[dict[str, Any]] = []
     checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range, range], bool]] = []
@@ -221,14 +249,14 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
         module = f"sft.kernels.{_MODULES[launch]}"
         jobs.append({"run": "launch", "module": module, "function": launch, "arguments": arguments, "results": results})
 
-    also = [(torch.bfloat16, True)] if layer is _LAYERS[0] else []
+    also = [(torch.bfloat16, True), (torch.float16, True)] if layer is _LAYERS[0] else []
     for dtype, one in [(torch.float32, True), (torch.float32, False), *also]:
         problem = _problem(layer, dtype)
         slots = Slots.zeros(problem.parts["weight"].float(), bias=True, num_splits=2)
         for part in _parts(layer.size, one=one):
             arguments = _forward(layer, problem, part, dtype)
             out = _empty((layer.num_samples, layer.channels[1], *arguments["geometry"].output_size), dtype)
-            add("launch_conv3d", arguments | blocks | {"relu": layer.relu, "out": out}, ["out"])
+            add("launch_conv3d", {"residual": None} | arguments | blocks | {"relu": layer.relu, "out": out}, ["out"])
             checks.append((dtype, "y", problem, part, one))
             arguments = _weight(layer, problem, part, dtype) | {"weights": slots.weights, "biases": slots.biases}
             options = {"precision": "ieee", "block": (64, 32, 32)}
@@ -268,7 +296,7 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     x, weight = meta_image(64, half, size), torch.empty(64, 3, 3, 3, 64, dtype=half, device="meta").permute(0, 4, 1, 2, 3)
     slots = {"weights": torch.empty(32, 64, 3, 3, 3, 64, device="meta"), "biases": torch.empty(32, 64, device="meta")}
     common: dict[str, Any] = {"geometry": geometry, "precision": "bf16"}
-    forward: dict[str, Any] = common | {"bias": slots["biases"][0], "relu": True, "out": x}
+    forward: dict[str, Any] = common | {"bias": slots["biases"][0], "scale": slots["biases"][0], "residual": x, "relu": True, "out": x}
     backward = common | {"gradient": x, "output": x}
     first = {"x": meta_image(1, half, size), "weight": weight[:, :1]}
     launches: list[tuple[str, tuple[int, ...], dict[str, Any], bool]] = [
@@ -301,10 +329,15 @@ def test_compiles_ahead_of_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_on_a_gpu(layer: _Layer, dtype: torch.dtype) -> None:
     problem = _problem(layer, dtype)
-    leaves = [_last(problem.parts[name], dtype).cuda().requires_grad_() for name in ("x", "weight")]
-    leaves.append(problem.parts["bias"].to(dtype).cuda().requires_grad_())
+    parts = problem.parts
+    leaves = [_last(parts[name], dtype).cuda().requires_grad_() for name in ("x", "weight")]
+    leaves.append(parts["bias"].to(dtype).cuda().requires_grad_())
+    fused: dict[str, Any] = {}
+    if layer.fused:
+        fused = {"scale": parts["scale"].to(dtype).cuda(), "residual": _last(parts["residual"], dtype).cuda()}
     geometry = VolumeGeometry.whole(layer.extents, *layer.windows)
-    y = conv3d(leaves[0], leaves[1], geometry, bias=leaves[2], activation="relu" if layer.relu else "none")
-    results = [y.detach(), *torch.autograd.grad(y, leaves, problem.parts["dy"].to(dtype).cuda())]
+    y = conv3d(leaves[0], leaves[1], geometry, bias=leaves[2], **fused, activation="relu" if layer.relu else "none")
+    results = [y.detach(), *torch.autograd.grad(y, leaves, parts["dy"].to(dtype).cuda())]
     for name, result in zip(("y", "dx", "dw", "db"), results, strict=True):
-        assert_close(result.cpu(), problem.truth[name], problem.scale[name], 1000, (layer.name, dtype, name))
+        scale = parts["scale"].view(-1, 1, 1, 1, 1) if name == "dw" and layer.fused else torch.ones(())
+        assert_close(result.cpu(), problem.truth[name] * scale, problem.scale[name] * scale.abs(), 1000, (layer.name, dtype, name))

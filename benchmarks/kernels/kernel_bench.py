@@ -33,8 +33,13 @@ __all__ = ["main"]
 _ROOT = Path(__file__).resolve().parents[2]
 #: relative L2 error of a result; a half precision rounds results, and what lies between two kernels of a backward pass
 _LIMITS = {torch.float32: 2e-5, torch.bfloat16: 8e-3}
+#: where products keep ten bits of fp32 numbers, or sixteen
+_LIMITS_OF_PRODUCTS = {"tf32": 2e-3, "bf16x3": 5e-5}
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 _FLUSH_BYTES = 512 * 2**20
+#: a buffer that the cache of a large GPU holds twice, and enough copies of it that the first does not count
+_CACHED_BYTES = 8 * 2**20
+_CACHED_COPIES = 64
 
 
 @dataclass(kw_only=True)
@@ -64,7 +69,10 @@ class Ceilings:
     """What the device reaches at best."""
 
     copy_bytes_per_second: float
+    cached_bytes_per_second: float
+    """Read and written by copies that stay in the second-level cache."""
     flops_per_second: dict[str, float]
+    """By dtype or precision."""
 
 
 def all_cases() -> list[Case]:
@@ -118,16 +126,29 @@ def _measure(calls: list[Callable[[], object]], rounds: int, flush: Tensor) -> l
 
 
 def measure_ceilings(device: torch.device, flush: Tensor) -> Ceilings:
-    """Copy a large buffer, and multiply large matrices of random numbers."""
+    """Copy a large buffer, and a small one again and again, and multiply large matrices of random numbers."""
     source = torch.randn(2**28, device=device)
     target = torch.empty_like(source)
     (copy,) = _measure([functools.partial(target.copy_, source)], 20, flush)
+    few = source[: _CACHED_BYTES // 4], target[: _CACHED_BYTES // 4]
+
+    def again() -> None:
+        for _ in range(_CACHED_COPIES):
+            few[1].copy_(few[0])
+
+    (cached,) = _measure([again], 20, flush)
     rates = {}
-    for dtype, name in _NAMES.items():
+    for name, dtype in (*((name, dtype) for dtype, name in _NAMES.items()), ("tf32", torch.float32)):
+        torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
         a, b = (torch.randn(8192, 8192, device=device).to(dtype) for _ in range(2))
         (product,) = _measure([functools.partial(torch.matmul, a, b)], 10, flush)
         rates[name] = 2 * 8192**3 / product[1]
-    return Ceilings(copy_bytes_per_second=2 * 4 * 2**28 / copy[1], flops_per_second=rates)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    return Ceilings(
+        copy_bytes_per_second=2 * 4 * 2**28 / copy[1],
+        cached_bytes_per_second=2 * _CACHED_BYTES * _CACHED_COPIES / cached[1],
+        flops_per_second=rates | {"bf16x3": rates["bf16"] / 3},
+    )
 
 
 def run_case(case: Case, dtype: torch.dtype, device: torch.device, ceilings: Ceilings | None, rounds: int, flush: Tensor) -> Record:
@@ -135,13 +156,14 @@ def run_case(case: Case, dtype: torch.dtype, device: torch.device, ceilings: Cei
     record = Record(name=case.name, family=case.family, dtype=_NAMES[dtype])
     try:
         record.error = verify(case, dtype, device)
-        if not record.error <= _LIMITS[dtype]:
-            record.status, record.note = "wrong", f"error {record.error:.3g}, limit {_LIMITS[dtype]:.3g}"
+        limit = _LIMITS_OF_PRODUCTS.get(case.precision or "", _LIMITS[dtype])
+        if not record.error <= limit:
+            record.status, record.note = "wrong", f"error {record.error:.3g}, limit {limit:.3g}"
         elif ceilings is not None:
             problem = case.build(Draw(device=device, dtype=dtype, size=case.large))
             record.num_bytes, record.num_flops = problem.num_bytes, problem.num_flops
             by_bytes = problem.num_bytes / ceilings.copy_bytes_per_second
-            by_flops = problem.num_flops / ceilings.flops_per_second[record.dtype]
+            by_flops = problem.num_flops / ceilings.flops_per_second[case.precision or record.dtype]
             record.floor_seconds, record.floor = max((by_bytes, "bytes"), (by_flops, "operations"))
             calls: list[Callable[[], object]] = [problem.ours] + ([] if problem.theirs is None else [problem.theirs])
             with torch.no_grad():
@@ -199,7 +221,10 @@ def write(stem: Path, records: Sequence[Record], ceilings: Ceilings | None, fact
     parts = [f"# {stem.name}", "Medians, with the quantiles 0.2 and 0.8. The error is the largest relative L2 error, at a small size."]
     if ceilings is not None:
         rates = ", ".join(f"{name} {rate / 1e12:.0f} TFLOP/s" for name, rate in ceilings.flops_per_second.items())
-        parts.append(f"Measured ceilings: copies {ceilings.copy_bytes_per_second / 1e12:.2f} TB/s, matrix products {rates}.")
+        parts.append(
+            f"Measured ceilings: copies {ceilings.copy_bytes_per_second / 1e12:.2f} TB/s, in the cache "
+            f"{ceilings.cached_bytes_per_second / 1e12:.2f} TB/s, matrix products {rates} (bf16x3: a third of bf16)."
+        )
     parts += [table(records), "## Environment", "\n".join(f"- {key}: {value}" for key, value in facts.items())]
     contents = {".json": json.dumps(raw, indent=1) + "\n", ".md": "\n\n".join(parts) + "\n"}
     stem.parent.mkdir(parents=True, exist_ok=True)
@@ -217,6 +242,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", choices=sorted(_NAMES.values()), default=sorted(_NAMES.values()), help="dtypes to run")
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds of each operation (default: 30)")
     parser.add_argument("--verify", action="store_true", help="verify, and time nothing")
+    parser.add_argument("--name", help="of the results, behind the date (default: gpu-kernels, gpu-kernels-verified)")
     parser.add_argument("--list", action="store_true", help="list the cases and leave")
     parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "results", help="folder of the results")
     found = parser.parse_args(arguments)
@@ -251,7 +277,8 @@ def main() -> int:
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     facts, flush = environment(), torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
     ceilings = None if options.verify else measure_ceilings(device, flush)
-    stem = options.out / f"{datetime.date.today().isoformat()}-gpu-kernels{'-verified' if options.verify else ''}"
+    name = options.name or ("gpu-kernels-verified" if options.verify else "gpu-kernels")
+    stem = options.out / f"{datetime.date.today().isoformat()}-{name}"
     records: list[Record] = []
     for case, dtype in wanted:
         record = run_case(case, dtype, device, ceilings, options.rounds, flush)

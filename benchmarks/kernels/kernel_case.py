@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from sft.kernels.conv2d import Precision
+
 __all__ = ["Case", "Draw", "Problem", "all_rows"]
 
 
@@ -39,6 +41,8 @@ class Case:
     #: rows and columns, or slices and more, that are timed, and that are verified; ``build`` takes them from ``Draw.size``
     large: tuple[int, ...]
     small: tuple[int, ...]
+    #: how products of fp32 numbers are formed, if not exactly
+    precision: Precision | None = None
 
 
 @dataclass(slots=True, kw_only=True)

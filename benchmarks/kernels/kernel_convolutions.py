@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from kernel_case import Case, Draw, Problem, all_rows
 from torch import Tensor
 
-from sft.kernels.conv2d import Slots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
+from sft.kernels.blocks import Variant
+from sft.kernels.conv2d import Precision, Slots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
 from sft.kernels.conv2d_pool import conv2d_max_pool_data_gradient, conv2d_max_pool_weight_gradient, conv2d_max_pool_with_taps
 from sft.kernels.conv3d import conv3d, conv3d_data_gradient, conv3d_weight_gradient
+from sft.kernels.dispatch import uses_triton
 from sft.kernels.geometry import Geometry, Window
 from sft.kernels.stem import Levels, stem_conv2d, stem_weight_gradient
 from sft.kernels.volume import VolumeGeometry
@@ -37,14 +39,28 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, boo
     )
 
 
-def _forward(num_in: int, num_out: int) -> Callable[[Draw], Problem]:
+def _forward(num_in: int, num_out: int, *, variant: Variant = "default", precision: Precision | None = None) -> Callable[[Draw], Problem]:
     def build(draw: Draw) -> Problem:
         x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
         geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
         out = torch.empty_like(draw.image(num_out))
+
+        def ours() -> list[Tensor]:
+            if variant == "default" or not uses_triton(x):
+                return [conv2d(x, weight, geometry, bias=bias, activation="relu", precision=precision, out=out)]
+            from sft.kernels.conv2d_triton import launch_conv2d  # not above: it imports Triton
+
+            mode = "bf16" if draw.dtype == torch.bfloat16 else "fp16"
+            launch_conv2d(x, weight, bias, None, out, geometry, groups=1, relu=True, precision=mode, variant=variant)
+            return [out]
+
+        def theirs() -> Tensor:
+            with torch.backends.cudnn.flags(benchmark=True, allow_tf32=precision == "tf32"):
+                return F.conv2d(x, weight, bias, padding=1).relu_()
+
         return Problem(
-            ours=lambda: [conv2d(x, weight, geometry, bias=bias, activation="relu", out=out)],
-            theirs=lambda: F.conv2d(x, weight, bias, padding=1).relu_(),
+            ours=ours,
+            theirs=theirs,
             exact=lambda: [F.conv2d(x.double(), weight.double(), bias.double(), padding=1).relu()],
             num_bytes=all_rows([x, weight, out]),
             num_flops=_flops(weight, draw.size),
@@ -275,6 +291,10 @@ def convolution_cases() -> list[Case]:
     def add(name: str, family: str, build: Callable[[Draw], Problem], large: tuple[int, ...], small: tuple[int, ...] = (34, 45)) -> None:
         cases.append(Case(name=name, family=family, dtypes=_FLOATS, build=build, large=large, small=small))
 
+    def add_single(name: str, build: Callable[[Draw], Problem], dtype: torch.dtype, size: int, precision: Precision | None = None) -> None:
+        one = Case(name=name, family="conv2d", dtypes=(dtype,), build=build, large=(size, size), small=(34, 45), precision=precision)
+        cases.append(one)
+
     layers = {"vgg 1_2": (64, 64, 2048), "vgg 2_2": (128, 128, 1024), "vgg 3_2": (256, 256, 512), "vgg 5_1": (512, 512, 128)}
     for name, (num_in, num_out, extent) in layers.items():
         size = (extent, extent)
@@ -283,6 +303,12 @@ def convolution_cases() -> list[Case]:
         add(f"{name} data gradient, relu", "conv2d", _data_gradient(num_in, num_out, pooled=False), size)
         add(f"{name} data gradient, relu pool", "conv2d", _data_gradient(num_in, num_out, pooled=True), size, (34, 46))
         add(f"{name} weight gradient, relu", "conv2d", _weight_gradient(num_in, num_out), size)
+    variants: tuple[Variant, ...] = ("small", "deep", "rows")
+    for variant in variants:
+        add_single(f"vgg 1_2 conv bias relu, {variant}", _forward(64, 64, variant=variant), torch.bfloat16, 2048)
+    precisions: tuple[Precision, ...] = ("tf32", "bf16x3")
+    for precision in precisions:
+        add_single(f"vgg 2_2 conv bias relu, {precision}", _forward(128, 128, precision=precision), torch.float32, 1024, precision)
     add("vgg 1_2 weight gradient, relu pool", "conv2d", _weight_gradient(64, 64, pooled=True), (2048, 2048), (34, 46))
     add("stem of bytes conv bias relu", "stem", _stem(gradient=False), (2048, 2048))
     add("stem of bytes weight gradient", "stem", _stem(gradient=True), (2048, 2048))

@@ -116,7 +116,7 @@ class Chain:
             return (call.outputs[0] if is_first and call.outputs[1:] == (None, None) else None), None, False, "norm"
         if call.function is aten.copy_.default and call.arguments[1] == self.value:
             return call.writes[0], None, False, ""
-        if call.function in (aten.add.Tensor, aten.add.out) and not self.relu and self.residual is None and len(self.value.shape) == 4:
+        if call.function in (aten.add.Tensor, aten.add.out) and not self.relu and self.residual is None:
             left, right = call.arguments[:2]
             other = right if left == self.value else left
             if isinstance(other, Slot) and other != self.value and other.shape == self.value.shape and "alpha" not in call.keywords:

@@ -13,7 +13,9 @@ from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["Always", "Chooser", "Numbers", "ShapeClass", "pixel_class", "storage_numbers"]
+from sft.kernels.blocks import Variant
+
+__all__ = ["Always", "Chooser", "Numbers", "ShapeClass", "pixel_class", "storage_numbers", "variants_of"]
 
 #: How numbers are stored and multiplied: fp32 exactly, or rounded to ten bits as PyTorch does where it is allowed to.
 Numbers = Literal["float32", "tf32", "bfloat16", "float16"]
@@ -71,11 +73,33 @@ class ShapeClass:
         return ", ".join((*parts, f"about {self.pixels} pixels"))
 
 
+def variants_of(shape_class: ShapeClass) -> tuple[Variant, ...]:
+    """In which ways the kernels of a class may be split into programs, the default first: those that compile without spills.
+
+    All round alike, and have the same bits but for gradients of an input that are found row by row.
+    """
+    if not shape_class.operator.startswith("conv2d") or shape_class.groups == math.prod(shape_class.channels) ** 0.5 > 1:
+        return ("default",)
+    is_half = shape_class.numbers in ("bfloat16", "float16")
+    ways: tuple[Variant, ...] = ("default", "deep")
+    if shape_class.operator != "conv2d weight gradient":
+        is_masked = shape_class.operator != "conv2d" and "relu" in shape_class.fused
+        ways += ("small",) if is_half else ("tall", "wide") if shape_class.numbers == "tf32" and not is_masked else ()
+        plain = (shape_class.kernel, shape_class.stride, shape_class.dilation, shape_class.groups) == ((3, 3), (1, 1), (1, 1), 1)
+        summed = shape_class.channels[0 if shape_class.operator == "conv2d" else 1]
+        if plain and 16 <= summed <= 64 and is_half:
+            ways += ("rows",)
+    return ways
+
+
 class Chooser(Protocol):
     """Says where a kernel runs."""
 
     def takes_kernel(self, wanted: ShapeClass) -> bool:
         """Whether the kernel is to run; ATen's operators do otherwise."""
+
+    def variant_of(self, wanted: ShapeClass) -> Variant:
+        """How a kernel that runs is split into programs; one of :func:`variants_of`."""
 
     def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
         """How elements of this type are multiplied; None where kernels have no such type."""
@@ -96,6 +120,10 @@ class Always:
     def takes_kernel(self, wanted: ShapeClass) -> bool:
         """Always."""
         return True
+
+    def variant_of(self, wanted: ShapeClass) -> Variant:
+        """The default."""
+        return "default"
 
     def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
         """As the elements are."""

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from sft.backends.calls import KernelCall, as_image
+from sft.kernels.blocks import Variant
 from sft.kernels.geometry import Geometry
 
 __all__ = ["Convolution", "DataGradient", "NormedConvolution", "PooledConvolution", "WeightGradient", "slot_splits"]
@@ -39,11 +40,13 @@ class _OfConvolution(KernelCall):
         geometry: of the buffers: a `Geometry`, or a `VolumeGeometry`.
         groups: of channels.
         numbers: how products are formed.
+        variant: how images are split into programs.
     """
 
     geometry: Any
     groups: int = 1
     numbers: str = "float32"
+    variant: Variant = "default"
 
     @property
     def precision(self) -> str:
@@ -78,7 +81,7 @@ class Convolution(_OfConvolution):
         if not self.is_image:
             from sft.kernels.conv3d_triton import launch_conv3d  # not above: it imports Triton
 
-            launch_conv3d(x, weight, bias, out, self.geometry, relu=self.relu, precision=self.precision)
+            launch_conv3d(x, weight, bias, residual, out, self.geometry, relu=self.relu, precision=self.precision)
         elif self.is_depthwise(weight.shape[1]):
             from sft.kernels.depthwise_triton import launch_depthwise  # not above: it imports Triton
 
@@ -96,6 +99,7 @@ class Convolution(_OfConvolution):
                 groups=self.groups,
                 relu=self.relu,
                 precision=self.precision,
+                variant=self.variant,
             )
 
 
@@ -127,8 +131,6 @@ class NormedConvolution(_OfConvolution):
         """Write to ``out``; the workspace is fp32 ``[2 * outputs]``."""
         if not self.begins(out):
             return
-        from sft.kernels.conv2d_triton import launch_conv2d  # not above: it imports Triton
-
         scale, shift = space.view(2, -1).unbind()
         scale.copy_(variance).add_(self.eps).rsqrt_()
         shift.copy_(mean).neg_()
@@ -139,19 +141,16 @@ class NormedConvolution(_OfConvolution):
         shift.mul_(scale)
         if norm_bias is not None:
             shift.add_(norm_bias)
-        residual = None if residual is None else as_image(residual)
-        launch_conv2d(
-            as_image(x),
-            weight,
-            shift,
-            residual,
-            out,
-            self.geometry,
-            groups=self.groups,
-            relu=self.relu,
-            precision=self.precision,
-            scale=scale,
-        )
+        x, residual = as_image(x), None if residual is None else as_image(residual)
+        options: dict[str, Any] = {"relu": self.relu, "precision": self.precision, "scale": scale}
+        if not self.is_image:
+            from sft.kernels.conv3d_triton import launch_conv3d  # not above: it imports Triton
+
+            launch_conv3d(x, weight, shift, residual, out, self.geometry, **options)
+            return
+        from sft.kernels.conv2d_triton import launch_conv2d  # not above: it imports Triton
+
+        launch_conv2d(x, weight, shift, residual, out, self.geometry, groups=self.groups, variant=self.variant, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +163,8 @@ class PooledConvolution(_OfConvolution):
             return
         from sft.kernels.conv2d_triton import launch_conv2d  # not above: it imports Triton
 
-        launch_conv2d(as_image(x), weight, bias, None, out, self.geometry, groups=1, relu=True, precision=self.precision, taps=taps)
+        options: dict[str, Any] = {"groups": 1, "relu": True, "precision": self.precision, "variant": self.variant}
+        launch_conv2d(as_image(x), weight, bias, None, out, self.geometry, taps=taps, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +196,7 @@ class DataGradient(_OfConvolution):
                 groups=self.groups,
                 precision=self.precision,
                 taps=taps,
+                variant=self.variant,
             )
 
 
@@ -241,9 +242,8 @@ class WeightGradient(_OfConvolution):
         else:
             from sft.kernels.conv2d_weight_gradient_triton import launch_weight_gradient  # not above: it imports Triton
 
-            launch_weight_gradient(
-                gradient, output, x, weights, biases, self.geometry, groups=self.groups, precision=self.precision, taps=taps
-            )
+            options: dict[str, Any] = {"groups": self.groups, "precision": self.precision, "variant": self.variant}
+            launch_weight_gradient(gradient, output, x, weights, biases, self.geometry, taps=taps, **options)
         if self.num_splits > 1:
             from sft.kernels.conv2d_weight_gradient_triton import launch_reduce  # not above: it imports Triton
 

@@ -22,7 +22,7 @@ from sft.backends.geometry import Padded, Windows, geometry_of, unpadded
 from sft.backends.replacement import Question, Replacement
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["Layer", "convolutions", "forward_layer", "layer_at"]
+__all__ = ["Layer", "convolutions", "forward_layer", "laid_out_weight", "layer_at"]
 
 aten = torch.ops.aten
 
@@ -72,6 +72,15 @@ class Layer:
         )
 
 
+def laid_out_weight(question: Question, layer: Layer, owner: str) -> tuple[Slot, tuple[Instruction, ...]]:
+    """The weight channels-last, as models seldom have it: itself, or a copy with what makes it.
+
+    A kernel takes blocks of many inputs of one tap. Only where these are side by side does it load more than a number at a time.
+    """
+    is_depthwise = layer.groups > 1 and layer.weight.shape[1] == 1
+    return (layer.weight, ()) if is_depthwise or math.prod(layer.windows.kernel) == 1 else question.image(layer.weight, owner)
+
+
 def layer_at(question: Question, at: int, *, x: Slot, weight: Slot, bias: Slot | None, geometry: tuple[Any, ...]) -> Layer | None:
     """The layer of ATen's call; None where kernels do not do it.
 
@@ -115,17 +124,21 @@ def convolutions(question: Question) -> Iterator[Replacement]:
 def _replacement(question: Question, at: int, call: Instruction, layer: Layer) -> Replacement | None:
     out, owner = call.outputs[0], call.owner
     assert out is not None
-    takes_norm = question.folds_norms and len(out.shape) == 4 and not (layer.groups > 1 and layer.weight.shape[1] == 1)
+    takes_norm = question.folds_norms and not (layer.groups > 1 and layer.weight.shape[1] == 1)
     chain = Chain.of(question, out, at, ["bias"] if layer.bias is not None else [], takes_norm=takes_norm)
     if question.listing.writes_between(layer.padded.slot, at, chain.last):
         return None
     num_pixels = math.prod(out.shape) // out.shape[1]
-    if not question.chooser.takes_kernel(layer.shape_class("conv", num_pixels, tuple(chain.fused))):
+    wanted = layer.shape_class("conv", num_pixels, tuple(chain.fused))
+    if not question.chooser.takes_kernel(wanted):
         return None
     x, body = question.image(layer.padded.slot, owner)
     residual, copied = (None, ()) if chain.residual is None else question.image(chain.residual, owner)
+    weight, laid_out = laid_out_weight(question, layer, owner)
+    body = (*body, *laid_out)
     common: dict[str, Any] = {"geometry": layer.geometry(out.shape[2:]), "groups": layer.groups, "numbers": layer.numbers}
-    operands = (x, layer.weight, layer.bias, residual)
+    common["variant"] = question.chooser.variant_of(wanted)
+    operands = (x, weight, layer.bias, residual)
     if chain.norm is None:
         plain = Convolution(flops=call.flops, relu=chain.relu, **common)
         launch = instruction(plain.run, chain.value, *operands, writes=(chain.value,), owner=owner)

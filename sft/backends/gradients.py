@@ -9,7 +9,7 @@ ATen would round a strip's share to half precision first.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch.utils.flop_counter import flop_registry
 
 from sft.backends.calls import allocation, instruction, workspace
 from sft.backends.convolution_calls import DataGradient, WeightGradient, slot_splits
-from sft.backends.convolutions import Layer, layer_at
+from sft.backends.convolutions import Layer, laid_out_weight, layer_at
 from sft.backends.geometry import geometry_of
 from sft.backends.masks import Mask, mask_before
 from sft.backends.replacement import Question, Replacement
+from sft.kernels.blocks import Variant
 from sft.lower.program import Instruction, Slot
 
 __all__ = ["Backward", "backward_at", "backward_convolutions", "data_gradient", "weight_gradient"]
@@ -128,20 +129,21 @@ def _replacement(question: Question, found: Backward) -> Replacement | None:
     num_pixels = math.prod(found.gradient.shape) // found.gradient.shape[1]
     parts = [name for name, out in (("data", dx), ("weight", dw)) if out is not None]
 
-    def takes(*wanted: str, fused: tuple[str, ...] = ()) -> bool:
-        operator = f"conv {' and '.join(wanted)} gradient"
-        return question.chooser.takes_kernel(found.layer.shape_class(operator, num_pixels, fused))
+    def way(*wanted: str, fused: tuple[str, ...] = ()) -> Variant | None:
+        """How kernels do it, if they do."""
+        one = found.layer.shape_class(f"conv {' and '.join(wanted)} gradient", num_pixels, fused)
+        return question.chooser.variant_of(one) if question.chooser.takes_kernel(one) else None
 
     # A bias's gradient alone is ATen's, which reads the masked one.
     mask = mask_before(question, found.gradient, found.positions) if dw is not None or db is None else None
-    if mask is not None and takes(*parts, fused=("relu",)):
-        return _kernels(question, found, mask, parts)
-    taken = [part for part in parts if takes(part)]
+    if mask is not None and (together := way(*parts, fused=("relu",))) is not None:
+        return _kernels(question, found, mask, dict.fromkeys(parts, together))
+    taken = {part: alone for part in parts if (alone := way(part)) is not None}
     return _kernels(question, found, None, taken) if taken else None
 
 
-def _kernels(question: Question, found: Backward, mask: Mask | None, taken: Collection[str]) -> Replacement:
-    """The call's gradients by kernels as far as they take them, by ATen otherwise."""
+def _kernels(question: Question, found: Backward, mask: Mask | None, taken: Mapping[str, Variant]) -> Replacement:
+    """The call's gradients by kernels as far as they take them, each in its way; by ATen otherwise."""
     call, owner, given = found.call, found.call.owner, found.gradient if mask is None else mask.gradient
     takes_data, takes_weight = "data" in taken, "weight" in taken
     gradient, body = question.image(given, owner)
@@ -152,11 +154,11 @@ def _kernels(question: Question, found: Backward, mask: Mask | None, taken: Coll
     gone = {found.at} if mask is None else {found.at, mask.at}
     elsewhere: dict[int, tuple[Instruction, ...]] = {}
     if takes_weight:
-        weight, elsewhere = weight_gradient(question, found, gradient, output)
+        weight, elsewhere = weight_gradient(question, found, gradient, output, variant=taken["weight"])
         body = (*body, *weight)
         gone |= {*found.positions, *elsewhere}
     if takes_data:
-        body = (*body, *data_gradient(found, gradient, output, given.shape[2:]))
+        body = (*body, *data_gradient(question, found, gradient, output, given.shape[2:], variant=taken["data"]))
     rest = [slot is not None and not (takes_data if place == 0 else takes_weight) for place, slot in enumerate(found.out)]
     if any(rest):
         body = (_asked_for(call, rest), *body)
@@ -164,7 +166,14 @@ def _kernels(question: Question, found: Backward, mask: Mask | None, taken: Coll
 
 
 def data_gradient(
-    found: Backward, gradient: Slot, output: Slot | None, outputs: tuple[int, ...], taps: Slot | None = None
+    question: Question,
+    found: Backward,
+    gradient: Slot,
+    output: Slot | None,
+    outputs: tuple[int, ...],
+    taps: Slot | None = None,
+    *,
+    variant: Variant,
 ) -> tuple[Instruction, ...]:
     """The input's gradient by a kernel; ``outputs`` are extents of the convolution's output."""
     dx, layer, owner = found.out[0], found.layer, found.call.owner
@@ -174,12 +183,14 @@ def data_gradient(
         geometry=geometry_of(layer.windows, dx.shape[2:], outputs),
         groups=layer.groups,
         numbers=layer.numbers,
+        variant=variant,
     )
-    return allocation(dx, owner), instruction(data.run, dx, gradient, layer.weight, output, taps, writes=(dx,), owner=owner)
+    weight, body = laid_out_weight(question, layer, owner)
+    return (*body, allocation(dx, owner), instruction(data.run, dx, gradient, weight, output, taps, writes=(dx,), owner=owner))
 
 
 def weight_gradient(
-    question: Question, found: Backward, gradient: Slot, output: Slot | None, taps: Slot | None = None
+    question: Question, found: Backward, gradient: Slot, output: Slot | None, taps: Slot | None = None, *, variant: Variant
 ) -> tuple[tuple[Instruction, ...], dict[int, tuple[Instruction, ...]]]:
     """The sums by a kernel, with what gives them out at once; and what stands in the place of those who would have added them."""
     owner, layer, dw = found.call.owner, found.layer, found.out[1]
@@ -189,6 +200,7 @@ def weight_gradient(
         geometry=layer.geometry(found.gradient.shape[2:]),
         groups=layer.groups,
         numbers=layer.numbers,
+        variant=variant,
         weight=layer.weight.shape,
         has_bias=found.bias is not None,
         num_splits=slot_splits(layer.weight.shape, math.prod(found.gradient.shape) // found.gradient.shape[1]),

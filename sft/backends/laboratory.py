@@ -16,7 +16,7 @@ from sft.backends.trials import Trial
 from sft.errors import InputError
 from sft.kernels.dispatch import has_triton
 
-__all__ = ["CudaLaboratory", "Errors", "Laboratory", "relative_error", "verified_on"]
+__all__ = ["CudaLaboratory", "Errors", "Laboratory", "compiler_of", "relative_error", "verified_on"]
 
 #: a buffer larger than any cache of a GPU
 _FLUSH_BYTES = 512 * 2**20
@@ -53,6 +53,17 @@ class Laboratory(Protocol):
 
     def time(self, trial: Trial) -> tuple[float, float]:
         """Median seconds of the kernels and of ATen's calls."""
+
+
+def compiler_of(device: torch.device) -> str:
+    """What makes kernels for a GPU: the version of Triton, with that of the assembler where it is NVIDIA's."""
+    version = importlib.metadata.version("triton")
+    if torch.version.hip is not None:
+        return version
+    from sft.kernels.blocks_triton import assembler_of  # not above: it imports Triton
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{version}-ptxas-{assembler_of(10 * major + minor)}"
 
 
 def relative_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
@@ -98,8 +109,8 @@ class CudaLaboratory:
 
     @property
     def triton_version(self) -> str:
-        """Of the installed Triton."""
-        return importlib.metadata.version("triton")
+        """Of the installed Triton, and its assembler."""
+        return compiler_of(self.device)
 
     @property
     def torch_version(self) -> str:

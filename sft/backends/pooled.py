@@ -16,10 +16,12 @@ import torch
 
 from sft.backends.calls import allocation, instruction
 from sft.backends.chains import ends_in_relu
+from sft.backends.choice import ShapeClass
 from sft.backends.convolution_calls import PooledConvolution
-from sft.backends.convolutions import Layer, forward_layer
+from sft.backends.convolutions import Layer, forward_layer, laid_out_weight
 from sft.backends.gradients import Backward, backward_at, data_gradient, weight_gradient
 from sft.backends.replacement import Question, Replacement
+from sft.kernels.blocks import Variant
 from sft.lower.program import Instruction, Slot
 
 __all__ = ["pooled_convolutions"]
@@ -78,8 +80,9 @@ def pooled_convolutions(question: Question) -> Iterator[Replacement]:
             continue
         if back is None and any(_readers_of_indices(question, p) for p in found.pools):
             continue
-        if _is_wanted(question, found, back):
-            yield _replacement(question, call, found, back)
+        wanted = _shape_class(found, back)
+        if question.chooser.takes_kernel(wanted):
+            yield _replacement(question, call, found, back, question.chooser.variant_of(wanted))
 
 
 def _forward(question: Question, at: int, call: Instruction, layer: Layer) -> _Forward | None:
@@ -161,33 +164,35 @@ def _readers_of_indices(question: Question, at: int) -> list[int]:
     return [] if own is None else question.listing.users(own)
 
 
-def _is_wanted(question: Question, found: _Forward, back: _Backward | None) -> bool:
+def _shape_class(found: _Forward, back: _Backward | None) -> ShapeClass:
     """The group is taken or left as a whole."""
     fused = [*(("bias",) if found.layer.bias is not None else ()), "relu", "pool"]
     for name, out in () if back is None else zip(("data gradient", "weight gradient"), back.convolution.out[:2], strict=True):
         fused += [name] if out is not None else []
     num_pixels = math.prod(found.value.shape) // found.value.shape[1]
-    return question.chooser.takes_kernel(found.layer.shape_class("conv", num_pixels, tuple(fused)))
+    return found.layer.shape_class("conv", num_pixels, tuple(fused))
 
 
-def _replacement(question: Question, call: Instruction, found: _Forward, back: _Backward | None) -> Replacement:
+def _replacement(question: Question, call: Instruction, found: _Forward, back: _Backward | None, variant: Variant) -> Replacement:
     layer, maxima, owner, first = found.layer, found.maxima, call.owner, found.pools[0]
     num_samples, num_channels, *size = maxima.shape
     taps = question.emitter.slot((num_samples, -(-num_channels // _CODES_PER_BYTE), *size), torch.uint8)
     x, body = question.image(layer.padded.slot, owner)
-    made = PooledConvolution(flops=call.flops, geometry=layer.geometry(found.value.shape[2:]), numbers=layer.numbers)
-    launch = instruction(made.run, maxima, taps, x, layer.weight, layer.bias, writes=(maxima, taps), owner=owner)
+    weight, laid_out = laid_out_weight(question, layer, owner)
+    geometry = layer.geometry(found.value.shape[2:])
+    made = PooledConvolution(flops=call.flops, geometry=geometry, numbers=layer.numbers, variant=variant)
+    launch = instruction(made.run, maxima, taps, x, weight, layer.bias, writes=(maxima, taps), owner=owner)
     gone = {*found.positions, *found.pools}
-    inserted = {first: (*body, allocation(maxima, owner), allocation(taps, owner), launch)}
+    inserted = {first: (*body, *laid_out, allocation(maxima, owner), allocation(taps, owner), launch)}
     if back is not None:
         convolution = back.convolution
         gradient, body = question.image(back.gradient, convolution.call.owner)
         elsewhere: dict[int, tuple[Instruction, ...]] = {}
         if convolution.out[1] is not None:
-            weight, elsewhere = weight_gradient(question, convolution, gradient, maxima, taps)
-            body = (*body, *weight)
+            sums, elsewhere = weight_gradient(question, convolution, gradient, maxima, taps, variant=variant)
+            body = (*body, *sums)
         if convolution.out[0] is not None:
-            body = (*body, *data_gradient(convolution, gradient, maxima, found.value.shape[2:], taps))
+            body = (*body, *data_gradient(question, convolution, gradient, maxima, found.value.shape[2:], taps, variant=variant))
         gone |= {*back.positions, *elsewhere}
         inserted |= {**elsewhere, convolution.at: body}
     return Replacement(gone=frozenset(gone), inserted=inserted)

@@ -7,7 +7,6 @@ verified there (:mod:`sft.backends.table`); where nobody has measured, it is PyT
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import warnings
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from sft.backends.choice import Always
+from sft.backends.laboratory import compiler_of
 from sft.backends.rewrite import Kernels
 from sft.backends.table import Measured, find_table
 from sft.errors import InputError
@@ -43,7 +43,7 @@ def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -
         _check_triton(device)
         return Kernels(chooser=Always(), computes_operands=computes_operands(device))
     if name == "auto" and device.type == "cuda" and has_triton():
-        table = find_table(folders, torch.cuda.get_device_name(device), importlib.metadata.version("triton"))
+        table = find_table(folders, torch.cuda.get_device_name(device), compiler_of(device))
         if table is not None:
             return Kernels(chooser=Measured(table=table, allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device))
     return None

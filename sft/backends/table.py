@@ -2,8 +2,8 @@
 
 An entry is there only because the kernel was right: `TableEntry` holds the error against fp64 that it was accepted with, and refuses one
 above the limit of its numbers and above ATen's own. So a class without an entry (never measured, or measured to be wrong) runs by ATen. A
-table is for one name of a GPU and one version of Triton, whose compiler and assembler decide both what a kernel costs and whether it is
-right; another version's table is not looked at.
+table is for one name of a GPU and one version of Triton and its assembler, which decide both what a kernel costs and whether it is right;
+another version's table is not looked at.
 
 A file is JSON: a heading, and a list of entries. It is written beside its place and renamed, so there is never half a table.
 """
@@ -24,6 +24,7 @@ import torch
 from sft.backends.choice import Numbers, ShapeClass, storage_numbers
 from sft.errors import InputError
 from sft.files import replacing
+from sft.kernels.blocks import Variant
 from sft.records import read_json, record_of
 
 __all__ = ["ERROR_LIMITS", "KernelTable", "Measured", "TableEntry", "error_limit", "find_table", "table_name"]
@@ -55,6 +56,7 @@ class TableEntry:
         aten_error: the same of ATen's.
         triton_seconds: median time of the kernel.
         aten_seconds: median time of ATen's operators for the same, with all that is fused into the kernel.
+        variant: how the kernel is split into programs: the fastest way that was right.
     """
 
     shape_class: ShapeClass
@@ -62,6 +64,7 @@ class TableEntry:
     aten_error: float
     triton_seconds: float
     aten_seconds: float
+    variant: Variant = "default"
 
     def __post_init__(self) -> None:
         limit = error_limit(self.shape_class.numbers, self.aten_error)
@@ -91,7 +94,7 @@ class KernelTable:
 
     Attributes:
         device: the GPU's name, as ``torch.cuda.get_device_name`` has it.
-        triton: version of Triton.
+        triton: version of Triton and of its assembler, as :func:`sft.backends.laboratory.compiler_of` has it.
         torch: version of PyTorch that the other side was measured with; a newer one makes the times old, not the kernels wrong.
         entries: one for each class.
     """
@@ -210,6 +213,11 @@ class Measured:
         """Whether the kernel was measured to be right and faster."""
         entry = self.table.entry(wanted)
         return entry is not None and entry.fastest == "triton"
+
+    def variant_of(self, wanted: ShapeClass) -> Variant:
+        """The way that was measured to be fastest."""
+        entry = self.table.entry(wanted)
+        return "default" if entry is None else entry.variant
 
     def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
         """As the elements are, or rounded where that is allowed."""

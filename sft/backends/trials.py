@@ -7,7 +7,7 @@ operator. A trial has its own random operands. ATen's calls on the same operands
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
+from sft.backends.calls import call_of
 from sft.backends.choice import Numbers, ShapeClass, storage_numbers
 from sft.backends.listing import Listing, slots_in
 from sft.backends.rewrite import Kernels
+from sft.kernels.blocks import Variant
 from sft.lower.emitter import Emitter
 from sft.lower.program import DEVICE, Instruction, Port, Slot
 from sft.lower.rules.channelwise import not_saved
@@ -47,6 +49,16 @@ class Trial:
     operands: tuple[Slot, ...]
     ports: dict[int, str]
     results: tuple[Slot, ...]
+
+    def varied(self, variant: Variant) -> Trial:
+        """The same with kernels that are split into programs in another way."""
+        kernels = []
+        for call in self.kernels:
+            owner = call_of(call.function)
+            if owner is not None and hasattr(owner, "variant"):
+                call = call._replace(function=getattr(replace(owner, variant=variant), call.function.__name__))  # type: ignore[call-arg]  # it has one
+            kernels.append(call)
+        return replace(self, kernels=tuple(kernels))
 
     def draw(self, device: torch.device, dtype: torch.dtype | None = None) -> Operands:
         """Random operands, the same for every type; ``dtype`` stands for that of the floating-point ones."""
@@ -129,6 +141,9 @@ class _Only:
     def takes_kernel(self, wanted: ShapeClass) -> bool:
         self.asked[wanted] = None
         return wanted == self.wanted
+
+    def variant_of(self, wanted: ShapeClass) -> Variant:
+        return "default"
 
     def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
         return storage_numbers(dtype, allows_tf32=self.allows_tf32)

@@ -1,7 +1,8 @@
 """Makes a table of what is fastest, trial by trial: verified first, then timed, then written down.
 
-The table is saved after every trial, so that an interrupted run goes on where it stopped. A kernel that is wrong on this GPU gets no entry,
-and neither does one that does not run; both are named at the end, and tried again by the next run.
+Convolutions can be split into programs in several ways; each is verified and timed, and the fastest that was right gets the entry. The
+table is saved after every trial, so that an interrupted run goes on where it stopped. A kernel that is wrong on this GPU gets no entry, and
+neither does one that does not run; both are named at the end, and tried again by the next run if none of their class was right.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
+from sft.backends.choice import variants_of
 from sft.backends.laboratory import Laboratory
 from sft.backends.table import KernelTable, TableEntry, error_limit, find_table, table_name
 from sft.backends.trials import Trial
 from sft.errors import SftError
+from sft.kernels.blocks import Variant
 
 __all__ = ["Findings", "tune"]
 
@@ -32,7 +33,7 @@ class Findings:
         measured: classes that were measured now.
         known: classes that were in the table before.
         left: classes that there was no time for.
-        refused: classes without an entry, each with the reason.
+        refused: kernels that are not taken, each with the reason.
     """
 
     path: Path
@@ -92,18 +93,27 @@ def tune(
 
 
 def _measured(trial: Trial, laboratory: Laboratory, found: Findings) -> TableEntry | None:
-    label = trial.shape_class.label
+    """The fastest of the ways that are right; the others are named among what was refused."""
+    entries = []
+    for variant in variants_of(trial.shape_class):
+        entry = _measured_way(trial, variant, laboratory, found)
+        entries += [] if entry is None else [entry]
+    return min(entries, key=lambda entry: entry.triton_seconds, default=None)
+
+
+def _measured_way(trial: Trial, variant: Variant, laboratory: Laboratory, found: Findings) -> TableEntry | None:
+    label = trial.shape_class.label + (f", {variant}" if variant != "default" else "")
+    varied = trial.varied(variant)
     try:
-        errors = laboratory.verify(trial)
+        errors = laboratory.verify(varied)
         limit = error_limit(trial.shape_class.numbers, errors.aten)
         if not errors.kernels <= limit:
             found.refused.append(f"{label}: wrong, error {errors.kernels:.2g} against fp64 where {limit:.2g} is allowed")
             return None
-        triton_seconds, aten_seconds = laboratory.time(trial)
+        triton_seconds, aten_seconds = laboratory.time(varied)
     except SftError:
         raise
-    except (RuntimeError, ValueError, TypeError, KeyError, AssertionError, torch.OutOfMemoryError) as error:
-        # One kernel that does not compile or run on this GPU must not keep the others from being measured.
+    except Exception as error:  # one kernel that does not compile or run on this GPU must not keep the others from being measured
         found.refused.append(f"{label}: {type(error).__name__}: {error}".splitlines()[0][:300])
         return None
     return TableEntry(
@@ -112,4 +122,5 @@ def _measured(trial: Trial, laboratory: Laboratory, found: Findings) -> TableEnt
         aten_error=errors.aten,
         triton_seconds=triton_seconds,
         aten_seconds=aten_seconds,
+        variant=variant,
     )

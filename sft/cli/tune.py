@@ -122,7 +122,12 @@ def _summary(found: Findings) -> dict[str, object]:
         "num_left": found.left,
         "num_kernels_faster": sum(entry.fastest == "triton" for entry in found.table.entries),
         "measured": [
-            {"class": entry.shape_class.label, "fastest": entry.fastest, "speedup": entry.aten_seconds / entry.triton_seconds}
+            {
+                "class": entry.shape_class.label,
+                "fastest": entry.fastest,
+                "variant": entry.variant,
+                "speedup": entry.aten_seconds / entry.triton_seconds,
+            }
             for entry in found.measured
         ],
         "refused": found.refused,
@@ -132,11 +137,14 @@ def _summary(found: Findings) -> dict[str, object]:
 def _print(found: Findings, console: Console) -> None:
     if found.measured:
         table = Table("operation", box=None, pad_edge=False)
+        table.add_column("kernel")
         for header in ("error", "kernel µs", "ATen µs", "ATen / kernel"):
             table.add_column(header, justify="right")
         for entry in found.measured:
             times = (f"{1e6 * entry.triton_seconds:.0f}", f"{1e6 * entry.aten_seconds:.0f}")
-            table.add_row(entry.shape_class.label, f"{entry.error:.1e}", *times, f"{entry.aten_seconds / entry.triton_seconds:.2f}")
+            table.add_row(
+                entry.shape_class.label, entry.variant, f"{entry.error:.1e}", *times, f"{entry.aten_seconds / entry.triton_seconds:.2f}"
+            )
         console.print(table)
     lines = [f"refused: {line}" for line in found.refused]
     faster = sum(entry.fastest == "triton" for entry in found.table.entries)

@@ -25,6 +25,19 @@ class _Residual(nn.Module):
         return F.relu(self.third(self.down(x)) + self.short(x))
 
 
+class _VolumeResidual(nn.Module):
+    """A block on volumes that adds its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.middle, self.norm = nn.Conv3d(2, 4, 1), nn.Conv3d(4, 4, 3, padding=1), nn.BatchNorm3d(4)
+        self.norm.running_mean, self.norm.running_var = torch.tensor([0.5, -1.0, 0.0, 2.0]), torch.tensor([0.5, 1.0, 2.0, 3.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        return F.relu(x + self.norm(self.middle(x)))
+
+
 class _Branches(nn.Module):
     """Two convolutions whose results are added: one kernel takes the sum and the ReLU."""
 
@@ -74,6 +87,8 @@ def _network(name: str) -> nn.Module:
         return _Residual(nn.BatchNorm2d).eval()
     if name == "residual, train norm":
         return _Residual(nn.BatchNorm2d)
+    if name == "volume, eval norm":
+        return _VolumeResidual().eval()
     plain = {"vgg": _vgg, "branches": _Branches, "u-net": _UNet, "windows": _windows, "volume": _volume}
     return plain[name]()
 

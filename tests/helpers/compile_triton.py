@@ -1,11 +1,12 @@
 """Served by ``serve_triton``: compile kernels ahead of time, without a GPU or a driver. See ``triton_process.compile_kernels``.
 
-A job is a dictionary: ``module`` and ``kernel`` name it, ``capability`` is the target's (90 for sm_90), ``signature``
+A job is a dictionary: ``module`` and ``kernel`` name it, ``target`` is what to compile for (``"sm_90"``, ``"gfx942"``), ``signature``
 maps runtime parameters to Triton's types, ``constants`` the others to values (``"tl.float32"`` stands for the dtype),
 ``aligned`` lists what may be taken as a multiple of 16. The result is a dictionary of what the code costs.
 
-Or a job names a launch: ``module``, ``launch``, ``arguments`` (tensors on the meta device will do) and ``capability``. The
-launch is called with kernels that note what they are called with, and what it would have compiled is compiled.
+Or a job names a launch: ``module``, ``launch``, ``arguments`` (tensors on the meta device will do) and ``target``. The
+launch is called with kernels that note what they are called with, and what it would have compiled is compiled. With ``affected`` it is
+called as on a Hopper GPU whose assembler overwrites computed operands of products (see ``kernels/blocks_triton.py``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,7 +36,7 @@ _POINTERS |= {torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.in
 def compile_job(
     module: str,
     kernel: str,
-    capability: int,
+    target: str,
     signature: dict[str, str],
     constants: dict[str, Any],
     aligned: list[str],
@@ -46,34 +49,55 @@ def compile_job(
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(function, signature=types, constexprs=values, attrs=attributes)
     chosen = {"num_warps": 4, "enable_fp_fusion": False} | (options or {})
+    if target.startswith("gfx"):
+        compiled = triton.compile(source, target=GPUTarget("hip", target, 64), options=chosen)
+        return _amd_cost(compiled.asm["amdgcn"]) | {"shared_bytes": compiled.metadata.shared, "binary_bytes": len(compiled.asm["hsaco"])}
+    capability = int(target.removeprefix("sm_"))
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
-    ptx = compiled.asm["ptx"]
+    cost = _nvidia_cost(compiled.asm["ptx"], capability)
+    return cost | {"shared_bytes": compiled.metadata.shared, "binary_bytes": len(compiled.asm["cubin"])}
+
+
+def _nvidia_cost(ptx: str, capability: int) -> dict[str, int]:
     log = _assemble(ptx, capability)
     return {
         "registers": _number(r"Used (\d+) registers", log),
         "spilled_bytes": _number(r"(\d+) bytes spill stores", log) + _number(r"(\d+) bytes spill loads", log),
-        "shared_bytes": compiled.metadata.shared,
-        "cubin_bytes": len(compiled.asm["cubin"]),
         "wide_loads": len(re.findall(r"ld\.global\.v[24]", ptx)),
         "loads": len(re.findall(r"ld\.global\.", ptx)),
         "wide_copies": len(re.findall(r"cp\.async\.cg\.", ptx)),
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "warp_group_instructions": len(re.findall(r"wgmma\.mma_async", ptx)),
         "computed_operands": len(re.findall(r"wgmma\.mma_async\S* *\{[^}]*\}, *\{", ptx)),
     }
 
 
-def launched_job(module: str, launch: str, arguments: dict[str, Any], capability: int) -> dict[str, Any]:
+def _amd_cost(code: str) -> dict[str, int]:
+    """The same of a gfx target, as far as it has the like."""
+    return {
+        "registers": _number(r"\.vgpr_count:\s+(\d+)", code),
+        "spilled_bytes": 4 * _number(r"\.vgpr_spill_count:\s+(\d+)", code),
+        "matrix_instructions": len(re.findall(r"v_mfma", code)),
+    }
+
+
+def launched_job(module: str, launch: str, arguments: dict[str, Any], target: str, *, affected: bool = False) -> dict[str, Any]:
     """The job for the one kernel that a launch launches."""
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         calls.append((self, args, kwargs))
 
-    with patch.object(triton.runtime.jit.JITFunction, "run", note):
-        getattr(importlib.import_module(module), launch)(**arguments)
+    function = getattr(importlib.import_module(module), launch)
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(triton.runtime.jit.JITFunction, "run", note))
+        for name, loaded in list(sys.modules.items()) if affected else []:
+            if name.startswith("sft.kernels.") and hasattr(loaded, "can_compute_operands"):
+                patches.enter_context(patch.object(loaded, "can_compute_operands", lambda device: False))
+        function(**arguments)
     ((kernel, args, kwargs),) = calls
     values = dict(zip(kernel.arg_names, args, strict=False)) | {name: kwargs[name] for name in kernel.arg_names if name in kwargs}
-    job: dict[str, Any] = {"module": kernel.fn.__module__, "kernel": kernel.fn.__name__, "capability": capability}
+    job: dict[str, Any] = {"module": kernel.fn.__module__, "kernel": kernel.fn.__name__, "target": target}
     job |= {"signature": {}, "constants": {}, "aligned": [], "options": {name: kwargs[name] for name in kwargs if name not in values}}
     for parameter in kernel.params:
         name, value = parameter.name, values[parameter.name]

@@ -1,4 +1,4 @@
-"""Served by ``serve_triton``: run kernels under Triton's interpreter. See ``triton_process.interpret``.
+"""Served by ``serve_triton``: run kernels under Triton's interpreter, or the same on a GPU. See ``triton_process.interpret``.
 
 A job is a dictionary: ``run`` names a function below, the rest are its arguments; its result is a tensor, or a list of them.
 """
@@ -6,9 +6,12 @@ A job is a dictionary: ``run`` names a function below, the rest are its argument
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +42,31 @@ class _Numpy:
 
 
 interpreter.np = _Numpy()
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _on_gpu(value: Any, moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]) -> Any:
+    """The same views of the same memory on the GPU: what lies around a tensor goes along, and what two share they share there."""
+    if isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value):
+        return tuple(_on_gpu(item, moved) for item in value)
+    if not isinstance(value, Tensor):
+        return value
+    storage = value.untyped_storage()
+    if storage.data_ptr() not in moved:
+        moved[storage.data_ptr()] = (storage, torch.UntypedStorage(storage.nbytes(), device="cuda").copy_(storage, False))
+    view = torch.empty(0, dtype=value.dtype, device="cuda")
+    return view.set_(moved[storage.data_ptr()][1], value.storage_offset(), value.shape, value.stride())
+
+
+def _call(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Call what writes to its arguments, on the GPU where nothing is interpreted."""
+    if _IS_INTERPRETED:
+        function(**arguments)
+        return
+    moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+    function(**{name: _on_gpu(value, moved) for name, value in arguments.items()})
+    for here, there in moved.values():
+        here.copy_(there, False)
 
 
 @triton.jit
@@ -58,25 +86,27 @@ def philox_kernel(p_words, p_out, SIZE: tl.constexpr):
 def philox(words: Tensor) -> Tensor:
     """Philox of each row (four words of counter, two of key) of an int64 tensor; the number of rows is a power of two."""
     out = torch.zeros(len(words), 4, dtype=torch.uint32)
-    philox_kernel[(1,)](words.to(torch.uint32), out, SIZE=len(words))
+    _call(lambda words, out: philox_kernel[(1,)](words, out, SIZE=len(words)), {"words": words.to(torch.uint32), "out": out})
     return out.to(torch.int64)
 
 
 def dropout(x: Tensor, tile: MaskTile, block: tuple[int, int] | None) -> Tensor:
     out = torch.full_like(x, float("nan"))
-    launch_dropout(x, tile, out, block)
+    _call(launch_dropout, {"x": x, "tile": tile, "out": out, "block": block})
     return out
 
 
 def keep(tile: MaskTile, block: tuple[int, int] | None) -> Tensor:
     mask = torch.zeros(tile.mask_shape, dtype=torch.uint8).fill_(7).view(torch.bool)
-    launch_keep_mask(tile, mask, block)
+    _call(launch_keep_mask, {"tile": tile, "mask": mask, "block": block})
     return mask
 
 
-def launch(module: str, function: str, arguments: dict[str, Any], results: list[str]) -> list[Tensor]:
-    """Call a launch with named arguments; the arguments that it has written are the result."""
-    getattr(importlib.import_module(module), function)(**arguments)
+def launch(module: str, function: str, arguments: dict[str, Any], results: list[str], affected: bool = False) -> list[Tensor]:
+    """Call a launch with named arguments, or as where products of computed operands are wrong; what it has written is the result."""
+    called = getattr(importlib.import_module(module), function)
+    with patch.object(importlib.import_module(module), "can_compute_operands", lambda device: False) if affected else nullcontext():
+        _call(called, arguments)
     return [arguments[name] for name in results]
 
 
@@ -84,6 +114,7 @@ def run(job: dict[str, Any]) -> Any:
     """One job, in which a warning is an error."""
     functions: dict[str, Callable[..., Any]] = {"philox": philox, "dropout": dropout, "keep": keep, "launch": launch}
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        if _IS_INTERPRETED:
+            warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "invalid value encountered in multiply")  # NumPy, of the infinities that a test drops
         return functions[job.pop("run")](**job)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import pickle
 import sys
 import traceback
@@ -34,13 +35,19 @@ def serve(run: Callable[[dict[str, Any]], Any]) -> None:
         print(answer, flush=True)
 
 
-def main(script: str) -> None:
-    spec = importlib.util.spec_from_file_location(Path(script).stem, script)
+def _module(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Triton looks a kernel's source up there
     spec.loader.exec_module(module)
-    serve(module.run)
+    return module
+
+
+def main(script: str) -> None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        _module(Path(__file__).with_name("older_triton.py")).repair()
+    serve(_module(Path(script)).run)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""What the assembler must say of a launch, compiled ahead of time for GPUs that need not be there."""
+"""What the compiler must say of a launch, compiled ahead of time for GPUs that need not be there."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,27 +16,56 @@ from .triton_process import compile_kernels
 
 __all__ = ["Gate", "check_gates", "in_fp32", "is_swept", "meta_image"]
 
-#: dynamic shared memory of one block
-_SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024}
+#: What is compiled for, by the number in ``Gate.when``.
+_TARGETS = {80: "sm_80", 90: "sm_90", 942: "gfx942"}
+#: shared memory of one block
+_SHARED_BYTES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}
+#: Registers that a kernel may use, by what is launched and the target, as Triton 3.9 made it. ``SFT_RECORD_REGISTERS=1`` raises or adds
+#: what a compilation finds, so a change of a kernel shows how it changes them; where nothing is recorded, spills are what bounds it.
+_RECORD = Path(__file__).parents[1] / "kernel_registers.json"
+_RECORDED_WITH = "3.9."
+#: what kernels at the limit of 255 registers spill with the compilers before: at most so many bytes of a thread
+_SPILLS_OF_OLDER = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One launch, and what its kernel's code must be like: never spills, never more shared memory than a block may have."""
+    """One launch, and what its kernel's code must be like: no spills, no more shared memory than a block may have, and no more registers
+    than were recorded."""
 
     #: of ``sft.kernels``
     module: str
     launch: str
     #: tensors may be on the meta device
     arguments: dict[str, Any]
-    #: compute capabilities that ``make test`` compiles for; the sweep takes both
+    #: targets that ``make test`` compiles for: 80 and 90 for sm_80 and sm_90, 942 for gfx942; the sweep takes all
     when: tuple[int, ...] = ()
+    #: targets that the kernel is for
+    only: tuple[int, ...] = (80, 90, 942)
     #: products of matrices, by the instructions for them
     matrix: bool = False
     #: copies of 16 bytes to shared memory
     wide: bool = False
     #: of those products none has an operand that old assemblers for Hopper overwrite
     copied_operands: bool = False
+    #: as it is launched on Hopper where the assembler is such an old one
+    affected: bool = False
+
+    @property
+    def label(self) -> str:
+        """What is launched: operands with their types and channels, windows, and options."""
+        parts = [self.launch]
+        for name, value in sorted(self.arguments.items()):
+            if isinstance(value, Tensor):
+                parts.append(f"{name}={str(value.dtype).removeprefix('torch.')}:{'x'.join(map(str, value.shape[:2]))}")
+            elif hasattr(value, "axes"):
+                windows = [(axis.window.kernel, axis.window.stride, axis.window.dilation) for axis in value.axes]
+                parts.append(f"{name}={','.join('/'.join(map(str, window)) for window in windows)}")
+            elif isinstance(value, (bool, int, float, str)):
+                parts.append(f"{name}={value}")
+            elif value is not None:
+                parts.append(name)
+        return " ".join([*parts, *(["affected"] if self.affected else [])])
 
 
 def meta_image(num_channels: int, dtype: torch.dtype, size: tuple[int, ...] = (256, 4096), num_samples: int = 1) -> Tensor:
@@ -54,23 +85,54 @@ def is_swept() -> bool:
     return os.environ.get("SFT_KERNEL_SWEEP") == "1"
 
 
+def _targets(gate: Gate) -> list[str]:
+    if not is_swept():
+        return [_TARGETS[number] for number in gate.when]
+    if gate.affected:
+        return ["sm_90"]
+    # AMD's compiler has no products of ten bits in three parts.
+    has_tf32x3 = gate.arguments.get("precision") == "tf32x3"
+    return [_TARGETS[number] for number in gate.only if number != 942 or not has_tf32x3]
+
+
 def check_gates(gates: list[Gate], folder: Path) -> None:
-    """Compile the gates' launches, for all targets if ``SFT_KERNEL_SWEEP=1``, and say all that is wrong with the code."""
-    cases = [(gate, capability) for gate in gates for capability in ((80, 90) if is_swept() else gate.when)]
+    """Compile the gates' launches, for all targets if ``SFT_KERNEL_SWEEP=1``, and say all that is wrong with the code.
+
+    The sweep also compiles each product as it is launched on Hopper where the assembler overwrites computed operands: it has none then.
+    """
+    old = [gate for gate in gates if gate.matrix and not gate.affected and "variant" not in gate.arguments] if is_swept() else []
+    affected = [replace(gate, affected=True, wide=False) for gate in old]
+    cases = [(gate, target) for gate in [*gates, *affected] for target in _targets(gate)]
     jobs = [
-        {"module": f"sft.kernels.{gate.module}", "launch": gate.launch, "arguments": gate.arguments, "capability": capability}
-        for gate, capability in cases
+        {"module": f"sft.kernels.{gate.module}", "launch": gate.launch, "arguments": gate.arguments}
+        | {"target": target, "affected": gate.affected}
+        for gate, target in cases
     ]
-    problems = []
-    for (gate, capability), cost in zip(cases, compile_kernels(jobs, folder), strict=True):
+    problems, triton = [], importlib.metadata.version("triton")
+    record: dict[str, dict[str, int]] = json.loads(_RECORD.read_text())
+    for (gate, target), cost in zip(cases, compile_kernels(jobs, folder), strict=True):
+        if os.environ.get("SFT_RECORD_REGISTERS") == "1":
+            known = record.setdefault(gate.label, {})
+            known[target] = max(known.get(target, 0), cost["registers"])
+        is_nvidia = target.startswith("sm_")
+        is_newest = triton.startswith(_RECORDED_WITH)
+        bound = record.get(gate.label, {}).get(target, 512) if is_newest else 512
         wrong = {
-            "no code": cost["cubin_bytes"] == 0,
-            "spills": cost["spilled_bytes"] > 0,
-            "too much shared memory": cost["shared_bytes"] > _SHARED_BYTES[capability],
-            "matrix instructions": (cost["matrix_instructions"] > 0) != gate.matrix,
-            "no wide copies": gate.wide and cost["wide_copies"] == 0,
-            "computed operands": gate.copied_operands and capability == 90 and cost["computed_operands"] > 0,
+            "no code": cost["binary_bytes"] == 0,
+            "spills": cost["spilled_bytes"] > (0 if is_newest else _SPILLS_OF_OLDER),
+            "too much shared memory": cost["shared_bytes"] > _SHARED_BYTES[target],
+            "matrix instructions": is_nvidia and (cost["matrix_instructions"] > 0) != (gate.matrix and not _is_exact(gate)),
+            "no wgmma": target == "sm_90" and cost["matrix_instructions"] != cost["warp_group_instructions"],
+            "no wide copies": is_nvidia and gate.wide and cost["wide_copies"] == 0,
+            "computed operands": target == "sm_90" and (gate.copied_operands or gate.affected) and cost["computed_operands"] > 0,
+            f"more registers than the {bound} that were recorded": cost["registers"] > bound,
         }
-        described = {name: str(value.dtype) if isinstance(value, Tensor) else value for name, value in gate.arguments.items()}
-        problems += [f"sm_{capability} {gate.launch}: {name}; {cost}; {described}" for name, is_wrong in wrong.items() if is_wrong]
+        problems += [f"{target} {gate.label}: {name}; {cost}" for name, is_wrong in wrong.items() if is_wrong]
+    if os.environ.get("SFT_RECORD_REGISTERS") == "1":
+        _RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
     assert not problems, "\n".join(problems)
+
+
+def _is_exact(gate: Gate) -> bool:
+    """Whether products in three parts have become exact ones, by other instructions."""
+    return gate.affected and gate.arguments.get("precision") in ("tf32x3", "bf16x3")

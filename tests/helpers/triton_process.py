@@ -25,7 +25,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 def interpret(jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
-    """Run the jobs of ``interpret_triton`` on the CPU, by Triton's interpreter."""
+    """Run the jobs of ``interpret_triton`` on the CPU, by Triton's interpreter; on a GPU, compiled, with ``SFT_KERNELS_ON_GPU=1``."""
     return _run("interpret_triton.py", jobs, folder)
 
 
@@ -60,7 +60,9 @@ def _run(script: str, jobs: list[dict[str, Any]], folder: Path) -> list[Any]:
 def _server(script: str) -> tuple[subprocess.Popen[str], Path]:
     """The process that serves a script, and what it writes beside its answers."""
     folder = Path(tempfile.mkdtemp(prefix="sft-triton-"))
+    is_compiled = script == "interpret_triton.py" and os.environ.get("SFT_KERNELS_ON_GPU") == "1"
     variables = {"TRITON_INTERPRET": "1"} if script.startswith("interpret") else {"TRITON_CACHE_DIR": str(folder / "cache")}
+    variables = {} if is_compiled else variables
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-P", *(str(Path(__file__).with_name(name)) for name in ("serve_triton.py", script))]
     log = folder / "log"

@@ -1,0 +1,44 @@
+"""What the interpreter of Triton 3.6 lacks, as later ones have it. See ``serve_triton``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import triton
+from triton.runtime import interpreter
+
+
+def _index(tensor: Any) -> int:
+    return int(tensor.handle.data.item())
+
+
+def _with_newer_numpy(patch: Callable[..., None]) -> Callable[..., None]:
+    """Loop bounds of an array of one element, of which NumPy 2.4 takes no ``int``."""
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", _index)
+
+    return patched
+
+
+def _rounded_once(self: Any, x: Any, y: Any, z: Any) -> Any:
+    """``x * y + z`` of fp32: in fp64, where the product is exact and the sum is rounded to odd (Boldo and Melquiond, 2008)."""
+    if x.data.dtype != np.float32:
+        return interpreter.TensorHandle(x.data * y.data + z.data, z.dtype.scalar)
+    product, term = x.data.astype(np.float64) * y.data.astype(np.float64), z.data.astype(np.float64)
+    total = product + term
+    part = total - product
+    error = (product - (total - part)) + (term - part)
+    even = (total.view(np.int64) & 1 == 0) & (error != 0)
+    total = np.where(even, np.nextafter(total, np.copysign(np.inf, error)), total)
+    return interpreter.TensorHandle(total.astype(np.float32), z.dtype.scalar)
+
+
+def repair() -> None:
+    """Where Triton is that old."""
+    if triton.__version__.startswith("3.6."):
+        interpreter._patch_lang_tensor = _with_newer_numpy(interpreter._patch_lang_tensor)
+        interpreter.InterpreterBuilder.create_fma = _rounded_once

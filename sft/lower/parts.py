@@ -76,13 +76,13 @@ class _Live:
                     members.setdefault(out.root, []).append(out.number)
                     if out.root == out.number:
                         self.sizes[out.number] = out.num_bytes
-        self.touched = frozenset(self._last)
+        self.touched = tuple(self._last)
         self.members = tuple((root, tuple(numbers)) for root, numbers in members.items())
         self.flops = sum(instruction.flops for instruction in instructions)
 
-    def placed(self, dying: frozenset[int], members: Mapping[int, tuple[int, ...]], sizes: Mapping[int, int]) -> _Placed:
+    def placed(self, dying: Sequence[int], members: Mapping[int, tuple[int, ...]], sizes: Mapping[int, int]) -> _Placed:
         """The same with frees of the storages that are touched here last."""
-        key = tuple([(root, sizes.get(root, 0), members[root]) for root in self._last if root in dying]) if dying else ()
+        key = tuple([(root, sizes.get(root, 0), members[root]) for root in dying])
         found = self._placed.get(key)
         if found is None:
             found = self._placed[key] = self._new_placed(key)
@@ -158,15 +158,13 @@ def joined(parts: Sequence[Part]) -> Program:
             results.update(part.results)
     lasting = {slot.root for slot in ports.values()}
     lasting.update(slot.root for slot in results.values())
-    needed = set(lasting)
-    touched: set[int] = set()
-    alive: list[tuple[_Live, frozenset[int]]] = []
+    needed = set(lasting)  # what is touched behind, and what lasts
+    alive: list[tuple[_Live, list[int]]] = []
     for part in reversed(parts):
         live = part.live(part.written & needed)
         if live is not None:
-            needed |= live.touched
-            alive.append((live, live.touched - touched - lasting))
-            touched |= live.touched
+            alive.append((live, [root for root in live.touched if root not in needed]))
+            needed.update(live.touched)
     alive.reverse()
     members: dict[int, tuple[int, ...]] = {}
     sizes: dict[int, int] = {}
@@ -182,6 +180,7 @@ def joined(parts: Sequence[Part]) -> Program:
         bytes_now += placed.more_bytes
         flops += live.flops
     given = {port: slot for port, slot in results.items() if slot.number in members.get(slot.root, ())}
+    touched = set[int]().union(*[live.touched for live, _ in alive])
     return Program(
         instructions=tuple(instructions),
         ports={port: slot for port, slot in ports.items() if slot.root in touched},

@@ -7,10 +7,10 @@ What runs the programs is the segment (``sft.walk.segments``); what they cost is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -65,6 +65,8 @@ class TiledLayout:
     to_host: frozenset[str] = frozenset()
     contiguous: frozenset[str] = frozenset()
     skips_repeats: bool = False
+    #: what its walks cost (``sft.walk.profile``); of these states and borders alone, so that `replace` must not hand it on
+    profiles: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False)
     _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
     _lowerings: dict[tuple[int, int], StripPrograms] = field(default_factory=dict, repr=False)
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)

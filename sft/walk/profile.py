@@ -15,7 +15,7 @@ the walk on the phantom machine, byte for byte, is tested.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
@@ -153,20 +153,21 @@ def profile_walk(segment: TiledLayout, walk: Walk, *, keep: bool, differentiate:
 
 @dataclass(frozen=True, slots=True)
 class WalkProfiles:
-    """The profiles of a segment's walks; walks of one geometry share theirs. Arguments as for :func:`profile_walk`."""
+    """The profiles of a segment's walks, which keeps them; walks of one geometry share theirs. Arguments as for :func:`profile_walk`."""
 
     segment: TiledLayout
     keep: bool
     differentiate: bool
     on_host: bool = True
-    _known: dict[tuple[int, int, bool], WalkProfile] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, walk: Walk) -> WalkProfile:
-        segment = self.segment
-        key = (len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
-        if key not in self._known:
-            self._known[key] = profile_walk(segment, walk, keep=self.keep, differentiate=self.differentiate, on_host=self.on_host)
-        return self._known[key]
+        segment, how = self.segment, (self.keep, self.differentiate, self.on_host)
+        key = (*how, len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
+        found: WalkProfile | None = segment.profiles.get(key)
+        if found is None:
+            found = profile_walk(segment, walk, keep=self.keep, differentiate=self.differentiate, on_host=self.on_host)
+            segment.profiles[key] = found
+        return found
 
 
 def first_block_rows(frontier: Ints, kept: Ints) -> Ints:

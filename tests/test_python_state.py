@@ -205,7 +205,7 @@ def test_such_tensors_are_what_they_are_at_each_call() -> None:
     ids=["numpy", "decides", "sizes", "control flow"],
 )
 def test_what_looks_at_values_is_refused_with_what_to_do(then: Callable[[Any, Tensor], Any], words: str) -> None:
-    with pytest.raises(sft.UnsupportedError, match=f"cannot follow the model .*{words}"):
+    with pytest.raises(sft.UnsupportedError, match=rf"cannot follow the model at test_python_state\.py:\d+ .*{words}"):
         sft.compile(_Model(then), _SHAPE)
 
 

@@ -41,7 +41,7 @@ from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_para
 from sft.analysis.quiet import plain_autograd, quiet
 from sft.analysis.recurrent import states_in_shape
 from sft.analysis.repeated import repetitions_followed
-from sft.analysis.whereabouts import line_of
+from sft.analysis.whereabouts import is_of_distributions, line_of
 from sft.errors import InputError, UnsupportedError
 
 __all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_last", "outputs_channels_last"]
@@ -58,6 +58,7 @@ _REMEDIES = {
     "expected scalar type": _TWO_TYPES,
 }
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.einsum.")
+_UNCHECKED = "distributions look at their values to check them; make them with validate_args=False"
 _LEAVE = "control flow that depends on tensor values must move out of `forward`"
 
 
@@ -270,7 +271,8 @@ def _export(
                     ]
                 ) from error
             said = f"{type(error).__name__}: {first_line}"
-            remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), _LEAVE)
+            leave = _UNCHECKED if is_of_distributions(error) else _LEAVE
+            remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), leave)
             line = line_of(error)
             where = f"the model at {line}" if line else "the model"
             raise UnsupportedError([f"{type(model).__name__}: torch.export cannot follow {where} ({said}); {remedy}"]) from error

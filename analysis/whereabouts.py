@@ -7,10 +7,11 @@ import traceback
 
 import torch
 
-__all__ = ["line_of"]
+__all__ = ["is_of_distributions", "line_of"]
 
 _OURS = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _TORCHS = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCHS, "distributions") + os.sep
 _FUNCTIONS = os.path.join(_TORCHS, "nn", "functional.py")
 
 
@@ -24,6 +25,11 @@ def line_of(error: BaseException) -> str:
     called = next((frame.name for name, frame in frames[0 if last is None else last :] if name == _FUNCTIONS), "")
     line = "" if last is None else f"{os.path.basename(frames[last][0])}:{frames[last][1].lineno}"
     return ", ".join(part for part in (line, called) if part)
+
+
+def is_of_distributions(error: BaseException) -> bool:
+    """Whether ``torch.distributions`` raised it, or what these called."""
+    return any(os.path.realpath(frame.filename).startswith(_DISTRIBUTIONS) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _is_the_models(name: str) -> bool:

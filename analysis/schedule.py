@@ -299,7 +299,8 @@ def _advance(
         # Frontiers never fall back: each value has a first step behind which it is complete.
         last = max((int(np.searchsorted(front[name], computed[name].stop)) for name in (*sources, *names) if name in streamed), default=0)
         if last <= num_steps:
-            end = last + 1 if walked else 1
+            # What reads nothing but padding is complete before the first strip, and made in it.
+            end = max(last, 1) + 1 if walked else 1
             return {name: values[:end] for name, values in front.items()}
         num_steps += max(1, num_steps // 8)
 

@@ -39,6 +39,11 @@ __all__ = ["REWRITTEN", "canonical"]
 _CONSTANTS = {"aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.default": None}
 
 _EXPANDS = ("aten.expand.default", "aten.expand_as.default")
+#: Poolings by windows, and the same to a given number of windows.
+_POOLINGS = {
+    f"aten.{kind}_pool{count}d.default": f"aten.adaptive_{kind}_pool{count}d.default" for kind in ("avg", "max") for count in (1, 2, 3)
+}
+
 #: Operators that are followed, or become others.
 _WINDOWS = ("aten.im2col.default", "aten.col2im.default", "aten.unfold.default")
 REWRITTEN = tuple(sorted({*PERMUTES, *RESHAPES, *_EXPANDS, *LAYER_NORMS, *REDUCTIONS, *PRODUCTS, *_WINDOWS, "aten.linear.default"}))
@@ -50,6 +55,11 @@ def canonical(graph: Graph) -> Graph:
     for node in graph.nodes:
         rewriting.add(node)
     return rewriting.finish()
+
+
+def _all_are(value: Any, number: int) -> bool:
+    """Whether an argument that may have an entry for each axis is this number along all of them."""
+    return all(entry == number for entry in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
 class _Rewriting(Elementwise):
@@ -88,6 +98,7 @@ class _Rewriting(Elementwise):
             "aten.linear.default": self._linear,
             **dict.fromkeys(LAYER_NORMS, self._layer_norm),
             "aten.max_unpool2d.default": self._unpool,
+            **dict.fromkeys(_POOLINGS, self._pool_of_all),
             **dict.fromkeys(_WINDOWS, self._windows),
             "aten.pad.default": self._pad,
             **dict.fromkeys(_EXPANDS, self._expand),
@@ -123,6 +134,23 @@ class _Rewriting(Elementwise):
         if found is not None:
             self.nodes.update((made.name, made) for made in found)
         return found is not None
+
+    def _pool_of_all(self, node: Node) -> bool:
+        """A pooling whose one window is the whole image, ``F.avg_pool2d(x, x.shape[2:])``: a global value."""
+        image, count = self.only_image(node), self.axes.count
+        held, kernel = self.shape(image.node), node.argument("kernel_size")
+        kernel = kernel if isinstance(kernel, (tuple, list)) and len(kernel) == count else (kernel,) * count
+        padding, dilation, divisor = node.argument("padding", 0), node.argument("dilation", 1), node.argument("divisor_override")
+        if not image.layout.is_plain or len(held) != self.axes.rank or len(node.shape) != len(held) or divisor is not None:
+            return False
+        is_one = all(extent == 1 for extent in self.axes.of(node.shape))
+        if not is_one or not _all_are(padding, 0) or not _all_are(dilation, 1) or not same(kernel, self.axes.of(held)):
+            return False
+        arguments = (("self", node.argument("self")), ("output_size", (1,) * count))
+        made = replace(node, target=_POOLINGS[node.target], arguments=arguments)
+        if made.target not in REDUCTIONS or not self._reduce(made):
+            self.keep(made)
+        return True
 
     def _reduced_dims(self, node: Node, image: Image) -> list[int] | None:
         """The dimensions of the model's value that are reduced."""

@@ -34,12 +34,14 @@ from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph, Node
 from sft.analysis.intricate import intricate_sizes_refused
+from sft.analysis.likelihoods import variances_as_they_are
 from sft.analysis.loose import loose_tensors
 from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
 from sft.analysis.quiet import plain_autograd, quiet
 from sft.analysis.recurrent import states_in_shape
 from sft.analysis.repeated import repetitions_followed
+from sft.analysis.whereabouts import is_of_distributions, line_of
 from sft.errors import InputError, UnsupportedError
 
 __all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_last", "outputs_channels_last"]
@@ -56,6 +58,7 @@ _REMEDIES = {
     "expected scalar type": _TWO_TYPES,
 }
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.einsum.")
+_UNCHECKED = "distributions look at their values to check them; make them with validate_args=False"
 _LEAVE = "control flow that depends on tensor values must move out of `forward`"
 
 
@@ -268,8 +271,11 @@ def _export(
                     ]
                 ) from error
             said = f"{type(error).__name__}: {first_line}"
-            remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), _LEAVE)
-            raise UnsupportedError([f"{type(model).__name__}: torch.export cannot follow the model ({said}); {remedy}"]) from error
+            leave = _UNCHECKED if is_of_distributions(error) else _LEAVE
+            remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), leave)
+            line = line_of(error)
+            where = f"the model at {line}" if line else "the model"
+            raise UnsupportedError([f"{type(model).__name__}: torch.export cannot follow {where} ({said}); {remedy}"]) from error
 
 
 #: What torch.export says to a class that is not registered.
@@ -299,7 +305,7 @@ def _exported(
     limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
     around = (on_whole_parameters(model, mode), grad_modes_followed(model), composites_cast(device), norms_by_shape(), any_algorithm())
     with contextlib.ExitStack() as stack:
-        for context in (*around, bare_nodes(), states_in_shape(), quick, limited):
+        for context in (*around, bare_nodes(), states_in_shape(), variances_as_they_are(), quick, limited):
             stack.enter_context(context)
         exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
     _refuse_grad_modes(model, exported)

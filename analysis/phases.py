@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from sft.analysis.graph import Graph, Node
-from sft.analysis.operators import Operator, operator_of, refusal
+from sft.analysis.operators import WHOLE, Operator, operator_of, refusal
 from sft.errors import UnsupportedError
 
 __all__ = ["Phase", "Phases", "find_phases"]
@@ -62,6 +62,22 @@ def find_phases(graph: Graph) -> Phases:
     Raises:
         UnsupportedError: listing every operator without an exact rule, with its module path and a remedy.
     """
+    found = _classified(graph, has_pixels=True)
+    if _spreads_a_pixel(graph, *found[:2]):
+        found = _classified(graph, has_pixels=False)
+    return _sorted(graph, frozenset(found[0]), found[1], found[2])
+
+
+def _classified(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[str, Operator], dict[str, str]]:
+    """The values that come in strips, the table's row of each operator, and why it runs whole although it reads one of these.
+
+    Args:
+        graph: the graph.
+        has_pixels: whether an image of a single pixel, made of a larger one, is an image; else it is whole.
+
+    Raises:
+        UnsupportedError: as :func:`find_phases`.
+    """
     streamed = _streamed_inputs(graph)
     rows: dict[str, Operator] = {}
     reasons: dict[str, str] = {}
@@ -74,6 +90,8 @@ def find_phases(graph: Graph) -> Phases:
                 problems.append(refused)
             continue
         row, why = operator_of(node, graph, streamed)
+        if not has_pixels and row.role == "stream" and _is_pixel(graph, node.name):
+            row, why = WHOLE, [f"{node.label}: makes a single pixel of the image"]
         if why:
             reasons[node.name] = why[0]
         rows[node.name] = row
@@ -84,7 +102,22 @@ def find_phases(graph: Graph) -> Phases:
             streamed.add(node.name)
     if problems:
         raise UnsupportedError(problems)
-    return _sorted(graph, frozenset(streamed), rows, reasons)
+    return streamed, rows, reasons
+
+
+def _spreads_a_pixel(graph: Graph, streamed: Collection[str], rows: Mapping[str, Operator]) -> bool:
+    """Whether a single pixel that comes in strips is spread over a larger image (a gate made by a convolution as large as the image)."""
+    for node in graph.operators:
+        if rows[node.name].role == "stream":
+            pixels = [_is_pixel(graph, name) for name in rows[node.name].streamed_operands(node, streamed)]
+            if any(pixels) and not all(pixels):
+                return True
+    return False
+
+
+def _is_pixel(graph: Graph, name: str) -> bool:
+    """Whether a value is as small as a single pixel along all axes, at every size."""
+    return graph.axes.are_of(graph[name].shape) and all(extent == 1 for extent in graph.axes.of(graph[name].shape))
 
 
 def _streamed_inputs(graph: Graph) -> set[str]:

@@ -375,7 +375,8 @@ def _advance(
     front = advanced(walked.start + np.arange(num_steps + 1, dtype=np.int64) * strip)
     ends = {(id(values), computed[name].stop): values for name, values in front.items()}
     last = max((int(np.searchsorted(values, stop)) for (_, stop), values in ends.items()), default=0)
-    end = last + 1 if walked else 1
+    # What reads nothing but padding is complete before the first strip, and made in it.
+    end = max(last, 1) + 1 if walked else 1
     trimmed = {id(values): values[:end] for values in front.values()}
     return {name: trimmed[id(values)] for name, values in front.items()}
 

@@ -23,13 +23,13 @@ def _states(segment: SegmentPlan) -> str:
 def explain(plan: Plan, *, costs: bool = False) -> str:
     """The plan as text: the split of the budget, then one block a segment; with ``costs`` what each takes of the time, too."""
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
-    kind = "training step" if plan.training else "inference"
+    kind = "a training step" if plan.training else "inference"
     num_read = sum(placement == "source" for placement in plan.input_placements)
     read = f", {num_read} of {len(plan.input_placements)} input(s) read in strips" if num_read else ""
     num_on_host = plan.output_placements.count("host")
     host = f", {num_on_host} output(s) on the host" if num_on_host else ""
     lines = [
-        f"Plan for a {kind} on {shapes} ({plan.dtype}){read}{host}",
+        f"Plan for {kind} on {shapes} ({plan.dtype}){read}{host}",
         f"  budget            {format_bytes(plan.budget_bytes):>12}",
         f"  total             {format_bytes(plan.total_bytes):>12}  = resident + projected peak",
         f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",

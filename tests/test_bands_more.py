@@ -24,6 +24,7 @@ from .helpers.dag_nets import Conv, Dag, DagNet, MaxPool
 from .helpers.dags import dags
 from .helpers.exactness import gradient_errors
 from .helpers.models import ConvNet, Residual, image, seeded
+from .helpers.poison import poisoned
 from .helpers.ranks import Ranks, ranks_of
 
 pytestmark = [
@@ -81,6 +82,21 @@ def _check_dag(rank: int, dag: Dag, options: sft.Options, output: str) -> None:
         return DagNet(dag)
 
     check_bands(rank, 1, make, dag.shape, options, training=dag.training, output=output, input_grad=dag.input_grad, steps=1, tolerance=1e-9)
+
+
+def _reads_padding(rank: int, options: sft.Options) -> None:
+    def make() -> nn.Module:
+        return nn.Conv2d(2, 2, 1, stride=(3, 2), padding=1)
+
+    with poisoned():
+        check_bands(rank, 1, make, (2, 2, 2, 3), options, steps=1)
+        check_bands(rank, 1, lambda: nn.Sequential(nn.Conv2d(2, 2, 3, 3, 1), nn.Tanh(), make()), (2, 2, 5, 6), options, steps=1)
+
+
+@pytest.mark.parametrize("tile", [None, (1, None)])
+def test_a_band_of_nothing_but_padding(pair: Ranks, tile: tuple[int, None] | None) -> None:
+    """Its rows need none of the image, so no strip was walked, and they were whatever memory held."""
+    pair.run(_reads_padding, sft.Options(tile=tile))
 
 
 class Rows:

@@ -96,6 +96,8 @@ _OF_MASKS: dict[str, nn.Module] = {
     "divergence": _Function(lambda y, t: F.kl_div(y.log_softmax(1), t.softmax(1), reduction="batchmean")),
     "shares": _Function(lambda y, t: F.cross_entropy(y, t.softmax(1), label_smoothing=0.2)),
     "poisson": nn.PoissonNLLLoss(),
+    "gaussian, small variances": _Function(lambda y, t: F.gaussian_nll_loss(y[:, :1], t[:, :1], y[:, 1:2].abs(), eps=0.1)),
+    "gaussian, one variance": _Function(lambda y, t: F.gaussian_nll_loss(y, t, y[:, :1].exp(), full=True, reduction="sum")),
     "margin": _Function(lambda y, t: F.soft_margin_loss(y, (t > 0.5).to(y.dtype) * 2 - 1)),
     "each": _Function(lambda y, t: (F.mse_loss(y, t, reduction="none") * t).sum()),
     "dice": sft.nn.DiceLoss(),
@@ -273,3 +275,17 @@ def test_weights_of_classes_counted_in_the_batch(tile: tuple[int, int | None] | 
     torch.testing.assert_close(found[0], found[1], rtol=1e-10, atol=1e-10)
     with pytest.raises(sft.UnsupportedError, match="its size depends on the numbers; give minlength, above the largest"):
         sft.compile(sft.nn.WithLoss(model, lambda y, t: loss(y, t, 0)), [x.shape, labels])
+
+
+def test_a_negative_variance_is_no_likelihood() -> None:
+    """Eager PyTorch looks for one before it computes, and raises; here the loss says so."""
+    loss = _Function(lambda y, t: F.gaussian_nll_loss(y, t, t))
+    x, variances = image(1, 3, 10, 8), torch.ones(1, _CLASSES, 10, 8, dtype=torch.float64)
+    net = sft.compile(sft.nn.WithLoss(_network(2), loss).double(), [x, variances])
+    assert torch.isfinite(net(x, variances))
+    variances[0, 0, 4, 4] = -1
+    assert torch.isnan(net(x, variances))
+    with pytest.raises(ValueError, match="negative"):
+        loss(variances, variances)
+    with pytest.raises(sft.UnsupportedError, match=r"test_losses\.py:\d+ .*var is of incorrect size"):
+        sft.compile(sft.nn.WithLoss(_network(2), _Function(lambda y, t: F.gaussian_nll_loss(y, t, t[..., :3]))).double(), [x, variances])

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import sft
 
+from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
 
 _Function = Callable[[Tensor], Any]
@@ -135,3 +136,22 @@ def test_arguments_that_are_equal_and_not_the_same(tile: tuple[int, int | None] 
     found, expected = sft.compile(model, [x.shape, counts], options=sft.Options(tile=tile))(x, counts), model(x, counts)
     for number, (ours, eager) in enumerate(zip(found, expected, strict=True)):
         assert ours.dtype == eager.dtype and torch.equal(ours, eager), number
+
+
+class _Bag(nn.Module):
+    """Channels scaled by a few words."""
+
+    def __init__(self, mode: str) -> None:
+        super().__init__()
+        self.first, self.words = nn.Conv2d(3, 4, 3, padding=1), nn.EmbeddingBag(7, 4, mode=mode)
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        out: Tensor = self.first(x) * self.words(words)[..., None, None]
+        return out
+
+
+@pytest.mark.parametrize("mode", ["mean", "max"])
+def test_bags_of_words_take_the_bytes_that_are_projected(mode: str) -> None:
+    """ATen keeps room for one more index than there are."""
+    words = torch.arange(10).view(2, 5) % 7
+    assert_exact(seeded(lambda: _Bag(mode)), image(2, 3, 16, 12), words, options=sft.Options(tile=(5, None)), to_the_byte=True)

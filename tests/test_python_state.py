@@ -201,11 +201,12 @@ def test_such_tensors_are_what_they_are_at_each_call() -> None:
         (lambda _, y: y * torch.cov(y.flatten(2)[0]).mean(), "aten.equal.default.*; this operator looks at values"),
         (lambda _, y: torch.linalg.lstsq(y.flatten(2)[0].T, y.flatten(2)[0].T[:, :1])[0], "the size of what this operator makes"),
         (lambda _, y: y if y.mean() > 0 else -y, "control flow that depends on tensor values must move out"),
+        (lambda _, y: torch.distributions.Normal(y, y.exp()).log_prob(y), "make them with validate_args=False"),
     ],
-    ids=["numpy", "decides", "sizes", "control flow"],
+    ids=["numpy", "decides", "sizes", "control flow", "distributions"],
 )
 def test_what_looks_at_values_is_refused_with_what_to_do(then: Callable[[Any, Tensor], Any], words: str) -> None:
-    with pytest.raises(sft.UnsupportedError, match=f"cannot follow the model .*{words}"):
+    with pytest.raises(sft.UnsupportedError, match=rf"cannot follow the model at test_python_state\.py:\d+ .*{words}"):
         sft.compile(_Model(then), _SHAPE)
 
 

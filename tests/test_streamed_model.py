@@ -184,6 +184,9 @@ def test_what_is_refused_says_what_to_do(tmp_path: Path) -> None:
         sft.compile(seeded(Vgg), SHAPE, mesh=(1, 2), options=STREAM)
     with pytest.raises(sft.InputError, match="no parameters"):
         sft.compile(nn.Sequential(nn.ReLU()), (4, 16), options=STREAM)(image(4, 16))
+    tied = nn.Linear(16, 16).double()
+    with pytest.raises(sft.InputError, match="those with two names stay resident"):
+        sft.compile(nn.Sequential(tied, tied), (4, 16), options=STREAM)(image(4, 16))
     blocks = sft.nn.Repeat(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()), 3).double().stream("8KiB")
     with pytest.raises(sft.UnsupportedError, match="leave out weights"):
         sft.compile(nn.Sequential(nn.Linear(16, 16).double(), blocks), (None, 16), options=STREAM)(image(4, 16))

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from sft.analysis.operators.base import Border, Operator, Role
-from sft.analysis.operators.table import ALONG, CASTS, ELEMENTWISE, differentiable_operands, operator_of, refusal, rows_of_table, window_of
+from sft.analysis.operators.table import (
+    ALONG,
+    CASTS,
+    ELEMENTWISE,
+    WHOLE,
+    differentiable_operands,
+    operator_of,
+    refusal,
+    rows_of_table,
+    window_of,
+)
 from sft.analysis.operators.windows import Window
 
 __all__ = [
     "ALONG",
     "CASTS",
     "ELEMENTWISE",
+    "WHOLE",
     "Border",
     "Operator",
     "Role",

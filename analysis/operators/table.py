@@ -41,8 +41,20 @@ from sft.analysis.operators.transposed import OverlapAdd, TransposedConvolution
 from sft.analysis.operators.windows import AvgPool, ChannelWindow, Convolution, MaxPool, Window, Windowed
 from sft.analysis.repeated import NEXT
 
-__all__ = ["ALONG", "CASTS", "ELEMENTWISE", "Along", "differentiable_operands", "operator_of", "refusal", "rows_of_table", "window_of"]
+__all__ = [
+    "ALONG",
+    "CASTS",
+    "ELEMENTWISE",
+    "WHOLE",
+    "Along",
+    "differentiable_operands",
+    "operator_of",
+    "refusal",
+    "rows_of_table",
+    "window_of",
+]
 
+#: What sees whole tensors.
 WHOLE = Operator(name="whole", role="whole")
 
 #: Unary functions of one element: any of them streams, and torch's own derivative is traced for it.

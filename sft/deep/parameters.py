@@ -107,7 +107,8 @@ class StreamedParameters:
         self.device, self.params, self._file = device, streamable(model), file
         self._names = tuple(self.params)
         if not self.params:
-            raise InputError(f"{type(model).__name__} has no parameters to stream; leave out weights='stream'")
+            why = " (those with two names stay resident)" if any(True for _ in model.parameters()) else ""
+            raise InputError(f"{type(model).__name__} has no parameters to stream{why}; leave out weights='stream'")
         self.counters, self.revision = Counters(), 0
         self._records = {name: record for record, name in enumerate(self.params)}
         self._pin = device.type == "cuda"

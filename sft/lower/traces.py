@@ -49,6 +49,9 @@ def _in_own_bytes(overload: Any) -> Callable[..., torch.Tensor]:
 #: Operators that resize a tensor as large as their operand, and leave it the room where the result is smaller.
 _ROOMY = {aten.im2col.default: _in_own_bytes(aten.im2col.out), aten.col2im.default: _in_own_bytes(aten.col2im.out)}
 
+#: Results of which ATen makes one element more than the result has, which keeps its room: the bag that each index is in.
+_ONE_MORE = frozenset((overload.default, 1) for overload in (aten._embedding_bag, aten._embedding_bag_forward_only))
+
 
 def resolve_target(target: str) -> Any:
     """The ATen overload named in a node.
@@ -214,7 +217,10 @@ def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> Trace:
                 storage = tensor.untyped_storage()._cdata
                 shared = None if target is aten._reshape_copy.default else root_in(node, storage)
                 roots[number] = number if shared is None else shared
-                results.append(Result(number, tuple(tensor.shape), tensor.dtype, shared))
+                shape = tuple(tensor.shape)
+                if (node.target, position) in _ONE_MORE:
+                    shape = (shape[0] + 1,)
+                results.append(Result(number, shape, tensor.dtype, shared))
             arguments = tuple(convert(arg) for arg in node.args)
             keywords = tuple((key, convert(item)) for key, item in node.kwargs.items())
             if len(results) == 1:  # a list of one tensor, as of `unbind`

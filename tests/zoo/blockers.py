@@ -37,7 +37,7 @@ def blocker_of(problem: str) -> str:
     >>> blocker_of("ghost: add: operand slice_4 of shape (2, 8, 44, s77) varies along the image; make its height and width 1")
     'slice, whole, meets a strip'
     """
-    exporter = re.search(r"torch\.export cannot follow the model \((\w+)", problem)
+    exporter = re.search(r"torch\.export cannot follow the model[^(]* \((\w+)", problem)
     if exporter:
         return f"torch.export: {exporter[1]}"
     rest = problem.partition(": ")[2] or problem

@@ -1,0 +1,36 @@
+"""Where in a model's source something went wrong, for messages."""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+import torch
+
+__all__ = ["is_of_distributions", "line_of"]
+
+_OURS = os.path.dirname(os.path.realpath(__file__)) + os.sep
+_TORCHS = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
+_DISTRIBUTIONS = os.path.join(_TORCHS, "distributions") + os.sep
+_FUNCTIONS = os.path.join(_TORCHS, "nn", "functional.py")
+
+
+def line_of(error: BaseException) -> str:
+    """The last line before torch's own of what raised an error, ``net.py:12``, and what it called of ``torch.nn.functional``.
+
+    Empty where none but torch's own modules were under way.
+    """
+    frames = [(os.path.realpath(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    last = next((at for at in reversed(range(len(frames))) if _is_the_models(frames[at][0])), None)
+    called = next((frame.name for name, frame in frames[0 if last is None else last :] if name == _FUNCTIONS), "")
+    line = "" if last is None else f"{os.path.basename(frames[last][0])}:{frames[last][1].lineno}"
+    return ", ".join(part for part in (line, called) if part)
+
+
+def is_of_distributions(error: BaseException) -> bool:
+    """Whether ``torch.distributions`` raised it, or what these called."""
+    return any(os.path.realpath(frame.filename).startswith(_DISTRIBUTIONS) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _is_the_models(name: str) -> bool:
+    return not name.startswith((_OURS, _TORCHS)) and os.path.isfile(name)

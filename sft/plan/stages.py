@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from sft.lower.program import Program
+from sft.lower.program import Program, slots_of
 from sft.plan.build import build_region
 from sft.plan.chain.chain import Chain, Stage
 from sft.plan.chain.schedule import Operation
@@ -143,7 +143,6 @@ class StagedModel:
         assert isinstance(segment, WholeSegment)
         forward, backward = segment.programs(True)
         assert backward is not None
-        alone, _ = segment.programs(False)
         results = sum(forward.result_bytes.values())
         saved = forward.end_bytes - results
         roots = {out.number: out.root for i in forward.instructions for out in i.outputs if out is not None}
@@ -157,7 +156,7 @@ class StagedModel:
             saved_bytes=max(int(segment.saves), saved),  # what it saves may be a view, of no bytes, but it must have run
             reads_output=any(slot.root in kept for slot in forward.results.values()),
             forward_workspace_bytes=loaded
-            + max(0, forward.peak_bytes - forward.end_bytes, alone.peak_bytes - sum(alone.result_bytes.values())),
+            + max(0, forward.peak_bytes - forward.end_bytes, _peak_without_saving(forward) - results),
             backward_workspace_bytes=loaded + max(0, backward.peak_bytes - _source_gradients(backward)),
         )
 
@@ -220,6 +219,30 @@ class StagedModel:
     def ordered(self, order: Order) -> Region:
         """The region in that order; programs are shared with all others of this model."""
         return replace(self.region, order=order)
+
+
+def _peak_without_saving(forward: Program) -> int:
+    """Most bytes alive in the forward half if what it saves were freed where it is read last."""
+    results = {slot.root for slot in forward.results.values()}
+    kept = set(forward.saved)
+    saved: set[int] = set()
+    last: dict[int, int] = {}
+    num_bytes: dict[int, int] = {}
+    for position, instruction in enumerate(forward.instructions):
+        outputs = [out for out in instruction.outputs if out is not None]
+        last.update((slot.root, position) for slot in (*slots_of(instruction), *outputs))
+        num_bytes.update((out.root, out.num_bytes) for out in outputs if out.root == out.number)
+        saved.update(out.root for out in outputs if out.number in kept)
+    more = [0] * len(forward.instructions)
+    for root, position in last.items():
+        if root in saved and root not in results:
+            more[position] += num_bytes.get(root, 0)
+    now = peak = 0
+    for instruction, freed_bytes in zip(forward.instructions, more, strict=True):
+        now += instruction.num_bytes
+        peak = max(peak, now + instruction.scratch_bytes)
+        now -= instruction.freed_bytes + freed_bytes
+    return peak
 
 
 def _source_gradients(program: Program) -> int:

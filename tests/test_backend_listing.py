@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from sft.backends.calls import call_of
@@ -25,9 +27,9 @@ def _conv(e: Emitter, x: Slot, w: Slot) -> Slot:
     return e.call(aten.convolution.default, x, w, None, *_PLAIN, shape=_SHAPE)
 
 
-def _names(e: Emitter) -> list[str]:
+def _names(e: Emitter, laid_out_roles: Sequence[str] = ("source", "side")) -> list[str]:
     """The program with kernels: what is called, allocations and views aside."""
-    laid_out = [port for port in e.ports if port.role == "source"]
+    laid_out = [port for port in e.ports if port.role in laid_out_roles]
     Kernels(chooser=Always()).rewrite(e, laid_out, training=True)
     names = []
     for instruction in e.finish().instructions:
@@ -47,6 +49,16 @@ def test_nothing_in_the_way() -> None:
     e, x, w = _emitter()
     e.result("append", "y", _relu(e, _conv(e, x, w)))
     assert _names(e) == ["Convolution.run relu"]
+
+
+def test_a_weight_of_unknown_layout_gets_a_counted_copy() -> None:
+    e, x, w = _emitter()
+    e.result("append", "y", _relu(e, _conv(e, x, w)))
+    assert _names(e, ["source"]) == ["copy_.default", "Convolution.run relu"]
+    (copied,) = (
+        instruction for instruction in e.instructions if instruction.function is torch.empty and instruction.num_bytes == w.num_bytes
+    )
+    assert copied.outputs[0] is not None and copied.outputs[0].shape == w.shape
 
 
 def test_a_reader_between_convolution_and_relu() -> None:

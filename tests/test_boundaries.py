@@ -270,6 +270,8 @@ def test_an_interrupted_step_changes_nothing(problems: list[Problem], tmp_path: 
         return run(machine, *arguments)
 
     monkeypatch.setattr(TorchMachine, "run", interrupted)
+    gc.collect()  # files of other tests, which would go meanwhile
+    gc.collect()
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
     state, before = torch.get_rng_state(), {key: value.clone() for key, value in model.state_dict().items()}
     counts = {"forward": 0, "backward": 0}

@@ -202,7 +202,8 @@ def launch_conv2d(
         blocks = default_blocks(group_out, group_in, weight.dtype)
         if levels is not None and precision == "ieee":  # the numbers take registers beside the bytes
             blocks = dataclasses.replace(blocks, pixels=blocks.pixels // 2)
-        if variant == "rows" and (levels is not None or not can_walk_rows(geometry, group_in, groups, weight)):
+        is_taller = variant == "tall" and flat  # an address for each element: there are no registers for twice as many
+        if is_taller or (variant == "rows" and (levels is not None or not can_walk_rows(geometry, group_in, groups, weight))):
             variant = "default"
         blocks = variant_blocks(blocks, variant, group_out, is_loaded=taps is not None or residual is not None)
     if blocks.rows:

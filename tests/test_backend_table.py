@@ -231,6 +231,7 @@ def test_ways_to_split_by_class() -> None:
     assert variants_of(replace(_CLASS, operator="conv2d data gradient", channels=(128, 64)))[-1] == "rows"
     assert variants_of(replace(_CLASS, stride=(2, 1)))[-1] == "small"
     assert variants_of(replace(_CLASS, numbers="tf32")) == ("default", "deep", "tall", "wide")
+    assert variants_of(replace(_CLASS, numbers="tf32", channels=(3, 64))) == ("default", "deep", "wide")
     assert variants_of(replace(_CLASS, operator="conv2d weight gradient")) == ("default", "deep")
     for change in ({"operator": "conv3d"}, {"operator": "max pool"}, {"groups": 64}):
         assert variants_of(replace(_CLASS, **change)) == ("default",), change

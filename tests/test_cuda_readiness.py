@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import sft
-from sft.backends.select import _check_triton
+from sft.backends.select import check_triton
 from sft.bands import link
 from sft.bands.link import _together
 from sft.bands.traffic import TOPICS
@@ -254,5 +254,5 @@ def test_kernels_for_older_gpus_are_warned_of(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            _check_triton(torch.device("cuda"))
+            check_triton(torch.device("cuda"))
         assert len(caught) == count

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import sft
 from sft import InputError
 from sft.kernels.adamw import adamw_step
 from sft.kernels.sgd import sgd_step
+from sft.optim import AdamWUpdate, SGDUpdate
+from sft.optim.fused import KernelUpdate
 
 from .helpers.triton_gates import Gate, check_gates
 from .helpers.triton_process import interpret, needs_triton
@@ -130,6 +133,63 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
     for truths, results in zip(expected, interpret(jobs, tmp_path), strict=True):
         for (name, own), result in zip(truths.items(), results, strict=False):
             assert (own is None and result is None) or (own is not None and torch.equal(result, own.to(result.dtype))), name
+
+
+@needs_triton
+def test_streamed_weights_by_interpreted_kernels(tmp_path: Path) -> None:
+    """As ``torch.optim``, bit for bit, also where the state goes from one backend to the other and back; in half precision as ATen."""
+    single, half = torch.float32, torch.bfloat16
+    cases: list[tuple[str, dict[str, Any], torch.dtype, bool, str]] = [
+        ("sgd", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}, single, False, "torch"),
+        ("sgd", {"lr": torch.tensor(0.1), "maximize": True}, single, True, "torch"),
+        ("adamw", {"lr": 0.01, "betas": (0.8, 0.95)}, single, True, "torch"),
+        ("adamw", {"lr": 0.01, "weight_decay": 0.0}, half, False, "aten"),
+        ("adamw", {"lr": 0.01, "amsgrad": True}, single, False, "aten"),
+    ]
+    jobs = []
+    for kind, settings, dtype, two_phase, other in cases:
+        for backends in (["triton", "aten", "triton"], [other] * 3):
+            jobs.append({"run": "train", "kind": kind, "settings": settings, "backends": backends, "dtype": dtype, "two_phase": two_phase})
+    found = interpret(jobs, tmp_path)
+    for case, (ours, counts), (expected, none) in zip(cases, found[::2], found[1::2], strict=True):
+        assert all(torch.equal(own, theirs) for own, theirs in zip(ours, expected, strict=True)), case
+        # Two steps of the weights and biases of a layer and three blocks.
+        assert counts == ([0, 0, 0] if "amsgrad" in case[1] else [16, 0, 16]) and none == [0, 0, 0], (case, counts)
+
+
+def test_what_kernels_do_not_compute_goes_by_aten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr("sft.backends.select.has_triton", lambda: True)
+    sgd, adamw = KernelUpdate(SGDUpdate()), KernelUpdate(AdamWUpdate())
+    plain, vector, matrix = sgd.defaults, torch.zeros(6), torch.zeros(2, 3)
+    state = {"exp_avg": vector, "exp_avg_sq": vector, "max_exp_avg_sq": vector}
+    assert sgd.takes_kernel(vector, vector, {}, plain) and sgd.takes_kernel(matrix, matrix, {}, plain)
+    assert sgd.takes_kernel(vector, vector, {}, plain | {"lr": torch.tensor(0.1)})
+    assert not sgd.takes_kernel(vector, vector, {"momentum_buffer": vector.double()}, plain | {"momentum": 0.9})
+    assert not sgd.takes_kernel(vector.double(), vector.double(), {}, plain)
+    assert not sgd.takes_kernel(vector.bfloat16(), vector.bfloat16(), {}, plain)
+    assert not sgd.takes_kernel(matrix.t(), matrix.t(), {}, plain)
+    assert not sgd.takes_kernel(vector[:0], vector[:0], {}, plain)
+    assert not sgd.takes_kernel(vector.to("meta"), vector.to("meta"), {}, plain)
+    assert adamw.takes_kernel(vector, vector, state, adamw.defaults)
+    assert not adamw.takes_kernel(vector, vector, state, adamw.defaults | {"amsgrad": True})
+    assert not adamw.takes_kernel(vector, vector, state, adamw.defaults | {"lr": torch.tensor(0.1)})
+    monkeypatch.delenv("TRITON_INTERPRET")
+    assert not sgd.takes_kernel(vector, vector, {}, plain)
+
+
+def test_backends_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    model = sft.nn.Repeat(lambda: torch.nn.Linear(2, 2), 2).stream("1KiB")
+    with pytest.raises(InputError, match=r"backend='cuda': updates are computed by one of aten, triton; give one of these"):
+        sft.StreamedOptimizer(model, "sgd", backend="cuda")  # type: ignore[arg-type]  # the point
+    with pytest.raises(InputError, match=r'backend "triton"'):
+        sft.StreamedOptimizer(model, "sgd", backend="triton")
+    with pytest.raises(
+        InputError, match=r"backend='triton' with update=KernelUpdate: there are kernels for 2 updates; give one of sgd, adamw"
+    ):
+        sft.StreamedOptimizer(model, KernelUpdate(SGDUpdate()), backend="triton")
+    sft.StreamedOptimizer(model, "sgd").close()
 
 
 @needs_triton

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from sft.kernels.blocks import Variant
+from sft.kernels.blocks import Variant, is_flat
 
 __all__ = ["Always", "Chooser", "Numbers", "ShapeClass", "pixel_class", "storage_numbers", "variants_of"]
 
@@ -74,7 +74,8 @@ class ShapeClass:
 
 
 def variants_of(shape_class: ShapeClass) -> tuple[Variant, ...]:
-    """In which ways the kernels of a class may be split into programs, the default first: those that compile without spills.
+    """In which ways the kernels of a class may be split into programs, the default first: those that compile without spills, or with few
+    (``tests/table_registers.json`` has the bytes).
 
     All round alike, and have the same bits but for gradients of an input that are found row by row.
     """
@@ -85,6 +86,8 @@ def variants_of(shape_class: ShapeClass) -> tuple[Variant, ...]:
     if shape_class.operator != "conv2d weight gradient":
         is_masked = shape_class.operator != "conv2d" and "relu" in shape_class.fused
         ways += ("small",) if is_half else ("tall", "wide") if shape_class.numbers == "tf32" and not is_masked else ()
+        if shape_class.operator == "conv2d" and is_flat(shape_class.channels[0] // shape_class.groups):
+            ways = tuple(way for way in ways if way != "tall")
         plain = (shape_class.kernel, shape_class.stride, shape_class.dilation, shape_class.groups) == ((3, 3), (1, 1), (1, 1), 1)
         summed = shape_class.channels[0 if shape_class.operator == "conv2d" else 1]
         if plain and 16 <= summed <= 64 and is_half:

@@ -22,7 +22,7 @@ from sft.errors import InputError
 from sft.kernels.dispatch import has_triton
 from sft.lower.backend import Backend
 
-__all__ = ["allows_tf32", "backend_for", "computes_operands"]
+__all__ = ["allows_tf32", "backend_for", "check_triton", "computes_operands", "runs_kernels"]
 
 #: Of the GPUs that our kernels were written for: older ones lack the matrix instructions.
 _LEAST_CAPABILITY = (8, 0)
@@ -40,7 +40,7 @@ def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -
         InputError: ``"triton"`` on a device on which no kernel can run.
     """
     if name == "triton":
-        _check_triton(device)
+        check_triton(device)
         return Kernels(chooser=Always(), computes_operands=computes_operands(device))
     if name == "auto" and device.type == "cuda" and has_triton():
         table = find_table(folders, torch.cuda.get_device_name(device), compiler_of(device))
@@ -49,7 +49,18 @@ def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -
     return None
 
 
-def _check_triton(device: torch.device) -> None:
+def runs_kernels(device: torch.device) -> bool:
+    """Whether kernels run on a device: on CUDA devices, and on the CPU under Triton's interpreter."""
+    is_interpreted = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    return has_triton() and (device.type == "cuda" or is_interpreted)
+
+
+def check_triton(device: torch.device) -> None:
+    """Whether ``backend="triton"`` can be followed on a device; a warning where it is slow.
+
+    Raises:
+        InputError: it cannot.
+    """
     if device.type == "meta":
         return
     if not has_triton():

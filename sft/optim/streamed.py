@@ -29,12 +29,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from sft.backends.select import check_triton
 from sft.deep.parameters import StreamedParameters
 from sft.deep.streamed import StreamedBlocks
 from sft.errors import InputError
 from sft.nn.repeat import Repeat
 from sft.optim.adamw import AdamWUpdate
 from sft.optim.chain import HALF, MASTER, StreamedChain
+from sft.optim.fused import UPDATE_BACKENDS, KernelUpdate, UpdateBackend
 from sft.optim.optimizer import FusedOptimizer
 from sft.optim.replicas import Replicas
 from sft.optim.scaling import LossScale
@@ -85,10 +87,16 @@ class StreamedOptimizer(FusedOptimizer):
             Of the state each keeps one share of as many. A state dict has all of it, for any number of ranks; a file of weights has the
             rank's share, so each rank has its own file. Default: `None`
         group_timeout_seconds: how long to wait for another rank. Default: 1800
+        backend: what computes the updates: ``"aten"`` for PyTorch's operators, or ``"triton"`` for our kernels, which pass over memory
+            once. These compute SGD and AdamW with all settings but AMSGrad and tensors as AdamW's learning rate, for contiguous parameters
+            in fp32 or with fp32 copies; what they do not compute goes by ATen, parameter by parameter. They need a CUDA device (or, for
+            tests, ``TRITON_INTERPRET=1``), and were not verified on one: they have the bits of ``torch.optim`` on a CPU, but for a root of
+            AdamW that PyTorch itself does not round to the nearest number. State dicts and files are the same. Default: ``"aten"``
         settings: learning rate and so on, by torch's names.
 
     Raises:
-        InputError: nothing of the model is streamed, a repetition has an optimizer, a setting is out of range, or the ranks differ.
+        InputError: nothing of the model is streamed, a repetition has an optimizer, a setting is out of range, the ranks differ, or
+            kernels cannot run.
         RankError: another rank failed, or does not answer.
         SourceError: a file of weights cannot be rewritten with room for the state.
         BudgetError: the window is smaller than a block's state.
@@ -106,6 +114,7 @@ class StreamedOptimizer(FusedOptimizer):
         window: int | str | None = None,
         group: Any = None,
         group_timeout_seconds: float = 1800.0,
+        backend: UpdateBackend = "aten",
         **settings: Any,
     ) -> None:
         if isinstance(update, str) and update not in _UPDATES:
@@ -115,12 +124,21 @@ class StreamedOptimizer(FusedOptimizer):
                 f"max_norm={max_norm!r}, two_phase={two_phase}: clipping wants a positive norm, and knows it in two phases only"
             )
         chosen = _UPDATES[update]() if isinstance(update, str) else update
+        if backend not in UPDATE_BACKENDS:
+            raise InputError(f"backend={backend!r}: updates are computed by one of {', '.join(UPDATE_BACKENDS)}; give one of these")
+        if backend == "triton" and not isinstance(chosen, (SGDUpdate, AdamWUpdate)):
+            raise InputError(
+                f"backend='triton' with update={type(chosen).__name__}: there are kernels for {len(_UPDATES)} updates; give one of "
+                f"{', '.join(_UPDATES)}, or leave backend out"
+            )
+        self.backend = backend
         self.two_phase = max_norm is not None if two_phase is None else two_phase
         self.max_norm = max_norm
         self.loss_scale = LossScale(loss_scale)
         self.last_step_skipped = False
         self._chains: list[StreamedChain] = []
-        super().__init__(model.parameters() if params is None else params, chosen, **settings)
+        computed = KernelUpdate(chosen) if backend == "triton" and isinstance(chosen, (SGDUpdate, AdamWUpdate)) else chosen
+        super().__init__(model.parameters() if params is None else params, computed, **settings)
         blocks = _streamed_in(model)
         if not blocks:
             raise InputError(
@@ -129,6 +147,8 @@ class StreamedOptimizer(FusedOptimizer):
             )
         if any(isinstance(each.sink, StreamedChain) for each in blocks):
             raise InputError("a part of the model has an optimizer for its streamed weights already; close() it first")
+        if backend == "triton":
+            check_triton(blocks[0].device)
         if group is not None and any(isinstance(each, StreamedParameters) for each in blocks):
             raise InputError("group: streamed weights of a compiled model are one process's own; leave group out, or stream a Repeat")
         self.replicas = Replicas(group, blocks[0].device, timedelta(seconds=group_timeout_seconds))
@@ -155,7 +175,14 @@ class StreamedOptimizer(FusedOptimizer):
         if self.replicas.count == 1:
             return
         own = self._own()
-        asked = (self.two_phase, self.max_norm, self.loss_scale.value, self.settings(), *(part.asked() for part in self._chains))
+        asked = (
+            self.two_phase,
+            self.max_norm,
+            self.backend,
+            self.loss_scale.value,
+            self.settings(),
+            *(part.asked() for part in self._chains),
+        )
         self.replicas.agree(asked, "give all of them the same model, the same settings, and weights that were updated as often")
         digest = hashlib.sha256()
         for part in self._chains:

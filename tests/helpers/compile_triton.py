@@ -7,6 +7,9 @@ maps runtime parameters to Triton's types, ``constants`` the others to values (`
 Or a job names a launch: ``module``, ``launch``, ``arguments`` (tensors on the meta device will do) and ``target``. The
 launch is called with kernels that note what they are called with, and what it would have compiled is compiled. With ``affected`` it is
 called as on a Hopper GPU whose assembler overwrites computed operands of products (see ``kernels/blocks_triton.py``).
+
+Or a job names a standard network: ``network`` and ``numbers``, and ``affected``. Nothing is compiled then; the result is what ``python -m
+sft tune`` would launch for it, each launch as a job of the first kind without its target. Its trials run on tensors without memory.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,6 +29,7 @@ from unittest.mock import patch
 import torch
 import triton
 import triton.language as tl
+from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
@@ -81,23 +86,38 @@ def _amd_cost(code: str) -> dict[str, int]:
     }
 
 
-def launched_job(module: str, launch: str, arguments: dict[str, Any], target: str, *, affected: bool = False) -> dict[str, Any]:
-    """The job for the one kernel that a launch launches."""
-    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+_Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+
+@contextmanager
+def _noted(*, affected: bool) -> Iterator[list[_Call]]:
+    """Kernels that are called in here are noted, not run: each with its arguments."""
+    calls: list[_Call] = []
 
     def note(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         calls.append((self, args, kwargs))
 
-    function = getattr(importlib.import_module(module), launch)
     with ExitStack() as patches:
         patches.enter_context(patch.object(triton.runtime.jit.JITFunction, "run", note))
         for name, loaded in list(sys.modules.items()) if affected else []:
             if name.startswith("sft.kernels.") and hasattr(loaded, "can_compute_operands"):
                 patches.enter_context(patch.object(loaded, "can_compute_operands", lambda device: False))
+        yield calls
+
+
+def launched_job(module: str, launch: str, arguments: dict[str, Any], target: str, *, affected: bool = False) -> dict[str, Any]:
+    """The job for the one kernel that a launch launches."""
+    function = getattr(importlib.import_module(module), launch)
+    with _noted(affected=affected) as calls:
         function(**arguments)
-    ((kernel, args, kwargs),) = calls
+    (call,) = calls
+    return {"target": target} | _job(*call)
+
+
+def _job(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The job for a call of a kernel, without the target."""
     values = dict(zip(kernel.arg_names, args, strict=False)) | {name: kwargs[name] for name in kernel.arg_names if name in kwargs}
-    job: dict[str, Any] = {"module": kernel.fn.__module__, "kernel": kernel.fn.__name__, "target": target}
+    job: dict[str, Any] = {"module": kernel.fn.__module__, "kernel": kernel.fn.__name__}
     job |= {"signature": {}, "constants": {}, "aligned": [], "options": {name: kwargs[name] for name in kwargs if name not in values}}
     for parameter in kernel.params:
         name, value = parameter.name, values[parameter.name]
@@ -114,6 +134,40 @@ def launched_job(module: str, launch: str, arguments: dict[str, Any], target: st
         if special and (isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)):
             job["aligned"].append(name)
     return job
+
+
+def table_launches(network: str, numbers: str, *, affected: bool = False) -> list[tuple[str, str, list[dict[str, Any]]]]:
+    """For each class of a standard network and each way to split it that a table may choose: both labels, and the jobs of its launches.
+
+    Args:
+        numbers: as `ShapeClass` names them; ``"tf32"`` is fp32 where convolutions may round it.
+    """
+    from sft.backends.choice import variants_of  # none of these above: most jobs need no planner
+    from sft.cli import tune
+    from sft.cli.standard_networks import STANDARD_NETWORKS
+    from sft.options import Options
+
+    with torch.device("meta"):
+        model = STANDARD_NETWORKS[network]()
+    request = tune.TuneRequest(
+        models=[(model, ((1, 3, 2048, 2048),))],
+        dtypes=["float32" if numbers == "tf32" else numbers],
+        options=Options(),
+        budget="11GiB",
+    )
+    with (
+        patch.object(tune, "allows_tf32", lambda device: numbers == "tf32"),
+        patch.object(tune, "computes_operands", lambda device: not affected),
+    ):
+        trials = tune.collect_trials(request, torch.device("cpu"))
+    found: list[tuple[str, str, list[dict[str, Any]]]] = []
+    for trial in trials:
+        for variant in variants_of(trial.shape_class):
+            with _noted(affected=affected) as calls, FakeTensorMode(), torch.no_grad():
+                varied = trial.varied(variant)
+                varied.run_kernels(varied.draw(torch.device("cpu")))
+            found.append((trial.shape_class.label, variant, [_job(*call) for call in calls]))
+    return found
 
 
 def _assemble(ptx: str, capability: int) -> str:
@@ -133,6 +187,8 @@ def _number(pattern: str, log: str) -> int:
     return int(found[1])
 
 
-def run(job: dict[str, Any]) -> dict[str, int]:
+def run(job: dict[str, Any]) -> Any:
     """One job."""
+    if "network" in job:
+        return table_launches(**job)
     return compile_job(**(launched_job(**job) if "launch" in job else job))

@@ -5,6 +5,7 @@ A job is a dictionary: ``run`` names a function below, the rest are its argument
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import warnings
@@ -110,9 +111,73 @@ def launch(module: str, function: str, arguments: dict[str, Any], results: list[
     return [arguments[name] for name in results]
 
 
+def train(kind: str, settings: dict[str, Any], backends: list[str], dtype: torch.dtype, two_phase: bool) -> tuple[list[Tensor], list[int]]:
+    """Two steps with each backend of `StreamedOptimizer`, which hand the state on, or with ``"torch"`` throughout: ``torch.optim``.
+
+    Square roots of PyTorch are rounded to nearest, as those of the kernels are.
+
+    Returns:
+        The parameters at the end, those of repeated blocks stacked; and the numbers of updates by kernels with each backend.
+    """
+    import sft  # not above: other jobs need only kernels
+    from sft.kernels import adamw_triton, sgd_triton
+
+    torch.manual_seed(0)
+    repeat = sft.nn.Repeat(lambda: torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh()), 3)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), repeat).to(dtype)
+    counts: list[int] = []
+
+    def counted(launched: Callable[..., None]) -> Callable[..., None]:
+        def count(*arguments: Any, **keywords: Any) -> None:
+            counts[-1] += 1
+            launched(*arguments, **keywords)
+
+        return count
+
+    def rounded(tensor: Tensor, *, out: Tensor | None = None) -> Tensor:
+        root = (tensor.double() ** 0.5).to(tensor.dtype)
+        return root if out is None else out.copy_(root)
+
+    optimizer: Any = None
+    if backends[0] == "torch":
+        model = torch.nn.Sequential(model[0], repeat.unstacked())
+        made = torch.optim.SGD if kind == "sgd" else torch.optim.AdamW
+        optimizer = made(model.parameters(), foreach=False, **settings)
+    else:
+        repeat.stream("4KiB")
+    with (
+        patch.object(torch, "sqrt", rounded),
+        patch.object(Tensor, "sqrt", rounded),
+        patch.object(sgd_triton, "launch_sgd", counted(sgd_triton.launch_sgd)),
+        patch.object(adamw_triton, "launch_adamw", counted(adamw_triton.launch_adamw)),
+    ):
+        for turn, backend in enumerate(backends):
+            counts.append(0)
+            if backend != "torch":
+                chosen: Any = {"update": kind, "backend": backend, "two_phase": two_phase}
+                state = None
+                if turn:
+                    state = copy.deepcopy(optimizer.state_dict())
+                    optimizer.close()
+                optimizer = sft.StreamedOptimizer(model, **chosen, **settings)
+                if state is not None:
+                    optimizer.load_state_dict(state)
+            for step in range(2):
+                x = torch.randn(2, 3, generator=torch.Generator().manual_seed(2 * turn + step)).to(dtype)
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    if backends[0] != "torch":
+        return [param.detach().clone() for param in model.parameters()], counts
+    first, blocks = model.children()
+    stacked = [torch.stack(own) for own in zip(*(block.parameters() for block in blocks.children()), strict=True)]
+    found = [*first.parameters(), *stacked]
+    return [param.detach().clone() for param in found], counts
+
+
 def run(job: dict[str, Any]) -> Any:
     """One job, in which a warning is an error."""
-    functions: dict[str, Callable[..., Any]] = {"philox": philox, "dropout": dropout, "keep": keep, "launch": launch}
+    functions: dict[str, Callable[..., Any]] = {"philox": philox, "dropout": dropout, "keep": keep, "launch": launch, "train": train}
     with warnings.catch_warnings():
         if _IS_INTERPRETED:
             warnings.simplefilter("error")

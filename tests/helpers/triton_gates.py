@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .triton_process import compile_kernels
 
-__all__ = ["Gate", "check_gates", "in_fp32", "is_swept", "meta_image"]
+__all__ = ["Gate", "Registers", "check_gates", "in_fp32", "is_swept", "meta_image", "problems_of"]
 
 #: What is compiled for, by the number in ``Gate.when``.
 _TARGETS = {80: "sm_80", 90: "sm_90", 942: "gfx942"}
@@ -95,6 +95,72 @@ def _targets(gate: Gate) -> list[str]:
     return [_TARGETS[number] for number in gate.only if number != 942 or not has_tf32x3]
 
 
+class Registers:
+    """What kernels may use, by label and target: what a file holds, raised by what is found with ``SFT_RECORD_REGISTERS=1``.
+
+    Args:
+        path: the file.
+        has_spills: whether it also holds the bytes that a thread may spill; otherwise that is none.
+    """
+
+    def __init__(self, path: Path = _RECORD, *, has_spills: bool = False) -> None:
+        self._path, self._has_spills = path, has_spills
+        self._known: dict[str, dict[str, int]] = json.loads(path.read_text()) if path.exists() else {}
+        self._is_newest = importlib.metadata.version("triton").startswith(_RECORDED_WITH)
+
+    def limit(self, label: str, target: str, found: int) -> int:
+        """The most registers; as many as any GPU has where nothing is recorded, or with another Triton."""
+        known = self._raised(label, target, found)
+        return known if self._is_newest and known is not None else 512
+
+    def spills_limit(self, label: str, target: str, found: int) -> int:
+        """The most bytes that a thread may spill."""
+        known = self._raised(label, f"{target} spilled bytes", found) if self._has_spills and found else None
+        return max(known or 0, 0 if self._is_newest else _SPILLS_OF_OLDER)
+
+    def _raised(self, label: str, name: str, found: int) -> int | None:
+        if os.environ.get("SFT_RECORD_REGISTERS") == "1":
+            own = self._known.setdefault(label, {})
+            own[name] = max(own.get(name, 0), found)
+        return self._known.get(label, {}).get(name)
+
+    def save(self) -> None:
+        """Write what was found, where that is wanted."""
+        if os.environ.get("SFT_RECORD_REGISTERS") == "1":
+            self._path.write_text(json.dumps(dict(sorted(self._known.items())), indent=1) + "\n")
+
+
+def problems_of(
+    label: str,
+    target: str,
+    cost: dict[str, int],
+    registers: Registers,
+    *,
+    matrix: bool,
+    wide: bool = False,
+    copied_operands: bool = False,
+    fills_warp_groups: bool = True,
+) -> list[str]:
+    """What is wrong with a kernel's code; the flags as of a `Gate`.
+
+    Args:
+        fills_warp_groups: whether products have the 64 rows that those of warp groups take.
+    """
+    is_nvidia = target.startswith("sm_")
+    bound = registers.limit(label, target, cost["registers"])
+    wrong = {
+        "no code": cost["binary_bytes"] == 0,
+        "spills": cost["spilled_bytes"] > registers.spills_limit(label, target, cost["spilled_bytes"]),
+        "too much shared memory": cost["shared_bytes"] > _SHARED_BYTES[target],
+        "matrix instructions": is_nvidia and (cost["matrix_instructions"] > 0) != matrix,
+        "no wgmma": target == "sm_90" and fills_warp_groups and cost["matrix_instructions"] != cost["warp_group_instructions"],
+        "no wide copies": is_nvidia and wide and cost["wide_copies"] == 0,
+        "computed operands": target == "sm_90" and copied_operands and cost["computed_operands"] > 0,
+        f"more registers than the {bound} that were recorded": cost["registers"] > bound,
+    }
+    return [f"{target} {label}: {name}; {cost}" for name, is_wrong in wrong.items() if is_wrong]
+
+
 def check_gates(gates: list[Gate], folder: Path) -> None:
     """Compile the gates' launches, for all targets if ``SFT_KERNEL_SWEEP=1``, and say all that is wrong with the code.
 
@@ -108,28 +174,11 @@ def check_gates(gates: list[Gate], folder: Path) -> None:
         | {"target": target, "affected": gate.affected}
         for gate, target in cases
     ]
-    problems, triton = [], importlib.metadata.version("triton")
-    record: dict[str, dict[str, int]] = json.loads(_RECORD.read_text())
+    problems, registers = [], Registers()
     for (gate, target), cost in zip(cases, compile_kernels(jobs, folder), strict=True):
-        if os.environ.get("SFT_RECORD_REGISTERS") == "1":
-            known = record.setdefault(gate.label, {})
-            known[target] = max(known.get(target, 0), cost["registers"])
-        is_nvidia = target.startswith("sm_")
-        is_newest = triton.startswith(_RECORDED_WITH)
-        bound = record.get(gate.label, {}).get(target, 512) if is_newest else 512
-        wrong = {
-            "no code": cost["binary_bytes"] == 0,
-            "spills": cost["spilled_bytes"] > (0 if is_newest else _SPILLS_OF_OLDER),
-            "too much shared memory": cost["shared_bytes"] > _SHARED_BYTES[target],
-            "matrix instructions": is_nvidia and (cost["matrix_instructions"] > 0) != (gate.matrix and not _is_exact(gate)),
-            "no wgmma": target == "sm_90" and cost["matrix_instructions"] != cost["warp_group_instructions"],
-            "no wide copies": is_nvidia and gate.wide and cost["wide_copies"] == 0,
-            "computed operands": target == "sm_90" and (gate.copied_operands or gate.affected) and cost["computed_operands"] > 0,
-            f"more registers than the {bound} that were recorded": cost["registers"] > bound,
-        }
-        problems += [f"{target} {gate.label}: {name}; {cost}" for name, is_wrong in wrong.items() if is_wrong]
-    if os.environ.get("SFT_RECORD_REGISTERS") == "1":
-        _RECORD.write_text(json.dumps(dict(sorted(record.items())), indent=1) + "\n")
+        facts = {"matrix": gate.matrix and not _is_exact(gate), "wide": gate.wide, "copied_operands": gate.copied_operands or gate.affected}
+        problems += problems_of(gate.label, target, cost, registers, **facts)
+    registers.save()
     assert not problems, "\n".join(problems)
 
 

@@ -155,8 +155,7 @@ class StagedModel:
             grad_bytes=sum(problem.grad_bytes(name) for name in values if name in problem.requires_grad),
             saved_bytes=max(int(segment.saves), saved),  # what it saves may be a view, of no bytes, but it must have run
             reads_output=any(slot.root in kept for slot in forward.results.values()),
-            forward_workspace_bytes=loaded
-            + max(0, forward.peak_bytes - forward.end_bytes, _peak_without_saving(forward) - results),
+            forward_workspace_bytes=loaded + max(0, forward.peak_bytes - forward.end_bytes, _peak_without_saving(forward) - results),
             backward_workspace_bytes=loaded + max(0, backward.peak_bytes - _source_gradients(backward)),
         )
 

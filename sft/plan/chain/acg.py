@@ -13,8 +13,9 @@ Complexity: O(V^2) for a bound, at most O(V^2) bounds, few in practice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from itertools import islice
 
 from sft.analysis.cuts import Dag, Division, division_tree
@@ -22,7 +23,7 @@ from sft.plan.chain.chain import Chain
 from sft.plan.chain.link import Link
 from sft.plan.chain.reversal import one_level, reversal
 from sft.plan.chain.schedule import Operation, Schedule
-from sft.plan.chain.solver import judged, too_small
+from sft.plan.chain.solver import chosen, judged, too_small
 
 __all__ = ["Checkpointing", "chain_dag", "optimal_checkpoints", "solutions", "solve"]
 
@@ -100,16 +101,21 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
         BudgetError: none does.
     """
     every = judged(chain, "acg", _plans, link)
-    for _, peak_bytes, schedule in every:
+    for number, (_, peak_bytes) in enumerate(every):
         if peak_bytes <= budget_bytes:
-            return schedule
-    raise too_small("acg", budget_bytes, min(peak_bytes for _, peak_bytes, _ in every))
+            return chosen(chain, "acg", _plans, number)
+    raise too_small("acg", budget_bytes, min(peak_bytes for _, peak_bytes in every))
 
 
-def _plans(chain: Chain) -> Iterator[tuple[Operation, ...]]:
-    """By their sums."""
+def _plans(chain: Chain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
+    return (partial(reversal, chain, one_level(checkpoints)) for checkpoints in _by_sum(chain))
+
+
+@lru_cache(maxsize=32)
+def _by_sum(chain: Chain) -> tuple[tuple[int, ...], ...]:
+    """Checkpoints of the solutions, those with the least sum first."""
     found = sorted(islice(solutions(chain_dag(chain)), _MOST_SOLUTIONS), key=lambda found: found.total_bytes)
-    return (reversal(chain, one_level(each.checkpoints)) for each in found)
+    return tuple(each.checkpoints for each in found)
 
 
 def _within(dag: Dag, part: Division, bound: int) -> _Found:

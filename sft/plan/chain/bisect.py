@@ -10,7 +10,8 @@ Base cases are n, n/2, n/4, ..., 1; the fastest that fits is taken. Complexity: 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.link import Link
@@ -39,6 +40,6 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
     return fastest_that_fits(chain, "bisect", _plans, budget_bytes, link)
 
 
-def _plans(chain: Chain) -> Iterator[tuple[Operation, ...]]:
+def _plans(chain: Chain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
     n = chain.num_stages
-    return (operations(chain, base) for base in sorted({-(-n // 2**power) for power in range(n.bit_length() + 1)}))
+    return (partial(operations, chain, base) for base in sorted({-(-n // 2**power) for power in range(n.bit_length() + 1)}))

@@ -11,8 +11,8 @@ O(n log n) operations for a number of slots, of which there are n.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from math import comb
 
 from sft.plan.chain.chain import Chain
@@ -73,8 +73,8 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
     return fastest_that_fits(chain, "revolve", _plans, budget_bytes, link)
 
 
-def _plans(chain: Chain) -> Iterator[tuple[Operation, ...]]:
-    return (operations(chain, slots) for slots in _slots(chain.num_stages))
+def _plans(chain: Chain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
+    return (partial(operations, chain, slots) for slots in _slots(chain.num_stages))
 
 
 def _slots(num_stages: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from itertools import islice
 from typing import Protocol
 
 from sft.errors import BudgetError
@@ -13,10 +14,10 @@ from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.simulate import simulate
 from sft.units import format_bytes
 
-__all__ = ["Plans", "Solver", "fastest_that_fits", "judged", "too_small"]
+__all__ = ["Plans", "Solver", "chosen", "fastest_that_fits", "judged", "too_small"]
 
-#: Makes lists of operations for a chain.
-Plans = Callable[[Chain], Iterable[tuple[Operation, ...]]]
+#: For a chain, what makes its lists of operations: of long ones no more than one is held at a time.
+Plans = Callable[[Chain], Iterable[Callable[[], tuple[Operation, ...]]]]
 
 
 class Solver(Protocol):
@@ -46,19 +47,24 @@ def fastest_that_fits(chain: Chain, strategy: str, plans: Plans, budget_bytes: i
         BudgetError: none fits.
     """
     every = judged(chain, strategy, plans, link)
-    fitting = [found for found in every if found[1] <= budget_bytes]
+    fitting = [number for number, (_, peak_bytes) in enumerate(every) if peak_bytes <= budget_bytes]
     if not fitting:
-        raise too_small(strategy, budget_bytes, min(peak_bytes for _, peak_bytes, _ in every))
-    return min(fitting, key=lambda found: found[:2])[2]
+        raise too_small(strategy, budget_bytes, min(peak_bytes for _, peak_bytes in every))
+    return chosen(chain, strategy, plans, min(fitting, key=lambda number: every[number]))
 
 
 # Budgets are corrected by what a plan turns out to need, so the same chain is asked about several times.
 @lru_cache(maxsize=32)
-def judged(chain: Chain, strategy: str, plans: Plans, link: Link | None) -> tuple[tuple[float, int, Schedule], ...]:
-    """Seconds and peak bytes of all plans, and the plans, in order."""
-    schedules = [Schedule(strategy=strategy, operations=operations) for operations in plans(chain)]
-    simulated = [simulate(chain, schedule, link=link) for schedule in schedules]
-    return tuple((found.seconds, found.peak_bytes, schedule) for found, schedule in zip(simulated, schedules, strict=True))
+def judged(chain: Chain, strategy: str, plans: Plans, link: Link | None) -> tuple[tuple[float, int], ...]:
+    """Seconds and peak bytes of all plans, in order."""
+    simulated = (simulate(chain, Schedule(strategy=strategy, operations=make()), link=link) for make in plans(chain))
+    return tuple((found.seconds, found.peak_bytes) for found in simulated)
+
+
+def chosen(chain: Chain, strategy: str, plans: Plans, number: int) -> Schedule:
+    """One of the plans."""
+    make = next(islice(plans(chain), number, None))
+    return Schedule(strategy=strategy, operations=make())
 
 
 def too_small(strategy: str, budget_bytes: int, needed_bytes: int) -> BudgetError:

@@ -10,7 +10,8 @@ so that a budget with room recomputes less. The last segment is kept as it is ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.link import Link
@@ -43,8 +44,8 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
     return fastest_that_fits(chain, "sqrt", _plans, budget_bytes, link)
 
 
-def _plans(chain: Chain) -> Iterator[tuple[Operation, ...]]:
-    return (reversal(chain, one_level(checkpoints)) for checkpoints in _segmentations(chain))
+def _plans(chain: Chain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
+    return (partial(reversal, chain, one_level(checkpoints)) for checkpoints in _segmentations(chain))
 
 
 def _segmentations(chain: Chain) -> Iterator[tuple[int, ...]]:

@@ -16,12 +16,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from sft.errors import InputError
 from sft.plan.chain import joint
 from sft.plan.chain.chain import Chain
 from sft.plan.chain.link import Link
 from sft.plan.chain.reversal import keep_all, reversal
-from sft.plan.chain.schedule import Schedule
+from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.solver import Solver, fastest_that_fits
 
 __all__ = ["STRATEGIES", "strategy"]
@@ -29,7 +32,11 @@ __all__ = ["STRATEGIES", "strategy"]
 
 def _solve_none(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
     """Plain training: everything is kept."""
-    return fastest_that_fits(chain, "none", lambda chain: [reversal(chain, keep_all)], budget_bytes, link)
+    return fastest_that_fits(chain, "none", _plain, budget_bytes, link)
+
+
+def _plain(chain: Chain) -> list[Callable[[], tuple[Operation, ...]]]:
+    return [partial(reversal, chain, keep_all)]
 
 
 STRATEGIES: dict[str, Solver] = {"none": _solve_none, **joint.RESTRICTED, "auto": joint.solve}

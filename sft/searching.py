@@ -185,9 +185,8 @@ class Search:
             return None
         if (plan.streamed_weights > 0) != (problem.weights is not None):
             return None
-        known = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail)]
         named = [name for segment in plan.segments for name in segment.nodes]
-        if sorted(named) != sorted(known):
+        if sorted(named) != sorted(problem.operators):
             if self.uses_autocast:
                 return None  # made for calls without autocast, which have other operators
             raise InputError("the plan names other operators than the model has; make a new one with sft.plan(model, ...)")

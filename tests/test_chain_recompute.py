@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from importlib import import_module
+from typing import Any
 
 import pytest
 from harness.butt import algorithm_3_4
@@ -15,6 +17,7 @@ from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.simulate import Simulation, simulate
 from sft.plan.chain.solver import Solver
+from sft.plan.chain.strategies import strategy
 
 from .helpers.chains import every_persistent_schedule, fastest_of_all_states, instances, random_chain, uniform_chain
 
@@ -219,3 +222,24 @@ def test_shared_solutions_of_equal_parts_change_nothing() -> None:
     for budget in range(top // 2, top, 3):
         found, other = (simulate(c, optimal.solve(c, budget_bytes=budget, bucket_bytes=1)).seconds for c in (chain, apart))
         assert found == pytest.approx(other, abs=1e-6)
+
+
+def test_a_chain_is_judged_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    solver, count = import_module("sft.plan.chain.solver"), 0
+
+    def counted(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal count
+        count += 1
+        return simulate(*arguments, **keywords)
+
+    monkeypatch.setattr(solver, "simulate", counted)
+    stages = tuple(Stage(forward_seconds=1 + i % 3, backward_seconds=2, output_bytes=7 + i, grad_bytes=7 + i) for i in range(9))
+    chain = Chain(input_bytes=5, stages=stages, input_grad_bytes=5)
+    for name in ("sqrt", "revolve", "bisect", "acg"):
+        with pytest.raises(BudgetError) as refused:
+            strategy(name)(chain, budget_bytes=1)
+        judged, count = count, 0
+        assert judged > 1
+        for budget_bytes in (refused.value.needed_bytes, 2 * refused.value.needed_bytes, 10**6):
+            assert simulate(chain, strategy(name)(chain, budget_bytes=budget_bytes)).peak_bytes <= budget_bytes
+        assert count == 0

@@ -123,6 +123,11 @@ class Problem:
         return self.phases.graph
 
     @cached_property
+    def operators(self) -> tuple[str, ...]:
+        """All operators, phase by phase."""
+        return tuple(name for phase in self.phases.phases for name in (*phase.streamed, *phase.tail))
+
+    @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every value."""
         return {node.name: node.shape for node in self.graph.nodes}

@@ -108,10 +108,9 @@ def plain_programs(problem: Problem) -> tuple[Program, ...]:
 
 
 def _plain_programs(problem: Problem) -> tuple[Program, ...]:
-    names = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
-    if not names:
+    if not problem.operators:
         return ()
-    (segment,) = build_region(problem, (SegmentChoice(nodes=names, mode="whole"),)).segments
+    (segment,) = build_region(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),)).segments
     assert isinstance(segment, WholeSegment)
     return tuple(program for program in segment.programs(problem.training) if program is not None)
 

@@ -59,7 +59,7 @@ class StagedModel:
     def __init__(self, problem: Problem, rates: Rates) -> None:
         self.problem, self.rates = problem, rates
         prologue = set(problem.phases.prologue)
-        names = [name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail) if name not in prologue]
+        names = [name for name in problem.operators if name not in prologue]
         # What follows its operand is made where that is.
         rows, graph = problem.phases.rows, problem.graph
         needed = graph.ancestors([*graph.outputs, *(name for name in names if rows[name].follows)])

@@ -129,8 +129,7 @@ class AutoSearch:
         problem, cost = self._problem, self._plain_cost
         if cost is None or problem.border_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes:
             return None
-        names = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
-        planned = carry_out(problem, (SegmentChoice(nodes=names, mode="whole"),))
+        planned = carry_out(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
         return (cost, planned) if planned.projection.peak_bytes <= room_bytes else None
 
     @cached_property

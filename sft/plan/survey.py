@@ -167,7 +167,7 @@ class Survey:
 
     def _estimate(self) -> None:
         problem = self.problem
-        order = [name for phase in self._phases for name in (*phase.streamed, *phase.tail)]
+        order = problem.operators
         starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._phases)])
         cut_at = [int(starts[i]) + self._cuts[i][c] for i, c in self.positions]
         whole = self._whole(order, cut_at)

@@ -157,17 +157,19 @@ class Graph:
     axes: Axes = field(default_factory=Axes)
     beside: tuple[tuple[int, Any], ...] = ()
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
+    _node_of: dict[str, Node] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         index = {node.name: position for position, node in enumerate(self.nodes)}
         object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_node_of", {node.name: node for node in self.nodes})
         for position, node in enumerate(self.nodes):
             for name in node.operands:
                 if index.get(name, position) >= position:
                     raise ValueError(f"{node.name} reads {name}, which does not come before it")
 
     def __getitem__(self, name: str) -> Node:
-        return self.nodes[self._index[name]]
+        return self._node_of[name]
 
     def position(self, name: str) -> int:
         """The node's place in the topological order."""

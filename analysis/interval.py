@@ -38,6 +38,8 @@ class Interval:
             return self
         if not self:
             return other
+        if self.start <= other.start and other.stop <= self.stop:
+            return self
         return Interval(min(self.start, other.start), max(self.stop, other.stop))
 
     def shift(self, offset: int) -> Interval:
@@ -50,6 +52,8 @@ class Interval:
         >>> Interval(-3, 2).clip(9), Interval(-3, -1).clip(9), Interval(11, 12).clip(9)
         (Interval(start=0, stop=2), Interval(start=0, stop=0), Interval(start=9, stop=9))
         """
+        if 0 <= self.start <= self.stop <= extent:
+            return self
         start = min(max(self.start, 0), extent)
         return Interval(start, max(start, min(self.stop, extent)))
 

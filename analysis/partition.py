@@ -22,7 +22,7 @@ from sft.analysis.compat import fused_dimensions
 from sft.analysis.graph import Graph
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
-from sft.analysis.tile import tile_step
+from sft.analysis.tile import tile_lengths
 
 __all__ = ["KnownRuns", "KnownTiles", "Partition", "PartitionSegment", "least_tile_bytes", "partition"]
 
@@ -146,14 +146,13 @@ def least_tile_bytes(
     """
     ends = [name for name in graph.handed_on(names) if name in streamed]
     inside = [name for name in names if name in streamed]
-    axes = graph.axes
+    axes, values = graph.axes, dict.fromkeys((*graph.sources(names, streamed), *inside))
     spans: list[Mapping[str, int]] = []
     for axis, axis_name in enumerate(axes.names):
-        extents = {name: axes.extent(shapes[name], axis) for name in streamed}
+        extents = {name: axes.extent(shapes[name], axis) for name in values}
         if axis_name in dimensions and ends:
             wanted = {name: Interval(extents[name] // 2, extents[name] // 2 + 1) for name in ends}
-            step = tile_step(graph, inside, rows, streamed, extents, wanted, axis=axis)
-            spans.append({node.name: len(node.new) for node in step.nodes})
+            spans.append(tile_lengths(graph, inside, rows, streamed, extents, wanted, axis=axis))
         else:
             spans.append(extents)
     total = 0
@@ -163,7 +162,7 @@ def least_tile_bytes(
         if "batch" in dimensions:
             shape[0] = 1
         if name in streamed:
-            shape[-axes.count :] = [span[name] for span in spans]
+            shape[-axes.count :] = [span.get(name, 0) for span in spans]
         total += prod(shape) * graph[name].itemsize_bytes
     return total
 

@@ -12,7 +12,7 @@ part wanted; what comes from outside (its gradient) belongs to the part wanted a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,7 +24,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 from sft.analysis.steps import NodeRows, Read, Step
 
-__all__ = ["TileSchedule", "kinds_of", "step_signature", "tile_at", "tile_step", "tile_steps"]
+__all__ = ["TileSchedule", "kinds_of", "step_signature", "tile_at", "tile_lengths", "tile_lengths_at", "tile_step", "tile_steps"]
 
 Rows = npt.NDArray[np.int64]
 
@@ -55,29 +55,60 @@ def tile_step(
         axis: of the image; "rows" are columns along the second one.
         index: the tile's number.
     """
-    needed = {name: interval.clip(extents[name]) for name, interval in wanted.items()}
+    needed, taken = _walk_back(graph, names, rows, streamed, extents, wanted, axis)
     reads: dict[str, tuple[Read, ...]] = {}
-    for name in reversed(names):
-        node, row = graph[name], rows[name]
-        operands = tuple(dict.fromkeys(row.streamed_operands(node, streamed)))
-        phase = 0
-        if row.role == "reduce":
-            taken = {operand: wanted.get(operand, _NOTHING) for operand in operands}
-        else:
-            part = needed.get(name, _NOTHING)
-            if part:
-                part = needed[name] = row.computed(node, axis, part)
-            access = row.access(node, axis)
-            taken = {operand: access.read(part) for operand in operands} if part else {}
-            phase = access.phase(part.start) if row.is_phased else 0
-        reads[name] = tuple(Read.clipped(operand, span, extents[operand], phase) for operand, span in taken.items() if span)
-        for read in reads[name]:
-            needed[read.operand] = needed.get(read.operand, _NOTHING).hull(read.rows)
+    for name, spans in taken.items():
+        phase = rows[name].access(graph[name], axis).phase(needed[name].start) if rows[name].is_phased and name in needed else 0
+        reads[name] = tuple(Read.clipped(operand, span, extents[operand], phase) for operand, span in spans)
     nodes = []
     for name in (*graph.sources(names, streamed), *names):
         own = wanted[name].clip(extents[name]) if name in wanted else _NOTHING
         nodes.append(_alone(name, needed.get(name, _NOTHING), own, reads.get(name, ())))
     return Step(index=index, nodes=tuple(nodes))
+
+
+def tile_lengths(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: Collection[str],
+    extents: Mapping[str, int],
+    wanted: Mapping[str, Interval],
+    *,
+    axis: int = 0,
+) -> dict[str, int]:
+    """How many rows the tile of :func:`tile_step` computes of each value, and needs of each source; values without any are left out."""
+    needed, _ = _walk_back(graph, names, rows, streamed, extents, wanted, axis)
+    return {name: len(part) for name, part in needed.items() if part}
+
+
+def _walk_back(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: Collection[str],
+    extents: Mapping[str, int],
+    wanted: Mapping[str, Interval],
+    axis: int,
+) -> tuple[dict[str, Interval], dict[str, list[tuple[str, Interval]]]]:
+    """The rows needed of each value, and what each operator reads of its operands, borders ignored."""
+    needed = {name: interval.clip(extents[name]) for name, interval in wanted.items()}
+    taken: dict[str, list[tuple[str, Interval]]] = {}
+    for name in reversed(names):
+        node, row = graph[name], rows[name]
+        operands = dict.fromkeys(row.streamed_operands(node, streamed))
+        if row.role == "reduce":
+            spans = [(operand, wanted[operand]) for operand in operands if wanted.get(operand)]
+        elif part := needed.get(name, _NOTHING):
+            part = needed[name] = row.computed(node, axis, part)
+            span = row.access(node, axis).read(part)
+            spans = [(operand, span) for operand in operands] if span else []
+        else:
+            spans = []
+        taken[name] = spans
+        for operand, span in spans:
+            needed[operand] = needed.get(operand, _NOTHING).hull(span.clip(extents[operand]))
+    return needed, taken
 
 
 def _alone(name: str, rows: Interval, wanted: Interval, reads: tuple[Read, ...]) -> NodeRows:
@@ -99,11 +130,33 @@ def tile_at(
 
     Every result, and everything that a reduction takes, is divided among tiles in proportion: each row belongs to one tile.
     """
+    wanted = _shares_of(graph, names, rows, streamed, extents)(span)
+    return tile_step(graph, names, rows, streamed, extents, wanted, axis=axis, index=index)
+
+
+def tile_lengths_at(
+    graph: Graph,
+    names: Sequence[str],
+    rows: Mapping[str, Operator],
+    streamed: Collection[str],
+    extents: Mapping[str, int],
+    span: Interval,
+    *,
+    axis: int,
+) -> dict[str, int]:
+    """What :func:`tile_lengths` tells of the tile of :func:`tile_at`."""
+    wanted = _shares_of(graph, names, rows, streamed, extents)(span)
+    return tile_lengths(graph, names, rows, streamed, extents, wanted, axis=axis)
+
+
+def _shares_of(
+    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str], extents: Mapping[str, int]
+) -> Callable[[Interval], dict[str, Interval]]:
+    """For pixels of the largest source what is wanted of each result, and of everything that a reduction takes."""
     extent = max(extents[name] for name in graph.sources(names, streamed))
     reduced = (o for name in names if rows[name].role == "reduce" for o in rows[name].streamed_operands(graph[name], streamed))
     ends = dict.fromkeys((*(name for name in graph.handed_on(names) if name in streamed), *reduced))
-    wanted = {name: Interval(*(-(-at * extents[name] // extent) for at in (span.start, span.stop))) for name in ends}
-    return tile_step(graph, names, rows, streamed, extents, wanted, axis=axis, index=index)
+    return lambda span: {name: Interval(*(-(-at * extents[name] // extent) for at in (span.start, span.stop))) for name in ends}
 
 
 def tile_steps(
@@ -118,10 +171,11 @@ def tile_steps(
 ) -> tuple[Step, ...]:
     """The tiles along one axis that stand for ``tile_px`` pixels of the largest source each; tiles without any result are left out."""
     extent = max(extents[name] for name in graph.sources(names, streamed))
+    wanted_in = _shares_of(graph, names, rows, streamed, extents)
     steps: list[Step] = []
     for start in range(0, extent, tile_px):
-        span = Interval(start, min(start + tile_px, extent))
-        step = tile_at(graph, names, rows, streamed, extents, span, axis=axis, index=len(steps))
+        wanted = wanted_in(Interval(start, min(start + tile_px, extent)))
+        step = tile_step(graph, names, rows, streamed, extents, wanted, axis=axis, index=len(steps))
         if any(node.wanted for node in step.nodes):
             steps.append(step)
     return tuple(steps)

@@ -16,7 +16,7 @@ from sft.analysis.capture import capture
 from sft.analysis.interval import Interval
 from sft.analysis.phases import find_phases
 from sft.analysis.steps import NodeRows, Read
-from sft.analysis.tile import tile_step
+from sft.analysis.tile import tile_lengths, tile_step
 from sft.lower.step import lower_strip
 from sft.plan.build import build_region
 from sft.plan.types import SegmentChoice
@@ -172,7 +172,11 @@ def test_tiles_of_random_networks(case: tuple[Dag, int, int, Interval]) -> None:
     net = DagNet(every_value(dag))
     dependence = row_dependence(net, dag.shape[1:], axis)[value - 1]
     touched = rows_behind(dependence, part)
-    rows = _tile(built, {f"v{value}": part}, axis)["x"].new
+    wanted = {f"v{value}": part}
+    step = _tile(built, wanted, axis)
+    lengths = tile_lengths(built.graph, built.run, built.rows, built.streamed, built.extents(axis), wanted, axis=axis)
+    assert lengths == {name: len(node.new) for name, node in step.items() if node.new}
+    rows = step["x"].new
     if touched:
         assert rows.contains(Interval(touched[0], touched[-1] + 1))
     if not any(_has_holes(node) for node in dag.nodes):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import pytest
 import torch
 from torch import nn
 
 import sft
-from examples.models import freeze_norm, resnet18, vgg16
+from examples.models import freeze_norm, resnet18, unet, vgg16
 from sft.options import Options
-from sft.plan.carried import carry_out
+from sft.plan.build import build_region
+from sft.plan.carried import Planned, carry_out
+from sft.plan.problem import Problem
 from sft.plan.strategy_sft import grids, partition_choices
 from sft.plan.survey import Survey
 from sft.plan.tiles import flops_in_tiles
+from sft.plan.types import SegmentChoice
+from sft.walk.order import Order
+from sft.walk.segments import TiledSegment
 
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
@@ -78,3 +84,37 @@ def test_tiles_are_found_where_no_strips_fit() -> None:
     for budget in (least, (least + least_of_strips) // 2):
         report = assert_exact(model, image(*shape), budget=budget, steps=1, input_grad=False)
         assert all(segment.halo == "recompute" for segment in report.plan.segments if segment.mode == "tiled")
+
+
+def test_tiles_end_at_whole_strides_where_these_are_small() -> None:
+    """At sizes that are no multiples tiles began at other places between two pixels of the deepest level: each was a program of its own."""
+    with torch.device("meta"):
+        model = unet(1, width=4)
+    problem = problem_of(model, (1, 3, 18_016, 17_024), training=True)
+    names, grid = problem.phases.phases[0].streamed, grids(Options())[2]
+    stride = problem.stride(names)
+    (partitioned, *_) = [each for each in partition_choices(problem, Options()) if each(grid)[0].mode == "tiled"]
+    (choice,) = partitioned(grid)
+    assert stride == 16 and (choice.strip_rows, choice.panel_cols) == (-(-18_016 // 4 // 16) * 16, -(-17_024 // 4 // 16) * 16)
+    (segment,) = build_region(problem, (choice,)).segments
+    assert isinstance(segment, TiledSegment)
+    assert len(segment.panels) == segment.schedule.num_steps == 4
+    assert len(segment.schedule.kinds[0]) == len(set(segment.panel_kinds)) == 3  # first, last, and all between them
+    assert all(fine(100, 70, 16) == (-(-100 // 2**n), -(-70 // 2**n)) for n, fine in enumerate(grids(Options())))
+
+
+def test_only_what_may_win_is_projected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips that should cost more than tiles that fit are not lowered, nor are all programs of tiles of which one is too large."""
+    projected: list[tuple[SegmentChoice, ...]] = []
+
+    def counted(problem: Problem, choices: Sequence[SegmentChoice], order: Order | None = None) -> Planned:
+        projected.append(tuple(choices))
+        return carry_out(problem, choices, order)
+
+    for module in ("strategy_auto", "tiles"):
+        monkeypatch.setattr(import_module(f"sft.plan.{module}"), "carry_out", counted)
+    with torch.device("meta"):
+        model = unet(1)
+    plan = sft.plan(model, (1, 3, 20_480, 20_480), budget="24GiB")
+    assert [segment.halo for segment in plan.segments] == ["recompute"]
+    assert [[(choice.strip_rows, choice.panel_cols) for choice in choices] for choices in projected] == [[(1280, 1280)]]

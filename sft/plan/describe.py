@@ -111,7 +111,7 @@ def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) 
         working_bytes=working_bytes,
         output_bytes=sum(problem.value_bytes(name) for name in makes),
         flops=flops,
-        kernels=kernel_operators(segment.lowered),
+        kernels=kernel_operators(segment.lowered) if problem.backend is not None else (),
         formulas=formulas,
         streamed=choice.streamed,
     )

@@ -54,7 +54,6 @@ class StripOutline:
         self._sizes = _Sizes(scope, extents, emitter)
         used = emitter.pruned_slots()
         first = _first_places(emitter, used, place)
-        self._runs = np.array(first, dtype=np.int64)
         self._owners = np.array([place[i.owner] for i in emitter.instructions], dtype=np.int64)
         self._num_calls = np.array([num_calls(i) for i in emitter.instructions], dtype=np.float64)
         #: of each storage the instruction that makes it
@@ -83,25 +82,29 @@ class StripOutline:
                 if slot.root in uses:
                     uses[slot.root].append(use)
         kept = {slot.root for slot in emitter.results.values()}
-        #: where it begins to count, when (twice the instruction, and one more where something goes), which storage, come or gone
+        # What is alive changes when something comes; what goes has gone when something comes the next time.
+        comes = np.cumsum(np.bincount(makers, minlength=len(first)).astype(bool)) - 1
+        at, after = comes.tolist(), (comes + 1).tolist()
+        self._num_times = after[-1] + 1 if makers else 1
+        #: where it begins to count, when, which storage, come or gone
         changes: list[tuple[int, int, int, int]] = []
         for root, number in number_of.items():
             maker = makers[number]
-            changes.append((first[maker], 2 * maker, number, 1))
+            changes.append((first[maker], at[maker], number, 1))
             if root in kept:
                 continue
             last = -1
             for start, time in sorted(uses[root]):
                 if time > last:
                     if last >= 0:
-                        changes.append((start, 2 * last + 1, number, 1))
-                    changes.append((start, 2 * time + 1, number, -1))
+                        changes.append((start, after[last], number, 1))
+                    changes.append((start, after[time], number, -1))
                     last = time
         self._makers = np.array(makers, dtype=np.int64)
         starts, times, storages, signs = np.array(changes, dtype=np.int64).reshape(-1, 4).T
         # Of places only those between two cuts are told apart.
         self._ends = np.unique(self._cuts) + 1
-        self._cells = np.searchsorted(self._ends, starts, side="right") * (2 * len(first)) + times
+        self._cells = np.searchsorted(self._ends, starts, side="right") * self._num_times + times
         self._storages, self._signs = storages, signs.astype(np.float64)
 
     def peaks(self, extents: Extents) -> Floats:
@@ -112,15 +115,14 @@ class StripOutline:
         Args:
             extents: of the strip.
         """
-        num_times = len(self._runs)
-        if not num_times:
+        if not len(self._makers):
             return np.zeros(len(self._cuts))
         sizes = self._sizes.at(extents)
         weights = self._signs * sizes[self._storages]
-        table = np.bincount(self._cells, weights=weights, minlength=(len(self._ends) + 1) * 2 * num_times)
-        changes = np.cumsum(table.reshape(len(self._ends) + 1, 2 * num_times)[: len(self._ends)], axis=0)
-        alive = np.cumsum(changes, axis=1)[:, ::2]
-        alive[self._runs[None, :] >= self._ends[:, None]] = 0.0
+        num_ends, num_times = len(self._ends), self._num_times
+        alive = np.bincount(self._cells, weights=weights, minlength=(num_ends + 1) * num_times).reshape(num_ends + 1, num_times)[:num_ends]
+        np.cumsum(alive, axis=0, out=alive)
+        np.cumsum(alive, axis=1, out=alive)
         found: Floats = alive.max(axis=1)[np.searchsorted(self._ends, self._cuts + 1)]
         return found
 

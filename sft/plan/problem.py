@@ -247,9 +247,9 @@ class Problem:
         """Extent of a streamed value along an axis."""
         return self.graph.axes.extent(self.shapes[name], axis)
 
-    def extents(self, axis: int) -> dict[str, int]:
+    def extents(self, axis: int) -> Mapping[str, int]:
         """Extent of every streamed value along an axis."""
-        return {name: self.extent(name, axis) for name in self.phases.streamed}
+        return self.remembered(("extents", axis), lambda: {name: self.extent(name, axis) for name in self.phases.streamed})
 
     def run_sources(self, names: Sequence[str]) -> tuple[str, ...]:
         """Streamed values that a run reads from outside."""

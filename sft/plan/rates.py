@@ -85,8 +85,11 @@ class Rates:
 
     def seconds(self, program: Program) -> float:
         """What a program takes, roughly."""
-        flops = sum(instruction.flops + self.overhead(instruction) for instruction in program.instructions)
-        return flops / self.flops_per_second
+        overhead = sum(map(num_calls, program.instructions)) * _CALL_FLOPS.get(self.device_type, _CALL_FLOPS_DEFAULT)
+        if self.device_type == "cpu":
+            sizes = (instruction.num_bytes for instruction in program.instructions)
+            overhead += _FRESH_BYTE_FLOPS * sum(num_bytes for num_bytes in sizes if num_bytes > LARGE_BUFFER_BYTES)
+        return (program.flops + overhead) / self.flops_per_second
 
 
 def num_calls(instruction: Instruction) -> int:

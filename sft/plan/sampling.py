@@ -20,7 +20,7 @@ import numpy.typing as npt
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import Schedule
-from sft.analysis.tile import TileSchedule, tile_at
+from sft.analysis.tile import TileSchedule, tile_lengths_at
 from sft.lower.step import emit_strip
 from sft.plan.build import build_region
 from sft.plan.outline import Extents, StripOutline
@@ -50,6 +50,22 @@ _LEAST_ALIKE = 8
 MOST_RESTORED = 6.0
 
 
+def _alike(schedule: Schedule | TileSchedule, names: Sequence[str]) -> tuple[Ints, Ints, Ints]:
+    """Frontiers and first rows kept, [row, state], of values that differ in them, and for each value which row is its own."""
+    places: dict[tuple[int, int], int] = {}
+    pairs: list[tuple[Ints, Ints]] = []
+    place_of = np.empty(len(names), dtype=np.int64)
+    for number, name in enumerate(names):
+        pair = schedule.frontier[name], schedule.kept[name]
+        place = place_of[number] = places.setdefault((id(pair[0]), id(pair[1])), len(pairs))
+        if place == len(pairs):
+            pairs.append(pair)
+    if not pairs:
+        nothing = np.zeros((0, schedule.num_steps + 1), dtype=np.int64)
+        return nothing, nothing, place_of
+    return np.stack([front for front, _ in pairs]), np.stack([low for _, low in pairs]), place_of
+
+
 def halo_shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
     """How often each operator's rows (columns) are computed, on average, when each tile of ``tile_px`` computes its own halo."""
 
@@ -61,8 +77,8 @@ def halo_shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: in
         num_tiles = -(-extent // tile_px)
         start = num_tiles // 2 * tile_px
         span = Interval(start, min(start + tile_px, extent))
-        step = tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
-        return {node.name: max(1.0, len(node.new) / len(span) * extent / extents[node.name]) for node in step.nodes if node.name in extents}
+        lengths = tile_lengths_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+        return {name: max(1.0, length / len(span) * extent / extents[name]) for name, length in lengths.items() if name in extents}
 
     return problem.remembered(("shares", names, tile_px, axis), found)
 
@@ -199,15 +215,14 @@ class RunSampler:
         walk = Walk(segment.chunks[0], len(segment.panels) // 2)
         own = [name for name in names if name in problem.phases.streamed]
         row_bytes = np.array([segment.row_bytes(name, walk) for name in own], dtype=np.int64)
-        held = np.zeros(schedule.num_steps)
-        for name, size in zip(own, row_bytes, strict=True):
-            held += size * (schedule.frontier[name][1:] - schedule.kept[name][:-1])
+        frontier, kept, place_of = _alike(schedule, own)
+        held = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)) @ (frontier[:, 1:] - kept[:, :-1])
         index = int(held.argmax()) if self.tiling.halo == "carry" else schedule.num_steps // 2
         place = {name: i for i, name in enumerate(names)}
         quarter = schedule.num_steps // 4
         steady = slice(quarter, schedule.num_steps + 1 - quarter)
-        carried = np.array([(schedule.frontier[name] - schedule.kept[name])[steady].max() for name in own], dtype=np.int64)
-        gained = np.array([np.diff(schedule.frontier[name])[steady].max() for name in own], dtype=np.int64)
+        carried = (frontier - kept)[:, steady].max(axis=1)[place_of]
+        gained = np.diff(frontier, axis=1)[:, steady].max(axis=1)[place_of]
         least = -(-problem.run_height(names) // schedule.strip_rows)
         differentiated = problem.training and any(name in problem.requires_grad for name in names)
         outline, extents = self._outline(segment, walk, index, place, cuts, differentiated=differentiated)
@@ -223,7 +238,7 @@ class RunSampler:
             "places": places,
             "carried": carried,
             "gained": gained,
-            "state_share": self._state_share(schedule, own, row_bytes, carried, gained),
+            "state_share": self._state_share(frontier, kept, place_of, row_bytes, carried, gained),
             "extra_steps": 0 if self.tiling.halo == "recompute" else schedule.num_steps - least,
             "peak": outline.peaks(extents) + incoming,
             "overhead": passes * outline.overheads(extents, self.rates),
@@ -256,19 +271,20 @@ class RunSampler:
         key = ("outline", scope.names, scope.outputs, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
         return self.tiling.problem.shared_by_sizes(key, outlined), extents
 
-    def _state_share(self, schedule: Schedule | TileSchedule, names: Sequence[str], row_bytes: Ints, carried: Ints, gained: Ints) -> Floats:
+    def _state_share(self, frontier: Ints, kept: Ints, place_of: Ints, row_bytes: Ints, carried: Ints, gained: Ints) -> Floats:
         """Bytes of the states as a walk back counts them, of those of the closed form, [policy]; ones where counting takes too long."""
-        num_steps, shares = schedule.num_steps, np.ones(len(self.policies))
+        num_steps, shares = frontier.shape[1] - 1, np.ones(len(self.policies))
         rows = self._closed_rows(carried[:, None].astype(np.float64), gained[:, None].astype(np.float64), np.array([float(num_steps)]))
         closed = row_bytes @ rows[:, 0, :]
-        if not self.tiling.problem.training or not names or len(names) * num_steps > _MOST_COUNTED_VALUES:
+        if not self.tiling.problem.training or not len(place_of) or len(place_of) * num_steps > _MOST_COUNTED_VALUES:
             return shares
-        frontier, kept = (np.stack([array[name] for name in names]) for array in (schedule.frontier, schedule.kept))
+        # Values whose rows come and go alike are counted as one.
+        row_bytes = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)).astype(np.int64)
         begins = first_block_rows(frontier, kept)
 
         def held(states: Iterable[int]) -> int:
             at = sorted(states)
-            below = np.concatenate([np.zeros((len(names), 1), dtype=np.int64), frontier[:, at[:-1]]], axis=1)
+            below = np.concatenate([np.zeros((len(frontier), 1), dtype=np.int64), frontier[:, at[:-1]]], axis=1)
             return int((row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0)).sum())
 
         for index, policy in enumerate(self.policies):

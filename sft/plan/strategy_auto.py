@@ -99,10 +99,13 @@ class AutoSearch:
         surveys: list[Survey] = []
         fitting: list[tuple[float, Planned]] = []
         for survey in self._surveys():
+            looks_at_tiles, expected = self._may_tile and not surveys, survey.least_cost_within(room_bytes)
+            if looks_at_tiles:
+                fitting += cheaper_tiles(problem, survey, room_bytes, rates, expected)
             found = _cheapest(problem, survey, room_bytes, _least_cost(fitting))
             if found is not None:
                 fitting.append(found)
-            if self._may_tile and not surveys:
+            if looks_at_tiles and expected < _least_cost(fitting):
                 fitting += cheaper_tiles(problem, survey, room_bytes, rates, _least_cost(fitting))
             surveys.append(survey)
             if found is not None and found[0] <= _WORTH_MORE_PANELS * survey.least_cost:

@@ -27,8 +27,11 @@ __all__ = ["grids", "least_bytes", "partition_choices"]
 _MOST_TILES = 32
 _NUM_LIMITS = 16
 
-#: The rows and columns of a tile, given the extent of the tallest and of the widest image of a segment.
-Grid = Callable[[int, int], tuple[int, int]]
+#: Tiles end at whole strides where these are at most this share of them: then most tiles are alike, and share their programs.
+_SMALL_STRIDE = 1 / 16
+
+#: The rows and columns of a tile, given the extent of the tallest and of the widest image of a segment, and its stride.
+Grid = Callable[[int, int, int], tuple[int, int]]
 #: Operators in order, in groups that are tiled or not.
 Parts = tuple[tuple[tuple[str, ...], bool], ...]
 
@@ -37,13 +40,18 @@ def grids(options: Options) -> tuple[Grid, ...]:
     """The grids to try, from coarse to fine: 2^n x 2^n tiles, or tiles of a forced size."""
     if options.tile is not None:
         rows, cols = options.tile
-        return (lambda height, width: (min(rows, height), min(cols or width, width)),)
+        return (lambda height, width, stride: (min(rows, height), min(cols or width, width)),)
     counts = [2**n for n in range(_MOST_TILES.bit_length())]
     return tuple(partial(_divided, n) for n in counts)
 
 
-def _divided(n: int, height: int, width: int) -> tuple[int, int]:
-    return -(-height // n), -(-width // n)
+def _divided(n: int, height: int, width: int, stride: int) -> tuple[int, int]:
+    return _part(height, n, stride), _part(width, n, stride)
+
+
+def _part(extent: int, n: int, stride: int) -> int:
+    part = -(-extent // n)
+    return min(extent, -(-part // stride) * stride) if stride <= _SMALL_STRIDE * part else part
 
 
 def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[Grid], tuple[SegmentChoice, ...]]]:
@@ -92,7 +100,7 @@ def _choices(problem: Problem, parts: Parts, options: Options, grid: Grid) -> tu
         if waiting:
             choices.append(SegmentChoice(nodes=waiting, mode="whole"))
             waiting = ()
-        rows, cols = grid(problem.run_height(names), problem.run_width(names))
+        rows, cols = grid(problem.run_height(names), problem.run_width(names), problem.stride(names))
         choices.append(
             SegmentChoice(
                 nodes=names,

@@ -364,6 +364,10 @@ class Survey:
         cost = np.where((self.peak_bytes <= room_bytes) & ~tried, self.cost, np.inf)
         return self._candidate(int(cost.argmin())) if np.isfinite(cost.min()) else None
 
+    def least_cost_within(self, room_bytes: float) -> float:
+        """Of candidates that should fit; infinity where none does."""
+        return float(np.where(self.peak_bytes <= room_bytes, self.cost, np.inf).min())
+
     def smallest(self) -> list[Candidate]:
         """For each strip height the candidate that should need least, whatever has been tried: the answer must not depend on the budget."""
         heights = range(self.cost.shape[1])

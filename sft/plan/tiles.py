@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from sft.analysis.interval import Interval
-from sft.analysis.tile import tile_at
+from sft.analysis.tile import tile_lengths_at
+from sft.plan.build import build_region
 from sft.plan.carried import CERTAIN_SHARE, Planned, carry_out
 from sft.plan.clock import timeline_of
 from sft.plan.problem import Problem
@@ -18,6 +19,8 @@ from sft.plan.rates import Rates
 from sft.plan.strategy_sft import grids, least_bytes, partition_choices
 from sft.plan.survey import Survey
 from sft.plan.types import SegmentChoice
+from sft.walk.layout import Walk
+from sft.walk.segments import TiledSegment
 
 __all__ = ["cheaper_tiles", "flops_in_tiles", "smallest_tiles"]
 
@@ -47,7 +50,7 @@ def cheaper_tiles(problem: Problem, survey: Survey, room_bytes: int, rates: Rate
                 break  # finer grids compute more
             if _needs_more(problem, choices, survey, room_bytes):
                 break
-            if _is_too_coarse(problem, choices, survey, room_bytes):
+            if _is_too_coarse(problem, choices, survey, room_bytes) or _needs_more_in_a_tile(problem, choices, room_bytes):
                 continue
             planned = carry_out(problem, choices)
             if planned.projection.peak_bytes <= room_bytes:
@@ -68,7 +71,7 @@ def smallest_tiles(problem: Problem, survey: Survey, known_bytes: int) -> Iterat
                 break
             if _needs_more(problem, choices, survey, known_bytes):
                 break
-            if _is_too_coarse(problem, choices, survey, known_bytes):
+            if _is_too_coarse(problem, choices, survey, known_bytes) or _needs_more_in_a_tile(problem, choices, known_bytes):
                 continue
             planned = carry_out(problem, choices)
             if planned.projection.peak_bytes < known_bytes:
@@ -86,6 +89,18 @@ def _needs_more(problem: Problem, choices: Sequence[SegmentChoice], survey: Surv
 def _is_too_coarse(problem: Problem, choices: Sequence[SegmentChoice], survey: Survey, room_bytes: int) -> bool:
     """Whether a tile should need more."""
     return _LEAST_SHARE * float(survey.peak_bytes[0].min()) > room_bytes * _num_tiles(problem, choices)
+
+
+def _needs_more_in_a_tile(problem: Problem, choices: Sequence[SegmentChoice], room_bytes: int) -> bool:
+    """Whether a tile does that is lowered before all others: at a side of the image, where it is padded, half way down."""
+    for segment in build_region(problem, choices).segments:
+        if isinstance(segment, TiledSegment):
+            is_differentiated = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
+            walk = Walk(segment.chunks[0], 0)
+            program = segment.program("joint" if is_differentiated else "forward", segment.schedule.num_steps // 2, walk)
+            if problem.border_bytes + program.peak_bytes > room_bytes:
+                return True
+    return False
 
 
 def flops_in_tiles(problem: Problem, choices: Sequence[SegmentChoice], forward: Mapping[str, int], both: Mapping[str, int]) -> float:
@@ -124,9 +139,9 @@ def _shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: int) -
         rows = dict.fromkeys(names, 0)
         for index, count in counts.items():
             span = Interval(index * tile_px, min((index + 1) * tile_px, extent))
-            for node in tile_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis).nodes:
-                if node.name in rows:
-                    rows[node.name] += count * len(node.new)
+            lengths = tile_lengths_at(problem.graph, names, phases.rows, phases.streamed, extents, span, axis=axis)
+            for name in rows:
+                rows[name] += count * lengths.get(name, 0)
         return {name: rows[name] / extents[name] for name in names if name in extents}
 
     return problem.remembered(("shares of tiles", names, tile_px, axis), found)

@@ -414,7 +414,9 @@ def _compare(
         assert all(torch.equal(y, kept) for y, kept in zip(y_ours, before, strict=True)), f"{at}the backward changed an output"
         assert (x_ours.grad is None) == (x_eager.grad is None), f"{at}only one of the two has an input gradient"
         if x_ours.grad is not None and x_eager.grad is not None:
-            floor = _SMALLEST_SHARE * max((float(g.abs().max()) for g in _param_grads(eager).values() if g is not None), default=0.0)
+            floor = _SMALLEST_SHARE * max(
+                (float(g.abs().max()) for g in _param_grads(eager).values() if g is not None and g.numel()), default=0.0
+            )
             scale = max(floor, float(x_eager.grad.abs().max()))
             found["input_grad"]["input"] = relative_error(x_ours.grad, x_eager.grad, scale=scale)
         assert torch.equal(x_ours, x), f"{at}the input was changed"
@@ -425,7 +427,7 @@ def _compare(
         for what, errors in found.items():
             worst[what] = max(worst[what], _worst(errors, tolerance, at + what))
 
-        largest = max((float(g.abs().max()) for g in _param_grads(eager).values() if g is not None), default=0.0)
+        largest = max((float(g.abs().max()) for g in _param_grads(eager).values() if g is not None and g.numel()), default=0.0)
         for module in (eager, net):
             _sgd_step(module, _LEARNING_RATE / max(largest, 1e-300))
             module.zero_grad(set_to_none=True)

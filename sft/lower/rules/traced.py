@@ -24,6 +24,10 @@ aten = torch.ops.aten
 #: whether it did. A parameter may lie there by columns (as ``torch.linalg.qr`` returns it), and so may a transpose.
 _MATRICES = re.compile(r"linalg_(?!vector_norm)|det\b|_solve|cholesky|inverse")
 
+#: Kernels that read their operands as if they lay in memory in order, whatever their rank. Torch sees to that before it calls them, if need
+#: be by copies; a trace of tensors that lie so shows none.
+_IN_ORDER = re.compile(r"group_norm")
+
 
 class _Traced(Rule):
     """Shared replay of a trace's calls."""
@@ -141,7 +145,8 @@ class TracedWhole(_Traced):
 
     @staticmethod
     def _contiguous(ctx: NodeContext, slot: Slot) -> Slot:
-        return TracedWhole._by_rows(ctx, slot) if len(slot.shape) in CHANNELS_LAST else slot
+        is_asked = len(slot.shape) in CHANNELS_LAST or _IN_ORDER.search(ctx.node.target)
+        return TracedWhole._by_rows(ctx, slot) if is_asked else slot
 
     @staticmethod
     def _by_rows(ctx: NodeContext, slot: Slot) -> Slot:

@@ -177,7 +177,7 @@ class _Rewriting(Elementwise):
     def _along(self, node: Node) -> bool:
         """An operator along dimensions, each of which is one of the image's: of its channels, or all of its axes at once."""
         spec, name = ALONG[node.target], ALONG[node.target].argument
-        if node.target == "aten.cat.default" and not self._join_sides(node):
+        if node.target in ("aten.cat.default", "aten.stack.default") and not self._join_sides(node, is_new=spec.adds):
             return False
         operands = [operand for operand in node.operands if operand in self.images]
         layout, held = self.images[operands[0]].layout, self.shape(self.images[operands[0]].node)
@@ -218,12 +218,12 @@ class _Rewriting(Elementwise):
         layout = Layout(((1,), (0,), *((place,) for place in range(2, len(node.shape)))))
         return self._put_along(node, layout, ("dim", 1), (batch, count, *rest))
 
-    def _join_sides(self, node: Node) -> bool:
-        """Make images of what is joined to one, and varies along it without being one."""
+    def _join_sides(self, node: Node, *, is_new: bool) -> bool:
+        """Make images of what is joined to one, and varies along it without being one; ``is_new`` where that is along a new dimension."""
         image = self.only_image(node)
         first_axis = len(self.shape(image.node)) - self.axes.count
-        place = image.layout.place(node.argument("dim", 0))
-        if place is None or not 1 <= place < first_axis:
+        place = None if is_new else image.layout.place(node.argument("dim", 0))
+        if not is_new and (place is None or not 1 <= place < first_axis):
             return False
         found: dict[str, Image] = {}
         for name in (name for name in dict.fromkeys(node.operands) if name not in self.images):

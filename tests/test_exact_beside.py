@@ -155,6 +155,33 @@ def test_coordinates_as_channels(grids: Any) -> None:
         torch.testing.assert_close(net(x), model(x))
 
 
+_PLANES: dict[str, Callable[[Tensor], Tensor]] = {
+    "ones": lambda x: x.new_ones(x.shape[2:]).expand(x.shape[0], -1, -1),
+    "columns": lambda x: torch.arange(x.shape[3], dtype=x.dtype).expand(x.shape[0], x.shape[2], -1),
+    "mean": lambda x: x[:, 0].mean((-1, -2), keepdim=True).expand(-1, x.shape[2], x.shape[3]),
+    "whole": lambda x: x[:, 0].flip(-1).roll(1, -2),
+}
+
+
+class _Stacked(nn.Module):
+    """A plane that is no image in strips, and one that is, side by side in a new dimension."""
+
+    def __init__(self, plane: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.plane, self.before, self.after = plane, nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y: Tensor = self.after(torch.stack([self.plane(x), x[:, 1]], 1))
+        return y
+
+
+@pytest.mark.parametrize("plane", _PLANES)
+def test_planes_in_a_stack(plane: str) -> None:
+    report = assert_exact(seeded(lambda: _Stacked(_PLANES[plane])), image(2, 3, 21, 15), options=sft.Options(tile=(4, 6)), steps=1)
+    assert any(segment.mode == "tiled" for segment in report.plan.segments)
+
+
 def test_the_embedding_s_gradient_is_in_its_own_type_and_place() -> None:
     model = _Embedded((4, 9, 1), 2, "add").half()
     net = sft.compile(model, (2, 3, 9, 7), options=sft.Options(tile=(2, 3)))

@@ -21,6 +21,7 @@ __all__ = [
     "LookUp",
     "OverPixels",
     "Pointwise",
+    "RepeatedChannels",
     "Rowwise",
 ]
 
@@ -85,7 +86,28 @@ class AlongChannels(Operator):
         dims = [given] if isinstance(given, int) else given
         if not dims or any(not 1 <= dim % rank < rank - graph.axes.count for dim in dims):
             return [f"{node.label}: along dimension {given} of {rank}; only dimensions of channels stay within a strip"]
-        return []
+        whole = [name for name in node.operands if name not in streamed] if self.adds else []
+        return [f"{node.label}: operand {whole[0]} is no image in strips as the others are"] if whole else []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatedChannels(Operator):
+    """All channels several times."""
+
+    name: str = "rowwise"
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
+
+    def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
+        return (0, None, *range(2, 2 + axes.count))
+
+    def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+        rank, repeats = len(graph[node.operands[0]].shape), node.argument("repeats")
+        first_axis = rank - graph.axes.count
+        if len(repeats) == rank and all(repeats[dim] == 1 for dim in (0, *range(first_axis, rank))):
+            return []
+        return [f"{node.label}: repeats {tuple(repeats)} times along [N, channels, ...]; only channels can be repeated in strips"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

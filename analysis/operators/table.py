@@ -31,6 +31,7 @@ from sft.analysis.operators.pixelwise import (
     LookUp,
     OverPixels,
     Pointwise,
+    RepeatedChannels,
     Rowwise,
 )
 from sft.analysis.operators.places import UNPOOLINGS, MaxPoolPlaces, MaxUnpool
@@ -116,8 +117,24 @@ _UNARY = (
     "logit",
     "sinc",
     "nan_to_num",
+    "frac",
+    "trunc",
+    "deg2rad",
+    "rad2deg",
+    "angle",
+    "digamma",
+    "lgamma",
+    "erfinv",
+    "i0",
+    "special_i0e",
+    "special_i1",
+    "special_i1e",
+    "special_entr",
+    "special_erfcx",
+    "special_log_ndtr",
+    "special_ndtri",
 )
-_UNARY_OVERLOADS = ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar", "sub.Scalar")
+_UNARY_OVERLOADS = ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar", "sub.Scalar", "round.decimals")
 #: Functions of several values, pixel by pixel, or of all channels of a pixel.
 _ROWWISE = (
     "aten.where.self",
@@ -139,7 +156,21 @@ _ROWWISE = (
     "aten.logical_and.default",
     "aten.logical_or.default",
     "aten.logical_not.default",
-    "aten.clamp.Tensor",
+    "aten.logical_xor.default",
+    *(f"aten.bitwise_{name}.{kind}" for name in ("and", "or", "xor") for kind in ("Scalar", "Tensor")),
+    *(f"aten.__{name}__.{kind}" for name in ("and", "or", "xor") for kind in ("Scalar", "Tensor")),
+    "aten.bitwise_not.default",
+    *(f"aten.{name}.default" for name in ("isnan", "isinf", "isfinite", "isposinf", "isneginf", "signbit")),
+    *(f"aten.{name}.Tensor" for name in ("clamp", "clamp_min", "clamp_max")),
+    *(f"aten.{name}.{kind}" for name in ("remainder", "fmod", "copysign") for kind in ("Scalar", "Tensor")),
+    "aten.remainder.Scalar_Tensor",
+    "aten.div.Scalar_mode",
+    *(f"aten.floor_divide.{kind}" for kind in ("default", "Scalar")),
+    *(f"aten.{name}.default" for name in ("fmax", "fmin", "hypot", "heaviside", "logaddexp", "logaddexp2")),
+    "aten.max.other",
+    "aten.min.other",
+    *(f"aten.xlogy.{kind}" for kind in ("Tensor", "Scalar_Other", "Scalar_Self")),
+    *(f"aten.special_xlog1py.{kind}" for kind in ("default", "other_scalar", "self_scalar")),
 )
 
 #: Reductions of channels, pixel by pixel.
@@ -225,6 +256,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.border_rows": BorderRows(),
     "sft.wrapped": Wrapped(),
     "sft.expanded": _CHANNELS,
+    "aten.repeat.default": RepeatedChannels(),
     "aten.flip.default": AlongChannels(argument="dims"),
     **{f"aten.adaptive_avg_pool{n}d.default": (_MEAN, Grid(), AdaptiveAverage()) for n in (1, 2, 3)},
     **{f"aten.adaptive_max_pool{n}d.default": AdaptiveMax() for n in (1, 2, 3)},
@@ -254,7 +286,9 @@ _ATTENTION = "mixes all pixels; attend to a pooled image, or within channels"
 _NO_RULE = {
     **dict.fromkeys(("matmul", "bmm", "einsum", "baddbmm", "scaled_dot_product_attention"), _ATTENTION),
     "roll": "moves rows from one border to the other; pad and crop, or roll before the compiled model",
-    "repeat": "runs its blocks one after the other on the whole image, by their own schedule; put it where the image is small",
+    "sft.repeat": "runs its blocks one after the other on the whole image, by their own schedule; put it where the image is small",
+    "repeat": "repeats an image in another order of dimensions than [N, channels, ...]; repeat its channels before it is permuted",
+    "repeat_interleave": "repeats rows, or samples; resize with F.interpolate, or torch.cat channels",
     "flip": "turns the image round; flip it before the compiled model",
     "rot90": "turns the image round; turn it before the compiled model",
     "grid_sample": "samples anywhere in the image; resize with F.interpolate, or warp before the compiled model",
@@ -288,7 +322,8 @@ def _no_rule(node: Node, graph: Graph) -> str:
         if not graph.users[node.name]:
             return f"{node.label}: the model returns an image in another order of dimensions than [N, channels, ...]; permute it outside"
         node = graph[graph.users[node.name][0]]
-    return f"{node.label}: {_NO_RULE.get(node.target.split('.')[1], _NO_STRIPS)}"
+    namespace, name = node.target.split(".")[:2]
+    return f"{node.label}: {_NO_RULE.get(f'{namespace}.{name}') or _NO_RULE.get(name, _NO_STRIPS)}"
 
 
 def rows_of_table() -> dict[str, tuple[Operator, ...]]:

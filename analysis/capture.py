@@ -260,8 +260,12 @@ def _export(
                 wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
             # The exporter's solver fails on some size expressions, or takes too long; the sizes at hand are still a capture.
-            with contextlib.suppress(Exception):
+            try:
                 return _exported(model, shapes, dtypes, device, None)
+            except UnsupportedError:
+                raise
+            except Exception as of_this_size:
+                error = of_this_size  # what is left where no size is a symbol is about the model
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             if unknown := _UNKNOWN_OUTPUT.search(first_line):
                 raise UnsupportedError(
@@ -321,7 +325,7 @@ def _as_parameters(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None
     if dynamic is None or inspect.Parameter.VAR_POSITIONAL not in kinds:
         return dynamic
     place = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-    return (*dynamic[:place], dynamic[place:])
+    return (*dynamic[:place], dynamic[place:]) if len(dynamic) > place else dynamic
 
 
 def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:

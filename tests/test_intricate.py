@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -44,6 +46,28 @@ def test_windows_of_windows_are_captured_for_one_size() -> None:
         x = image(1, 3, *size)
         torch.testing.assert_close(net(x), model(x), rtol=1e-10, atol=1e-12)
     assert_exact(model, image(2, 3, 80, 68), options=sft.Options(tile=(8, None)), steps=1)
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return 2 * grad
+
+
+def test_what_is_refused_at_one_size_is_the_reason() -> None:
+    """Not that sizes were too long for symbols, which is no fault of the model's."""
+
+    class Model(_Windows):
+        def forward(self, x: Tensor) -> Tensor:
+            found: Tensor = _Own.apply(super().forward(x))  # type: ignore[no-untyped-call]  # torch has no types for it
+            return found
+
+    with pytest.raises(sft.UnsupportedError, match=r"_Own: a torch\.autograd\.Function has a backward of its own"):
+        sft.compile(seeded(lambda: Model(4)), (2, 3, 80, 68))
 
 
 def test_the_limit_is_on_the_length_of_a_size() -> None:

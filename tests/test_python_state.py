@@ -133,6 +133,15 @@ def test_a_number_read_from_a_tensor_is_refused(then: Any) -> None:
     assert not sft.check(model, _SHAPE).ok
 
 
+def test_the_reason_is_given_where_forward_takes_more_inputs_than_it_is_given() -> None:
+    class Open(_Model):
+        def forward(self, x: Tensor, *others: Tensor, **named: Tensor) -> Tensor:
+            return super().forward(x)
+
+    with pytest.raises(sft.UnsupportedError, match=r"item: it computes with a Python number read from a tensor"):
+        sft.compile(Open(lambda model, y: y * y.mean().item()), _SHAPE)
+
+
 def test_a_number_of_a_constant_is_a_number() -> None:
     model = seeded(lambda: _Model(lambda model, y: y * torch.tensor(2.5).item()))
     assert_exact(model, image(*_SHAPE), options=sft.Options(tile=(5, 20)))

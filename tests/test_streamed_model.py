@@ -274,3 +274,49 @@ def test_a_pass_holds_what_a_move_reads_and_the_next(ahead: bool) -> None:
     # `c` was updated, perhaps, so it is read anew although the next move wants it; `a` stays for the last one.
     expected = "<b <c =bc <a... !b !c | ~b ~c «c =ac | ~c =a !a | ~a" if ahead else "<b <c =bc !b !c | ~b ~c <a «c =ac | ~c =a !a | ~a"
     assert " ".join(machine.said) == expected
+
+
+def _other_head(model: Any) -> None:
+    model[-1] = nn.Linear(96, 7).double()
+
+
+def _assigned(model: Any) -> None:
+    model.load_state_dict({name: 0.5 * value for name, value in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.parametrize("change", [_other_head, _assigned])
+def test_parameters_that_come_in_the_place_of_others_are_streamed(change: Any) -> None:
+    model, x = seeded(MODELS["vgg"]), x_of("vgg")
+    net = sft.compile(model, SHAPE, options=STREAM)
+    net(x).sum().backward()
+    change(model)
+    model.zero_grad()
+    eager = copy.deepcopy(model)
+    for _ in range(2):
+        y, expected = net(x), eager(x)
+        torch.testing.assert_close(y, expected)
+        (y.sum() + expected.sum()).backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in eager.parameters()])
+
+
+def test_an_optimizer_keeps_its_state_when_parameters_are_exchanged() -> None:
+    model, x = seeded(MODELS["vgg"]), x_of("vgg")
+    net = sft.compile(model, SHAPE, options=STREAM)
+    optimizer = sft.StreamedOptimizer(net, "sgd", lr=0.1, momentum=0.9)
+    net(x).sum().backward()
+    optimizer.step()
+    _assigned(model)
+    with pytest.raises(sft.InputError, match=r"no longer those in the host's memory .* close\(\) the optimizer, and make a new one"):
+        net(x)
+    optimizer.close()
+    optimizer = sft.StreamedOptimizer(net, "sgd", lr=0.1)
+    before = [param.detach().clone() for param in model.parameters()]
+    net(x).sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(old, param) for old, param in zip(before, model.parameters(), strict=True))
+
+
+def test_a_class_is_no_update() -> None:
+    net = sft.compile(seeded(MODELS["vgg"]), SHAPE, options=STREAM)
+    with pytest.raises(sft.InputError, match=r"update=SGD: that is a class; choose one of sgd, adamw"):
+        sft.StreamedOptimizer(net, torch.optim.SGD, lr=0.1)  # type: ignore[arg-type]

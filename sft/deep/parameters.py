@@ -106,6 +106,7 @@ class StreamedParameters:
     def __init__(self, model: nn.Module, device: torch.device, file: WeightsFile | None) -> None:
         self.device, self.params, self._file = device, streamable(model), file
         self._names = tuple(self.params)
+        self._had = [(name, id(param)) for name, param in model.named_parameters()]
         if not self.params:
             why = " (those with two names stay resident)" if any(True for _ in model.parameters()) else ""
             raise InputError(f"{type(model).__name__} has no parameters to stream{why}; leave out weights='stream'")
@@ -139,6 +140,14 @@ class StreamedParameters:
             UnsupportedError: one is no plain tensor.
         """
         found, device = cls.known(model), torch.empty(0, device=device).device  # with its index
+        if found is not None and found.were_exchanged(model):
+            if not isinstance(found.sink, _HostGradients):
+                raise InputError(
+                    f"the model's parameters are no longer those in {found.where} (another head, load_state_dict(assign=True)), where the "
+                    "state of their optimizer is, too; close() the optimizer, and make a new one"
+                )
+            found.close()  # what came in their place is taken instead
+            found = None
         if found is None:
             with torch.inference_mode(False):  # tensors that are made in there are good for nothing else
                 found = _taken[model] = cls(model, device, file)
@@ -153,6 +162,14 @@ class StreamedParameters:
         """Those that were taken of a model; ``None`` if none were."""
         found: StreamedParameters | None = _taken.get(model)
         return found
+
+    def were_exchanged(self, model: nn.Module) -> bool:
+        """Whether the model has other parameters now (another head, ``load_state_dict(assign=True)``).
+
+        Tensors that are put in their place for a call (``functional_call``) are none.
+        """
+        own = list(model.named_parameters())
+        return [(name, id(param)) for name, param in own] != self._had and all(isinstance(param, nn.Parameter) for _, param in own)
 
     @property
     def where(self) -> str:

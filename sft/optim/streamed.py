@@ -119,6 +119,8 @@ class StreamedOptimizer(FusedOptimizer):
     ) -> None:
         if isinstance(update, str) and update not in _UPDATES:
             raise InputError(f"update={update!r}: choose one of {', '.join(_UPDATES)}, or give an object")
+        if isinstance(update, type):
+            raise InputError(f"update={update.__name__}: that is a class; choose one of {', '.join(_UPDATES)}, or give an object")
         if max_norm is not None and (two_phase is False or not max_norm > 0):
             raise InputError(
                 f"max_norm={max_norm!r}, two_phase={two_phase}: clipping wants a positive norm, and knows it in two phases only"

@@ -89,7 +89,7 @@ def resolve_layout(
     if not candidates:
         raise InputError(
             f"cannot use {name} of shape {shape} as {layout or 'an image'}: it has {len(shape)} axes. Give 3 axes (CHW, HWC) or 4 "
-            "(NCHW, NHWC); add missing ones with array[None]."
+            "(NCHW, NHWC); add missing ones with array[None]. Signals and volumes are given as tensors: torch.from_numpy(array)."
         )
     if min(shape) < 1:
         raise InputError(f"cannot use {name} of shape {shape}: every extent must be at least 1. Give an array that is not empty.")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,7 @@ from sft.lower.program import Slot
 __all__ = ["NodeContext", "Patch", "Scope", "grad_dtype_of", "sum_dtype"]
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
+class Patch(NamedTuple):
     """A contribution to the gradient of a value.
 
     Attributes:

@@ -39,9 +39,8 @@ class Slot:
         return self.dtype.itemsize * prod(self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Port:
-    """A tensor that crosses the program's border.
+class Port(NamedTuple):
+    """A tensor that crosses the program's border. A tuple, as it is looked up more often than anything else.
 
     ``role`` is one of: ``source`` (rows of a value from outside), ``side`` (a whole tensor: parameter, buffer, global value),
     ``carry`` (carried rows to load), ``append`` (rows for the row store), ``out`` (rows of an output to write), ``partial``

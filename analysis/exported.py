@@ -333,7 +333,9 @@ def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
     named = []
     overload = fx_node.target
     if not isinstance(overload, torch._ops.OpOverload):
-        raise UnsupportedError([f"{fx_node.name}: {overload} is not an ATen operator; write the model with plain operators"])
+        wrapped = next((argument for argument in fx_node.args if isinstance(argument, torch._ops.OpOverload)), overload)
+        path = module_path_of(fx_node) or "(the model itself)"
+        raise UnsupportedError([f"{path}: {wrapped} is not an ATen operator; write the model with plain operators"])
     for position, argument in enumerate(overload._schema.arguments):
         if position < len(fx_node.args):
             named.append((argument.name, fx_node.args[position]))

@@ -198,7 +198,7 @@ class _Rewriting:
             self._keep(node)
             return
         name, schema = str(node.target), node.target._schema
-        if value is None and not node.users:
+        if value is None and not node.users and not schema.is_mutable:
             return  # an assertion; a graph's shapes and dtypes are checked at each call
         casts = () if self._casts is None else self._casts.of(node, looks_inside=name in _COMPUTING)
         if casts is None:

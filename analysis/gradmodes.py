@@ -18,7 +18,7 @@ import pickle
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.comparing import sizes_compared
+from sft.analysis.lists import one_by_one, writes_lists
 from sft.errors import UnsupportedError
 
 __all__ = ["grad_modes_followed"]
@@ -140,6 +141,8 @@ class _Detaching(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return func(*args)
         kwargs = kwargs or {}
+        if writes_lists(_name(func)):
+            return self._write_lists(func, types, args, kwargs)
         self._refuse_calls(func, args)
         if func == _DATA:
             func = Tensor.detach  # the exporter takes x.data for a constant
@@ -155,6 +158,16 @@ class _Detaching(TorchFunctionMode):
             return made
         memories = {_memory(value) for value in given}
         return pytree.tree_map(lambda value: value if _is_among(value, given) else self._result(value, memories), made)
+
+    def _write_lists(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        calls = one_by_one(_name(func), args, kwargs)
+        if calls is None:
+            self._refuse(
+                f"calls {_name(func)}, which is not the same as one call for each tensor here; write to one tensor after the other"
+            )
+        for one, own, named in calls:
+            self.__torch_function__(one, types, own, named)
+        return args[0]
 
     def _refuse_calls(self, func: Any, args: Any) -> None:
         name = _name(func)
@@ -201,7 +214,7 @@ class _Detaching(TorchFunctionMode):
                 self._aliases.add(id(value))
                 self._kept.append(value)
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError([f"{self._model_name}: `forward` {what}"])
 
 
@@ -221,7 +234,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _name(func: Any) -> str:
-    return str(getattr(func, "__name__", func))
+    return str(getattr(func, "__name__", func)).partition(".")[0]  # of an operator, without its overload
 
 
 def _detached(value: Any) -> Any:

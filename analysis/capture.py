@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy as sp
@@ -35,7 +35,7 @@ from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph, Node
 from sft.analysis.intricate import intricate_sizes_refused
 from sft.analysis.likelihoods import variances_as_they_are
-from sft.analysis.loose import loose_tensors
+from sft.analysis.loose import loose_tensors, memory_of
 from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
 from sft.analysis.quiet import plain_autograd, quiet
@@ -73,8 +73,8 @@ class Capture:
             capture holds for.
         guards: relations between the symbols under which the model took the path that was captured.
         shapes: the inputs' shapes at capture, for which it holds by definition.
-        constants: tensors that ``forward`` makes of numbers, or that modules hold in containers, by the target of their node; the
-            model's own attributes are not among them.
+        constants: tensors that ``forward`` makes of numbers, or that modules hold in containers, or others, by the target of their node;
+            the model's own attributes are not among them.
         differentiable_constants: those of them that require a gradient, and where they are.
     """
 
@@ -177,9 +177,11 @@ def _captured(
         found = _export(model, shapes, dtypes, device, any_size)
     program = found.program
     loose = loose_tensors(model)
-    constants = _constants(program, model, loose)
-    places = {id(tensor): path for path, tensor in loose.items()}
-    unnamed = f"a tensor of {type(model).__name__}"
+    constants = _constants(program, model, (*loose.values(), *(tensor for tensor, _ in found.foreign)))
+    name = type(model).__name__
+    places = {id(tensor): f"{name} at {line}, of shape {tuple(tensor.shape)}" for tensor, line in found.foreign}
+    places |= {id(tensor): path for path, tensor in loose.items()}
+    unnamed = f"a tensor of {name}"
     graph = graph_of(found, repeated.repetitions)
     mixed = [node for node in graph.operators if node.target.startswith(_PRODUCTS) and _mixes(node, graph)]
     if mixed:  # the exporter of torch 2.11 lets them through
@@ -202,10 +204,10 @@ def _mixes(node: Node, graph: Graph) -> bool:
     return is_product and len({graph[name].dtype for name in node.operands}) > 1
 
 
-def _constants(program: ExportedProgram, model: nn.Module, loose: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that `forward` makes, or that modules hold in containers (``loose``), by the target of their node."""
+def _constants(program: ExportedProgram, model: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that `forward` makes, or finds elsewhere than in parameters and buffers (``known``), by the target of their node."""
     found = {}
-    originals = {_memory(tensor): tensor for tensor in loose.values()}
+    originals = {memory_of(tensor): tensor for tensor in known}
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
         value = program.constants[name]
         if attribute_of(model, name) is None and isinstance(value, torch.Tensor):
@@ -213,13 +215,8 @@ def _constants(program: ExportedProgram, model: nn.Module, loose: Mapping[str, t
             numbers = value.constant if isinstance(value, FakeTensor) else value
             if numbers is None:
                 raise UnsupportedError([f"{type(model).__name__}: `forward` makes a tensor whose numbers are not known; make it a buffer"])
-            found[name] = originals.get(_memory(numbers), numbers)
+            found[name] = originals.get(memory_of(numbers), numbers)
     return found
-
-
-def _memory(value: torch.Tensor) -> tuple[Any, ...]:
-    """What tells tensors apart that are made of others without a copy, as the exporter does."""
-    return (0 if isinstance(value, FakeTensor) else value.data_ptr(), value.shape, value.dtype)
 
 
 def attribute_of(model: nn.Module, path: str) -> torch.Tensor | None:
@@ -303,8 +300,10 @@ def _exported(
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
-    around = (on_whole_parameters(model, mode), grad_modes_followed(model), composites_cast(device), norms_by_shape(), any_algorithm())
+    around = (composites_cast(device), norms_by_shape(), any_algorithm())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(on_whole_parameters(model, mode))
+        foreign = stack.enter_context(grad_modes_followed(model))
         for context in (*around, bare_nodes(), states_in_shape(), variances_as_they_are(), quick, limited):
             stack.enter_context(context)
         exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
@@ -312,7 +311,7 @@ def _exported(
     _refuse_numbers(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     with bare_nodes(), states_in_shape():
-        return functional(exported, Casts(device.type) if is_cast else None)
+        return replace(functional(exported, Casts(device.type) if is_cast else None), foreign=tuple(foreign))
 
 
 def _as_parameters(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:

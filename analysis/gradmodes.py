@@ -31,6 +31,8 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.comparing import sizes_compared
 from sft.analysis.lists import one_by_one, writes_lists
+from sft.analysis.loose import Foreign
+from sft.analysis.whereabouts import line_at_work
 from sft.errors import UnsupportedError
 
 __all__ = ["grad_modes_followed"]
@@ -40,22 +42,24 @@ _NOOP = getattr(checkpoint, "_NoopSaveInputs", None)
 
 
 @contextlib.contextmanager
-def grad_modes_followed(model: nn.Module) -> Iterator[None]:
+def grad_modes_followed(model: nn.Module) -> Iterator[list[Foreign]]:
     """While this is on, ``model.forward`` detaches what it makes under ``torch.no_grad``, and does not show the switches to modes around.
 
-    Calls raise UnsupportedError where that is not what the mode does.
+    The list gets what it reads that requires a gradient and is no parameter. Calls raise UnsupportedError where that is not what the
+    mode does.
     """
     inner = model.forward
+    foreign: list[Foreign] = []
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _grad_mode_restored(), sizes_compared(), _draws_refused(model), _functions_refused(), _Detaching(model):
+        with _grad_mode_restored(), sizes_compared(), _draws_refused(model), _functions_refused(), _Detaching(model, foreign):
             return inner(*args, **kwargs)
 
     own = vars(model).get("forward")
     vars(model)["forward"] = forward
     try:
-        yield
+        yield foreign
     finally:
         del vars(model)["forward"]
         if own is not None:
@@ -128,8 +132,9 @@ def _functions_refused() -> Iterator[None]:
 class _Detaching(TorchFunctionMode):
     """Detaches the results of calls under ``torch.no_grad``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, foreign: list[Foreign]) -> None:
         super().__init__()
+        self._foreign = foreign
         self._model_name = type(model).__name__
         self._buffers = {_memory(buffer) for buffer in model.buffers()}
         self._unwatched: set[int] = set()  # other memory that autograd does not know of: what is made of nothing, or under torch.no_grad
@@ -147,6 +152,7 @@ class _Detaching(TorchFunctionMode):
         if func == _DATA:
             func = Tensor.detach  # the exporter takes x.data for a constant
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        self._note_foreign(given)
         targets = [] if torch.is_grad_enabled() else _targets(func, args, kwargs)
         if targets:  # what is written must not bring its gradient along
             args, kwargs = pytree.tree_map(lambda value: value if _is_among(value, targets) else _detached(value), (args, kwargs))
@@ -158,6 +164,13 @@ class _Detaching(TorchFunctionMode):
             return made
         memories = {_memory(value) for value in given}
         return pytree.tree_map(lambda value: value if _is_among(value, given) else self._result(value, memories), made)
+
+    def _note_foreign(self, given: list[Tensor]) -> None:
+        """Parameters and what is made of them are fake by now; what is not is the exporter's constant, which has no gradient."""
+        for value in given:
+            is_real = type(value) in (Tensor, nn.Parameter)
+            if is_real and value.requires_grad and not any(value is known.tensor for known in self._foreign):
+                self._foreign.append(Foreign(value, line_at_work()))
 
     def _write_lists(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         calls = one_by_one(_name(func), args, kwargs)

@@ -360,8 +360,8 @@ def _put(known: dict[CallKind, Any], kind: CallKind, value: Any, most: int) -> N
 
 def _not_registered(name: str) -> str:
     return (
-        f"{name}: a tensor that requires a gradient and is no parameter of the model; make it an nn.Parameter (of modules in a plain list: "
-        "make it an nn.ModuleList), or detach it"
+        f"{name}: a tensor that requires a gradient and is no parameter of the model; make it an nn.Parameter of one of its modules (of "
+        "modules in a plain list: make it an nn.ModuleList), or detach it"
     )
 
 

@@ -37,6 +37,7 @@ from sft.analysis.intricate import intricate_sizes_refused
 from sft.analysis.likelihoods import variances_as_they_are
 from sft.analysis.loose import loose_tensors, memory_of
 from sft.analysis.normshapes import norms_by_shape
+from sft.analysis.objects import ObjectChanges, objects_kept, objects_set
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
 from sft.analysis.quiet import plain_autograd, quiet
 from sft.analysis.recurrent import states_in_shape
@@ -142,17 +143,19 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
     with plain_autograd():
-        found, changes = _captured(model, shapes, dtypes, device, autocast, any_size)
-    if changes:
-        with plain_autograd(), attributes_set(changes):
-            later, _ = _captured(model, shapes, dtypes, device, autocast, any_size)
+        found, changes, others = _captured(model, shapes, dtypes, device, autocast, any_size)
+    if changes or others:
+        with plain_autograd(), attributes_set(changes), objects_set(others):
+            later, *_ = _captured(model, shapes, dtypes, device, autocast, any_size)
         if later.graph != found.graph:
-            names = {id(module): path for path, module in model.named_modules()}
+            paths = {id(module): path for path, module in model.named_modules()}
+            set_there = [(paths[id(module)] or "(the model itself)", name, value) for (module, name), value in changes.items()]
+            set_there += [(holder.name, name, value) for (holder, name), value in others.items()]
             raise UnsupportedError(
                 [
-                    f"{names[id(module)] or '(the model itself)'}: `forward` sets {name}, to {value!r}, and computes something else at the "
-                    "next call; a compiled model takes all calls for the same. Set it outside of `forward`, or make it an input"
-                    for (module, name), value in changes.items()
+                    f"{where}: `forward` sets {name}, to {value!r}, and computes something else at the next call; a compiled model takes "
+                    "all calls for the same. Set it outside of `forward`, or make it an input"
+                    for where, name, value in set_there
                 ]
             )
     return found
@@ -165,12 +168,13 @@ def _captured(
     device: torch.device,
     autocast: torch.dtype | None,
     any_size: bool,
-) -> tuple[Capture, Changes]:
-    """A capture, and what `forward` has changed of its modules' plain attributes meanwhile; they are as before."""
+) -> tuple[Capture, Changes, ObjectChanges]:
+    """A capture, and what `forward` has changed meanwhile of plain attributes, of its modules and of others; they are as before."""
     # The caller may be in inference mode, or under autocast with a cache of casts.
     with (
         torch.inference_mode(False),
         _autocast(device, autocast),
+        objects_kept(model) as others,
         prepared(model) as changes,
         repetitions_followed(model) as repeated,
     ):
@@ -187,15 +191,19 @@ def _captured(
     if mixed:  # the exporter of torch 2.11 lets them through
         raise UnsupportedError([f"{node.label}: {_TWO_TYPES}" for node in mixed])
     ties = ties_of(graph, shapes)
-    return Capture(
-        graph=with_sizes(graph, ties),
-        out_spec=program.call_spec.out_spec,
-        bounds=tuple((size.xreplace(ties), low, high) for size, low, high in bounds_of(program)),
-        guards=tuple(guard.xreplace(ties) for guard in guards_of(program)),
-        shapes=tuple(shapes),
-        constants={name: value.detach().to(device) for name, value in constants.items()},
-        differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
-    ), changes
+    return (
+        Capture(
+            graph=with_sizes(graph, ties),
+            out_spec=program.call_spec.out_spec,
+            bounds=tuple((size.xreplace(ties), low, high) for size, low, high in bounds_of(program)),
+            guards=tuple(guard.xreplace(ties) for guard in guards_of(program)),
+            shapes=tuple(shapes),
+            constants={name: value.detach().to(device) for name, value in constants.items()},
+            differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
+        ),
+        changes,
+        others,
+    )
 
 
 def _mixes(node: Node, graph: Graph) -> bool:

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
-import random
 import threading
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
@@ -30,6 +27,7 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.comparing import sizes_compared
+from sft.analysis.generators import draws_refused
 from sft.analysis.lists import one_by_one, writes_lists
 from sft.analysis.loose import Foreign
 from sft.analysis.whereabouts import line_at_work
@@ -53,7 +51,7 @@ def grad_modes_followed(model: nn.Module) -> Iterator[list[Foreign]]:
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _grad_mode_restored(), sizes_compared(), _draws_refused(model), _functions_refused(), _Detaching(model, foreign):
+        with _grad_mode_restored(), sizes_compared(), draws_refused(model), _functions_refused(), _Detaching(model, foreign):
             return inner(*args, **kwargs)
 
     own = vars(model).get("forward")
@@ -76,26 +74,6 @@ def _grad_mode_restored() -> Iterator[None]:
         if torch.is_grad_enabled() != before:
             with torch._C.DisableTorchFunction():
                 torch._C._set_grad_enabled(before)
-
-
-@contextlib.contextmanager
-def _draws_refused(model: nn.Module) -> Iterator[None]:
-    """Refuse numbers that ``forward`` draws outside of torch: it runs once, and all steps would have those of the first."""
-    before = _drawn()
-    yield
-    for name, was, now in zip(("random", "numpy.random"), before, _drawn(), strict=True):
-        if was != now:
-            raise UnsupportedError(
-                [
-                    f"{type(model).__name__}: `forward` draws from `{name}`, and a compiled model has the same numbers in each step; "
-                    "draw with operators on images (dropout, rand_like), or outside, and give what depends on it as an input"
-                ]
-            )
-
-
-def _drawn() -> tuple[object, object]:
-    """How far the generators of Python and of NumPy are."""
-    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))  # of any generator that it was given
 
 
 @contextlib.contextmanager

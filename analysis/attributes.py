@@ -18,7 +18,7 @@ from torch import nn
 
 from sft.errors import UnsupportedError
 
-__all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "own_attributes", "told_apart"]
+__all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "is_plain", "own_attributes", "refill", "told_apart"]
 
 #: New values of plain attributes, by the module and the attribute's name.
 Changes = dict[tuple[nn.Module, str], Any]
@@ -59,7 +59,7 @@ def attributes_kept(model: nn.Module) -> Iterator[Changes]:
                 del vars(module)[name]
             vars(module).update(before)
             for name, content in contents.items():
-                _refill(before[name], content)
+                refill(before[name], content)
 
 
 class Watching:
@@ -91,7 +91,7 @@ class Watching:
         for module, before in self._before:
             for name, value in _watched(module).items():
                 old = before.get(name, value)
-                if value is not old and _is_plain(value) and _is_plain(old) and value != old:
+                if value is not old and is_plain(value) and is_plain(old) and value != old:
                     self.changes[module, name] = copy(value)
 
 
@@ -123,7 +123,8 @@ def _contents(module: nn.Module) -> Mapping[str, Any]:
     return {name: value.copy() for name, value in own_attributes(module) if type(value) in (list, dict)}
 
 
-def _refill(container: Any, content: Any) -> None:
+def refill(container: Any, content: Any) -> None:
+    """Let a list or a dictionary hold again what it held."""
     if isinstance(container, list):
         if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
             container[:] = content
@@ -132,9 +133,9 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
-def _is_plain(value: Any, around: tuple[Any, ...] = ()) -> bool:
+def is_plain(value: Any, around: tuple[Any, ...] = ()) -> bool:
     """Whether a value is plain, or a container of plain ones that does not contain itself."""
     if isinstance(value, (list, tuple, dict)):
         held = value.values() if isinstance(value, dict) else value
-        return not any(value is other for other in around) and all(_is_plain(item, (*around, value)) for item in held)
+        return not any(value is other for other in around) and all(is_plain(item, (*around, value)) for item in held)
     return type(value) in PLAIN

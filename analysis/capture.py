@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy as sp
@@ -35,8 +35,9 @@ from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph, Node
 from sft.analysis.intricate import intricate_sizes_refused
 from sft.analysis.likelihoods import variances_as_they_are
-from sft.analysis.loose import loose_tensors
+from sft.analysis.loose import loose_tensors, memory_of
 from sft.analysis.normshapes import norms_by_shape
+from sft.analysis.objects import ObjectChanges, objects_kept, objects_set
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
 from sft.analysis.quiet import plain_autograd, quiet
 from sft.analysis.recurrent import states_in_shape
@@ -73,8 +74,8 @@ class Capture:
             capture holds for.
         guards: relations between the symbols under which the model took the path that was captured.
         shapes: the inputs' shapes at capture, for which it holds by definition.
-        constants: tensors that ``forward`` makes of numbers, or that modules hold in containers, by the target of their node; the
-            model's own attributes are not among them.
+        constants: tensors that ``forward`` makes of numbers, or that modules hold in containers, or others, by the target of their node;
+            the model's own attributes are not among them.
         differentiable_constants: those of them that require a gradient, and where they are.
     """
 
@@ -142,17 +143,19 @@ def capture(
         InputError: the model itself refuses inputs of this shape.
     """
     with plain_autograd():
-        found, changes = _captured(model, shapes, dtypes, device, autocast, any_size)
-    if changes:
-        with plain_autograd(), attributes_set(changes):
-            later, _ = _captured(model, shapes, dtypes, device, autocast, any_size)
+        found, changes, others = _captured(model, shapes, dtypes, device, autocast, any_size)
+    if changes or others:
+        with plain_autograd(), attributes_set(changes), objects_set(others):
+            later, *_ = _captured(model, shapes, dtypes, device, autocast, any_size)
         if later.graph != found.graph:
-            names = {id(module): path for path, module in model.named_modules()}
+            paths = {id(module): path for path, module in model.named_modules()}
+            set_there = [(paths[id(module)] or "(the model itself)", name, value) for (module, name), value in changes.items()]
+            set_there += [(holder.name, name, value) for (holder, name), value in others.items()]
             raise UnsupportedError(
                 [
-                    f"{names[id(module)] or '(the model itself)'}: `forward` sets {name}, to {value!r}, and computes something else at the "
-                    "next call; a compiled model takes all calls for the same. Set it outside of `forward`, or make it an input"
-                    for (module, name), value in changes.items()
+                    f"{where}: `forward` sets {name}, to {value!r}, and computes something else at the next call; a compiled model takes "
+                    "all calls for the same. Set it outside of `forward`, or make it an input"
+                    for where, name, value in set_there
                 ]
             )
     return found
@@ -165,35 +168,42 @@ def _captured(
     device: torch.device,
     autocast: torch.dtype | None,
     any_size: bool,
-) -> tuple[Capture, Changes]:
-    """A capture, and what `forward` has changed of its modules' plain attributes meanwhile; they are as before."""
+) -> tuple[Capture, Changes, ObjectChanges]:
+    """A capture, and what `forward` has changed meanwhile of plain attributes, of its modules and of others; they are as before."""
     # The caller may be in inference mode, or under autocast with a cache of casts.
     with (
         torch.inference_mode(False),
         _autocast(device, autocast),
+        objects_kept(model) as others,
         prepared(model) as changes,
         repetitions_followed(model) as repeated,
     ):
         found = _export(model, shapes, dtypes, device, any_size)
     program = found.program
     loose = loose_tensors(model)
-    constants = _constants(program, model, loose)
-    places = {id(tensor): path for path, tensor in loose.items()}
-    unnamed = f"a tensor of {type(model).__name__}"
+    constants = _constants(program, model, (*loose.values(), *(tensor for tensor, _ in found.foreign)))
+    name = type(model).__name__
+    places = {id(tensor): f"{name} at {line}, of shape {tuple(tensor.shape)}" for tensor, line in found.foreign}
+    places |= {id(tensor): path for path, tensor in loose.items()}
+    unnamed = f"a tensor of {name}"
     graph = graph_of(found, repeated.repetitions)
     mixed = [node for node in graph.operators if node.target.startswith(_PRODUCTS) and _mixes(node, graph)]
     if mixed:  # the exporter of torch 2.11 lets them through
         raise UnsupportedError([f"{node.label}: {_TWO_TYPES}" for node in mixed])
     ties = ties_of(graph, shapes)
-    return Capture(
-        graph=with_sizes(graph, ties),
-        out_spec=program.call_spec.out_spec,
-        bounds=tuple((size.xreplace(ties), low, high) for size, low, high in bounds_of(program)),
-        guards=tuple(guard.xreplace(ties) for guard in guards_of(program)),
-        shapes=tuple(shapes),
-        constants={name: value.detach().to(device) for name, value in constants.items()},
-        differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
-    ), changes
+    return (
+        Capture(
+            graph=with_sizes(graph, ties),
+            out_spec=program.call_spec.out_spec,
+            bounds=tuple((size.xreplace(ties), low, high) for size, low, high in bounds_of(program)),
+            guards=tuple(guard.xreplace(ties) for guard in guards_of(program)),
+            shapes=tuple(shapes),
+            constants={name: value.detach().to(device) for name, value in constants.items()},
+            differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
+        ),
+        changes,
+        others,
+    )
 
 
 def _mixes(node: Node, graph: Graph) -> bool:
@@ -202,10 +212,10 @@ def _mixes(node: Node, graph: Graph) -> bool:
     return is_product and len({graph[name].dtype for name in node.operands}) > 1
 
 
-def _constants(program: ExportedProgram, model: nn.Module, loose: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that `forward` makes, or that modules hold in containers (``loose``), by the target of their node."""
+def _constants(program: ExportedProgram, model: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that `forward` makes, or finds elsewhere than in parameters and buffers (``known``), by the target of their node."""
     found = {}
-    originals = {_memory(tensor): tensor for tensor in loose.values()}
+    originals = {memory_of(tensor): tensor for tensor in known}
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
         value = program.constants[name]
         if attribute_of(model, name) is None and isinstance(value, torch.Tensor):
@@ -213,13 +223,8 @@ def _constants(program: ExportedProgram, model: nn.Module, loose: Mapping[str, t
             numbers = value.constant if isinstance(value, FakeTensor) else value
             if numbers is None:
                 raise UnsupportedError([f"{type(model).__name__}: `forward` makes a tensor whose numbers are not known; make it a buffer"])
-            found[name] = originals.get(_memory(numbers), numbers)
+            found[name] = originals.get(memory_of(numbers), numbers)
     return found
-
-
-def _memory(value: torch.Tensor) -> tuple[Any, ...]:
-    """What tells tensors apart that are made of others without a copy, as the exporter does."""
-    return (0 if isinstance(value, FakeTensor) else value.data_ptr(), value.shape, value.dtype)
 
 
 def attribute_of(model: nn.Module, path: str) -> torch.Tensor | None:
@@ -307,8 +312,10 @@ def _exported(
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
-    around = (on_whole_parameters(model, mode), grad_modes_followed(model), composites_cast(device), norms_by_shape(), any_algorithm())
+    around = (composites_cast(device), norms_by_shape(), any_algorithm())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(on_whole_parameters(model, mode))
+        foreign = stack.enter_context(grad_modes_followed(model))
         for context in (*around, bare_nodes(), states_in_shape(), variances_as_they_are(), quick, limited):
             stack.enter_context(context)
         exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
@@ -316,7 +323,7 @@ def _exported(
     _refuse_numbers(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     with bare_nodes(), states_in_shape():
-        return functional(exported, Casts(device.type) if is_cast else None)
+        return replace(functional(exported, Casts(device.type) if is_cast else None), foreign=tuple(foreign))
 
 
 def _as_parameters(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:

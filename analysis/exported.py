@@ -18,6 +18,7 @@ from torch.export.graph_signature import CustomObjArgument
 from sft.analysis.axes import Axes
 from sft.analysis.functional import FunctionalProgram
 from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, SizeNumber, refs_in
+from sft.analysis.loose import memory_of
 from sft.analysis.repeated import NEXT, REPEAT, Repetition
 from sft.analysis.sizes import extent_of, plain_expr
 from sft.errors import UnsupportedError
@@ -140,7 +141,12 @@ class _GraphBuilder:
         self._alias: dict[str, str] = {}
         self._casts: dict[tuple[str, torch.dtype], str] = {}
         self._scalars: dict[str, Any] = {}
-        self._attached: set[str] = set()  # values that follow from parameters or inputs, and not through `detach` alone
+        self._attached: set[str] = set()  # values that follow from what may have a gradient, and not through `detach` alone
+        wanting = {memory_of(tensor) for tensor, _ in functional.foreign}
+        constants = functional.program.constants
+        self._wanting = {
+            name for name, target in signature.inputs_to_lifted_tensor_constants.items() if memory_of(constants[target]) in wanting
+        }
 
     def add(self, fx_node: torch.fx.Node) -> None:
         """Take over one node."""
@@ -183,8 +189,10 @@ class _GraphBuilder:
             module_path=module_path,
             effect=effect,
         )
-        if kind in ("input", "parameter", "buffer") or (
-            target not in (_DETACH, NEXT) and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments)))
+        if (
+            kind in ("input", "parameter", "buffer")
+            or name in self._wanting
+            or (target not in (_DETACH, NEXT) and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments))))
         ):
             self._attached.add(name)
 
@@ -333,7 +341,9 @@ def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
     named = []
     overload = fx_node.target
     if not isinstance(overload, torch._ops.OpOverload):
-        raise UnsupportedError([f"{fx_node.name}: {overload} is not an ATen operator; write the model with plain operators"])
+        wrapped = next((argument for argument in fx_node.args if isinstance(argument, torch._ops.OpOverload)), overload)
+        path = module_path_of(fx_node) or "(the model itself)"
+        raise UnsupportedError([f"{path}: {wrapped} is not an ATen operator; write the model with plain operators"])
     for position, argument in enumerate(overload._schema.arguments):
         if position < len(fx_node.args):
             named.append((argument.name, fx_node.args[position]))

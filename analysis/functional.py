@@ -25,6 +25,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
 
 from sft.analysis.casts import Cast, Casts, tensors_of, with_tensors
+from sft.analysis.loose import Foreign
 from sft.errors import UnsupportedError
 
 __all__ = ["FunctionalProgram", "functional", "rewritten"]
@@ -41,12 +42,14 @@ class FunctionalProgram:
         nodes: the operators in order.
         outputs: what the program returns.
         updates: the buffer that a value is written to at the end, by the value's name.
+        foreign: tensors that `forward` reads, and that require a gradient without being parameters.
     """
 
     program: ExportedProgram
     nodes: tuple[fx.Node, ...]
     outputs: tuple[Any, ...]
     updates: Mapping[str, str]
+    foreign: tuple[Foreign, ...] = ()
 
 
 def functional(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram:
@@ -198,7 +201,7 @@ class _Rewriting:
             self._keep(node)
             return
         name, schema = str(node.target), node.target._schema
-        if value is None and not node.users:
+        if value is None and not node.users and not schema.is_mutable:
             return  # an assertion; a graph's shapes and dtypes are checked at each call
         casts = () if self._casts is None else self._casts.of(node, looks_inside=name in _COMPUTING)
         if casts is None:

@@ -14,13 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pickle
-import random
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import _SingleLevelFunction
@@ -30,6 +27,10 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.comparing import sizes_compared
+from sft.analysis.generators import draws_refused
+from sft.analysis.lists import one_by_one, writes_lists
+from sft.analysis.loose import Foreign
+from sft.analysis.whereabouts import line_at_work
 from sft.errors import UnsupportedError
 
 __all__ = ["grad_modes_followed"]
@@ -39,22 +40,24 @@ _NOOP = getattr(checkpoint, "_NoopSaveInputs", None)
 
 
 @contextlib.contextmanager
-def grad_modes_followed(model: nn.Module) -> Iterator[None]:
+def grad_modes_followed(model: nn.Module) -> Iterator[list[Foreign]]:
     """While this is on, ``model.forward`` detaches what it makes under ``torch.no_grad``, and does not show the switches to modes around.
 
-    Calls raise UnsupportedError where that is not what the mode does.
+    The list gets what it reads that requires a gradient and is no parameter. Calls raise UnsupportedError where that is not what the
+    mode does.
     """
     inner = model.forward
+    foreign: list[Foreign] = []
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _grad_mode_restored(), sizes_compared(), _draws_refused(model), _functions_refused(), _Detaching(model):
+        with _grad_mode_restored(), sizes_compared(), draws_refused(model), _functions_refused(), _Detaching(model, foreign):
             return inner(*args, **kwargs)
 
     own = vars(model).get("forward")
     vars(model)["forward"] = forward
     try:
-        yield
+        yield foreign
     finally:
         del vars(model)["forward"]
         if own is not None:
@@ -71,26 +74,6 @@ def _grad_mode_restored() -> Iterator[None]:
         if torch.is_grad_enabled() != before:
             with torch._C.DisableTorchFunction():
                 torch._C._set_grad_enabled(before)
-
-
-@contextlib.contextmanager
-def _draws_refused(model: nn.Module) -> Iterator[None]:
-    """Refuse numbers that ``forward`` draws outside of torch: it runs once, and all steps would have those of the first."""
-    before = _drawn()
-    yield
-    for name, was, now in zip(("random", "numpy.random"), before, _drawn(), strict=True):
-        if was != now:
-            raise UnsupportedError(
-                [
-                    f"{type(model).__name__}: `forward` draws from `{name}`, and a compiled model has the same numbers in each step; "
-                    "draw with operators on images (dropout, rand_like), or outside, and give what depends on it as an input"
-                ]
-            )
-
-
-def _drawn() -> tuple[object, object]:
-    """How far the generators of Python and of NumPy are."""
-    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))  # of any generator that it was given
 
 
 @contextlib.contextmanager
@@ -127,8 +110,9 @@ def _functions_refused() -> Iterator[None]:
 class _Detaching(TorchFunctionMode):
     """Detaches the results of calls under ``torch.no_grad``."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, foreign: list[Foreign]) -> None:
         super().__init__()
+        self._foreign = foreign
         self._model_name = type(model).__name__
         self._buffers = {_memory(buffer) for buffer in model.buffers()}
         self._unwatched: set[int] = set()  # other memory that autograd does not know of: what is made of nothing, or under torch.no_grad
@@ -140,10 +124,13 @@ class _Detaching(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return func(*args)
         kwargs = kwargs or {}
+        if writes_lists(_name(func)):
+            return self._write_lists(func, types, args, kwargs)
         self._refuse_calls(func, args)
         if func == _DATA:
             func = Tensor.detach  # the exporter takes x.data for a constant
         given = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        self._note_foreign(given)
         targets = [] if torch.is_grad_enabled() else _targets(func, args, kwargs)
         if targets:  # what is written must not bring its gradient along
             args, kwargs = pytree.tree_map(lambda value: value if _is_among(value, targets) else _detached(value), (args, kwargs))
@@ -155,6 +142,23 @@ class _Detaching(TorchFunctionMode):
             return made
         memories = {_memory(value) for value in given}
         return pytree.tree_map(lambda value: value if _is_among(value, given) else self._result(value, memories), made)
+
+    def _note_foreign(self, given: list[Tensor]) -> None:
+        """Parameters and what is made of them are fake by now; what is not is the exporter's constant, which has no gradient."""
+        for value in given:
+            is_real = type(value) in (Tensor, nn.Parameter)
+            if is_real and value.requires_grad and not any(value is known.tensor for known in self._foreign):
+                self._foreign.append(Foreign(value, line_at_work()))
+
+    def _write_lists(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        calls = one_by_one(_name(func), args, kwargs)
+        if calls is None:
+            self._refuse(
+                f"calls {_name(func)}, which is not the same as one call for each tensor here; write to one tensor after the other"
+            )
+        for one, own, named in calls:
+            self.__torch_function__(one, types, own, named)
+        return args[0]
 
     def _refuse_calls(self, func: Any, args: Any) -> None:
         name = _name(func)
@@ -201,7 +205,7 @@ class _Detaching(TorchFunctionMode):
                 self._aliases.add(id(value))
                 self._kept.append(value)
 
-    def _refuse(self, what: str) -> None:
+    def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError([f"{self._model_name}: `forward` {what}"])
 
 
@@ -221,7 +225,7 @@ def _targets(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _name(func: Any) -> str:
-    return str(getattr(func, "__name__", func))
+    return str(getattr(func, "__name__", func)).partition(".")[0]  # of an operator, without its overload
 
 
 def _detached(value: Any) -> Any:

@@ -1,22 +1,31 @@
 """Tensors that modules hold in plain containers, or in modules that are in plain containers.
 
 PyTorch does not know them: ``parameters()`` lacks them, ``to()`` and ``state_dict()`` pass them by. The exporter takes them for constants,
-without a name and without a gradient.
+without a name and without a gradient. Those that `forward` finds elsewhere (in other objects, globals, closures) have no place that could
+be named; the line that reads them can.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from sft.analysis.attributes import own_attributes
 
-__all__ = ["loose_tensors"]
+__all__ = ["Foreign", "loose_tensors", "memory_of"]
 
 _CONTAINERS = (list, tuple, dict)
+
+
+class Foreign(NamedTuple):
+    """A tensor that requires a gradient and is no parameter, and the line of `forward` that reads it first."""
+
+    tensor: torch.Tensor
+    line: str
 
 
 def loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -35,6 +44,11 @@ def loose_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
                 for place, tensor in _inside(value, f"{path}.{name}" if path else name, known):
                     found.setdefault(place, tensor)
     return found
+
+
+def memory_of(value: torch.Tensor) -> tuple[Any, ...]:
+    """What tells tensors apart that are made of others without a copy, as the exporter does."""
+    return (0 if isinstance(value, FakeTensor) else value.data_ptr(), value.shape, value.dtype)
 
 
 def _inside(value: Any, path: str, known: set[int]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sft.analysis.attributes import Changes, Watching, attributes_kept
 from sft.analysis.norms import CUMULATIVE
+from sft.analysis.objects import Noticing, objects_kept
 
 __all__ = [
     "COMPUTING_WEIGHTS",
@@ -80,7 +81,8 @@ class _Dropping:
 @contextlib.contextmanager
 def on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """A model whose parameters and buffers are fake. (``functional_call`` loses the originals of modules that have two names.)"""
-    with on_whole_parameters(model, mode), _tensors_replaced(model, mode.from_tensor, buffers=True), attributes_kept(model):
+    replaced = _tensors_replaced(model, mode.from_tensor, buffers=True)
+    with on_whole_parameters(model, mode), replaced, attributes_kept(model), objects_kept(model):
         yield
 
 
@@ -153,7 +155,7 @@ def hooks_aside(model: nn.Module) -> Iterator[None]:
         stay = {
             key: hook
             for key, hook in hooks.items()
-            if isinstance(hook, (*COMPUTING_WEIGHTS, _Dropping, Watching)) or (module is not model and not is_gathering(hook))
+            if isinstance(hook, (*COMPUTING_WEIGHTS, _Dropping, Watching, Noticing)) or (module is not model and not is_gathering(hook))
         }
         vars(module)[name] = OrderedDict(stay)
     everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL]

@@ -7,7 +7,7 @@ import traceback
 
 import torch
 
-__all__ = ["is_of_distributions", "line_of"]
+__all__ = ["is_of_distributions", "line_at_work", "line_of"]
 
 _OURS = os.path.dirname(os.path.realpath(__file__)) + os.sep
 _TORCHS = os.path.dirname(os.path.realpath(torch.__file__)) + os.sep
@@ -25,6 +25,12 @@ def line_of(error: BaseException) -> str:
     called = next((frame.name for name, frame in frames[0 if last is None else last :] if name == _FUNCTIONS), "")
     line = "" if last is None else f"{os.path.basename(frames[last][0])}:{frames[last][1].lineno}"
     return ", ".join(part for part in (line, called) if part)
+
+
+def line_at_work() -> str:
+    """The line of the model's source that is under way, ``net.py:12``; empty where there is none."""
+    frame = next((frame for frame in reversed(traceback.extract_stack()) if _is_the_models(os.path.realpath(frame.filename))), None)
+    return "" if frame is None else f"{os.path.basename(frame.filename)}:{frame.lineno}"
 
 
 def is_of_distributions(error: BaseException) -> bool:

@@ -21,7 +21,7 @@ from sft.analysis.gradients import reached_by_gradients
 from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
 from sft.analysis.phases import Phases
-from sft.analysis.preparation import COMPUTING_WEIGHTS, dropping_channels, is_gathering
+from sft.analysis.preparation import dropping_channels
 from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
@@ -33,6 +33,7 @@ from sft.execute.function import autocast_off
 from sft.execute.graphs import CudaRecorder, GraphStore, GraphTurn, repeated_programs
 from sft.execute.room import HostRoom
 from sft.execute.slab import Slabs
+from sft.hooks import refuse_hooks
 from sft.lower.backend import Backend
 from sft.options import Options
 from sft.outputs import Destination
@@ -155,7 +156,7 @@ class Preparation:
         Raises:
             UnsupportedError, BudgetError, InputError: as :func:`sft.compile`.
         """
-        self._refuse_hooks()
+        refuse_hooks(self.model)
         ready = self.ready.get(kind)
         if ready is None:
             with autocast_off(kind.traced.device), cycles_kept(), unwatched():
@@ -163,22 +164,6 @@ class Preparation:
             _put(self.ready, kind, ready, _MAX_PLANS)
             _put(self.made, kind, ready.plan, _MAX_MADE)
         return ready
-
-    def _refuse_hooks(self) -> None:
-        problems = [
-            f"{name}: {type(module).__name__} has a {what}; hooks on submodules do not run inside a compiled model, remove it"
-            for name, module in self.model.named_modules()
-            if name
-            for what, hooks in (
-                ("forward hook", module._forward_hooks),
-                ("forward pre-hook", module._forward_pre_hooks),
-                ("backward hook", module._backward_hooks),
-                ("backward pre-hook", module._backward_pre_hooks),
-            )
-            if any(not isinstance(hook, COMPUTING_WEIGHTS) and not is_gathering(hook) for hook in hooks.values())
-        ]
-        if problems:
-            raise UnsupportedError(problems)
 
     def _plan(self, kind: CallKind) -> Ready:
         check_synchronized(self.model, self.mesh)
@@ -375,8 +360,8 @@ def _put(known: dict[CallKind, Any], kind: CallKind, value: Any, most: int) -> N
 
 def _not_registered(name: str) -> str:
     return (
-        f"{name}: a tensor that requires a gradient and is no parameter of the model; make it an nn.Parameter (of modules in a plain list: "
-        "make it an nn.ModuleList), or detach it"
+        f"{name}: a tensor that requires a gradient and is no parameter of the model; make it an nn.Parameter of one of its modules (of "
+        "modules in a plain list: make it an nn.ModuleList), or detach it"
     )
 
 

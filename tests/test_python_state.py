@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -198,6 +199,63 @@ def test_such_tensors_are_what_they_are_at_each_call() -> None:
     check()
     model.heads[0].stride = (2, 2)
     check()
+
+
+class _Box:
+    """An object of the user's."""
+
+
+_scale = nn.Parameter(torch.full((4, 1, 1), 2.0, dtype=torch.float64))
+
+
+def _boxed(then: Callable[[Any, Tensor], Any]) -> Any:
+    model: Any = seeded(lambda: _Model(then, box=_Box()))
+    model.box.scale, model.box.layer = nn.Parameter(_scale.detach().clone()), nn.Conv2d(4, 2, 1).double()
+    model.scaled = lambda y, scale=model.box.scale: y * scale
+    return model
+
+
+@pytest.mark.parametrize(
+    ("then", "shapes"),
+    [
+        (lambda model, y: y * model.box.scale, ["(4, 1, 1)"]),
+        (lambda model, y: y * (_scale * 2).view(1, 4, 1, 1), ["(4, 1, 1)"]),
+        (lambda model, y: model.box.layer(y), ["(2, 4, 1, 1)", "(2,)"]),
+        (lambda model, y: model.scaled(y), ["(4, 1, 1)"]),
+    ],
+    ids=["object", "global", "module", "closure"],
+)
+def test_tensors_of_other_objects_that_want_a_gradient_are_refused(then: Any, shapes: list[str]) -> None:
+    """They had none, without a word: nothing that a module holds leads to them."""
+    model = _boxed(then)
+    with pytest.raises(sft.UnsupportedError) as refused:
+        sft.compile(model, _SHAPE)
+    for shape in shapes:
+        said = rf"_Model at test_python_state\.py:\d+, of shape {re.escape(shape)}: a tensor that requires a gradient and is no parameter"
+        assert re.search(said, str(refused.value))
+    with torch.no_grad():
+        x = image(*_SHAPE)
+        torch.testing.assert_close(sft.compile(model, _SHAPE)(x), model(x))
+
+
+def _frozen_teacher(model: Any, y: Tensor) -> Any:
+    with torch.no_grad():
+        target = model.box.layer(y)
+    return y[:, :2] * target * _scale.detach()[:2]
+
+
+def test_tensors_of_other_objects_that_get_no_gradient_are_constants() -> None:
+    model = _boxed(_frozen_teacher)
+    net, x = sft.compile(model, _SHAPE), image(*_SHAPE)
+    for _ in range(2):
+        outputs = net(x), model(x)
+        found, expected = (
+            torch.autograd.grad(out.sum(), tuple(module.conv.parameters())) for out, module in zip(outputs, (net, model), strict=True)
+        )
+        torch.testing.assert_close(*outputs, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        with torch.no_grad():
+            model.box.layer.weight.mul_(2)
 
 
 # --- values that leave torch -----------------------------------------------------------------------------------------

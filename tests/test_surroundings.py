@@ -156,6 +156,20 @@ def test_hooks_of_submodules_are_refused_by_name() -> None:
     net(image(2, 3, 20, 12))
 
 
+@pytest.mark.parametrize("kind", ["forward hook", "forward pre-hook", "full backward hook", "full backward pre-hook"])
+def test_hooks_of_all_modules_are_refused(kind: str) -> None:
+    """They ran for the root alone, without a word."""
+    net = sft.compile(seeded(ConvNet), (2, 3, 20, 12))
+    register = getattr(torch.nn.modules.module, f"register_module_{kind.replace(' ', '_').replace('-', '_')}")
+    said = rf"\(all modules\): .*<lambda> is a {kind.removeprefix('full ')} of all modules.*remove it"
+    with register(lambda *_: None):
+        with pytest.raises(sft.UnsupportedError, match=said):
+            net(image(2, 3, 20, 12))
+        with pytest.raises(sft.UnsupportedError, match=said):
+            sft.compile(seeded(ConvNet), (2, 3, 20, 12))
+    net(image(2, 3, 20, 12))
+
+
 def test_half_precision_weights_want_half_precision_inputs() -> None:
     _, net = _pair()
     net.half()

@@ -1,0 +1,49 @@
+"""Hooks on modules that would not run: those of submodules, and those of all modules.
+
+Submodules are not called, so what would look at their activations, or change them, is refused. Hooks of the root run around each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from sft.analysis.preparation import COMPUTING_WEIGHTS, is_gathering
+from sft.errors import UnsupportedError
+
+__all__ = ["refuse_hooks"]
+
+#: What a kind of hooks is called, by the words of its attribute.
+_KINDS = {"forward": "forward hook", "forward_pre": "forward pre-hook", "backward": "backward hook", "backward_pre": "backward pre-hook"}
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks that eager PyTorch would run inside of this model.
+
+    Raises:
+        UnsupportedError: naming all of them.
+    """
+    problems = [
+        f"{name}: {type(module).__name__} has a {what}; hooks on submodules do not run inside a compiled model, remove it"
+        for name, module in model.named_modules()
+        if name
+        for kind, what in _KINDS.items()
+        if any(not isinstance(hook, COMPUTING_WEIGHTS) and not is_gathering(hook) for hook in vars(module)[f"_{kind}_hooks"].values())
+    ]
+    everywhere: Mapping[str, Any] = vars(nn.modules.module)
+    problems += [
+        f"(all modules): {getattr(hook, '__qualname__', type(hook).__qualname__)} is a {what} of all modules, and submodules are not "
+        "called; remove it, or register it on the root alone"
+        for kind, what in _KINDS.items()
+        for hook in everywhere[f"_global_{kind}_hooks"].values()
+        if not _is_tracking(hook)
+    ]
+    if problems:
+        raise UnsupportedError(problems)
+
+
+def _is_tracking(hook: Any) -> bool:
+    """Whether a hook is one of PyTorch's own, by which counters of operators know the module that is running; they change nothing."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.")

@@ -141,6 +141,51 @@ class _ReadsItsStatistics(nn.Module):
         return y + self.norm.running_mean.view(1, 3, 1, 1)
 
 
+class _Normalized(nn.Module):
+    """A model that does something with the running statistics of its norm, after the norm."""
+
+    def __init__(self, function: Callable[[nn.BatchNorm2d, Tensor, Tensor], object], momentum: float | None) -> None:
+        super().__init__()
+        self.function, self.body, self.norm = function, nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum)
+
+    def forward(self, x: Tensor) -> object:
+        y = self.body(x)
+        return self.function(self.norm, y, self.norm(y))
+
+
+def _inverted(norm: nn.BatchNorm2d, y: Tensor, z: Tensor) -> object:
+    """A loss on statistics, as of DeepInversion (Yin et al., CVPR 2020)."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    mean, var = y.mean((0, 2, 3)), y.var((0, 2, 3))
+    return z, (norm.running_mean - 2 * mean).square().sum() + (norm.running_var - 2 * var).square().sum()
+
+
+def _renormalized(norm: nn.BatchNorm2d, y: Tensor, z: Tensor) -> object:
+    """Batch renormalization (Ioffe, NeurIPS 2017)."""
+    assert norm.running_mean is not None and norm.running_var is not None
+    ratio, shift = y.var((0, 2, 3)) / norm.running_var, y.mean((0, 2, 3)) - norm.running_mean
+    return z * ratio.view(1, -1, 1, 1) + shift.view(1, -1, 1, 1)
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+@pytest.mark.parametrize(
+    "function",
+    [
+        _inverted,
+        _renormalized,
+        lambda norm, y, z: (z, norm.running_mean, norm.running_var),
+        lambda norm, y, z: norm(z) * norm.running_var[0],
+    ],
+    ids=["loss", "renormalization", "returned", "twice"],
+)
+def test_running_statistics_that_are_read_have_no_gradient(
+    function: Callable[[nn.BatchNorm2d, Tensor, Tensor], object], momentum: float | None
+) -> None:
+    model = seeded(lambda: _Normalized(function, momentum))
+    assert_exact(model, image(2, 3, 12, 9), options=sft.Options(tile=(3, None)))
+    assert_exact(model, image(2, 3, 12, 9))
+
+
 def test_statistics_that_the_model_reads_itself_are_refused() -> None:
     """The exporter drops their update, so the model would read the old ones."""
     with pytest.raises(sft.UnsupportedError, match="running statistics"):

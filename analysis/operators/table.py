@@ -392,6 +392,8 @@ _CONSTANT = frozenset(
         "sft.label_weight",
         "sft.filled",
         NEXT,
+        "sft.running_mean",  # buffers, which eager PyTorch updates without recording it
+        "sft.running_var",
         "aten.detach.default",
         *(f"aten.{name}_like.default" for name in ("zeros", "ones", "full", "empty")),
         *(f"aten.new_{name}.default" for name in ("zeros", "ones", "full", "empty")),

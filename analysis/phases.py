@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from sft.analysis.graph import Graph, Node
-from sft.analysis.operators import WHOLE, Operator, operator_of, refusal
+from sft.analysis.operators import STATISTICS, WHOLE, Operator, operator_of, refusal
 from sft.errors import UnsupportedError
 
 __all__ = ["Phase", "Phases", "find_phases"]
@@ -131,7 +131,7 @@ def _streamed_inputs(graph: Graph) -> set[str]:
 def _is_image_like(graph: Graph, node: Node, operands: Collection[str]) -> bool:
     """Whether a value is laid out like one of these images, so that it can be streamed too; a single pixel is none."""
     axes = graph.axes
-    if all(extent == 1 for extent in axes.of(node.shape)):
+    if node.target in STATISTICS or all(extent == 1 for extent in axes.of(node.shape)):
         return False
     return len(node.shape) >= axes.rank and any(
         node.shape[0] == graph[name].shape[0] and axes.of(node.shape) == axes.of(graph[name].shape) for name in operands

@@ -1,4 +1,5 @@
-"""Images of one row or one column that broadcast to larger ones: coordinate attention, and what was written without `expand`."""
+"""Narrow images: those of one row or one column that broadcast to larger ones (coordinate attention, and what was written without
+`expand`), and those as small as the statistics of a norm."""
 
 from __future__ import annotations
 
@@ -76,3 +77,39 @@ def test_a_narrow_volume() -> None:
             return out
 
     assert_exact(seeded(Volume), image(2, 2, 8, 7, 6), options=sft.Options(tile=(3, None)), steps=1)
+
+
+#: By number of axes: a pooling to a few pixels, what leaves as many as a norm has statistics, the norms.
+_SMALL: dict[int, tuple[nn.Module, nn.Module, type[nn.Module]]] = {
+    1: (nn.AdaptiveMaxPool1d(4), nn.Conv1d(3, 4, 3, 2, 1), nn.InstanceNorm1d),
+    2: (nn.AdaptiveMaxPool2d((2, 4)), nn.Conv2d(3, 4, 3, 2, 1), nn.InstanceNorm2d),
+    3: (nn.AdaptiveMaxPool3d((2, 2, 4)), nn.Conv3d(3, 4, 3, 2, 1), nn.InstanceNorm3d),
+}
+
+
+@pytest.mark.parametrize("axes", _SMALL)
+@pytest.mark.parametrize("options", [sft.Options(), sft.Options(strategy="none"), sft.Options(tile=(2, None)), sft.Options(strategy="sft")])
+def test_images_as_small_as_a_scale_and_a_shift(axes: int, options: sft.Options) -> None:
+    pool, conv, instance_norm = _SMALL[axes]
+    shape = (2, 3, *(32, 10, 6)[:axes])
+    for norm in (nn.GroupNorm(1, 4), instance_norm(4, affine=True)):
+        model = nn.Sequential(pool, conv, norm)
+        assert_exact(model, image(*shape), options=options, steps=1)
+    budget = sft.plan(model, shape, options=options).total_bytes
+    assert_exact(model, image(*shape), options=options, budget=2 * budget, steps=1)  # in float64, planned in float32
+
+
+def test_images_of_three_pixels_beside_moments() -> None:
+    """The moments of what is no image are three numbers for each group."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pool, self.linear, self.norm = nn.AdaptiveMaxPool1d(3), nn.Linear(3, 5), nn.GroupNorm(2, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.pool(x)
+            out: Tensor = x + self.norm(self.linear(x)).mean(2, keepdim=True)
+            return out
+
+    assert_exact(seeded(Mixed), image(2, 4, 30), options=sft.Options(tile=(2, None)))

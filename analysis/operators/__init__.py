@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from sft.analysis.operators.base import Border, Operator, Role
+from sft.analysis.operators.reductions import STATISTICS
 from sft.analysis.operators.table import (
     ALONG,
     CASTS,
@@ -20,6 +21,7 @@ __all__ = [
     "ALONG",
     "CASTS",
     "ELEMENTWISE",
+    "STATISTICS",
     "WHOLE",
     "Border",
     "Operator",

@@ -10,7 +10,10 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator, Role
 
-__all__ = ["Contracted", "Extremes", "LogSumExp", "Mean", "Moments", "Peak", "Sum"]
+__all__ = ["STATISTICS", "Contracted", "Extremes", "LogSumExp", "Mean", "Moments", "Peak", "Sum"]
+
+#: What has numbers of different kinds in its last dimension, a mean beside a variance: it is no image, whatever its extents are.
+STATISTICS = frozenset({"sft.moments", "sft.scale_shift", "sft.extremes", "sft.peak"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ starts from, which changes nothing.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -44,7 +45,9 @@ def _merge_extremes(total: Tensor, part: Tensor, largest: bool) -> Tensor:
 def _merge_peaks(total: Tensor, part: Tensor) -> Tensor:
     value, place = total.unbind(-1)
     other, other_place = part.unbind(-1)
-    is_better = (other > value) | ((other == value) & (other_place < place)) | other.isnan()
+    # The place of a band without rows is as infinite as its value, and comes behind all others.
+    is_earlier = other_place.nan_to_num(neginf=math.inf) < place.nan_to_num(neginf=math.inf)
+    is_better = (other > value) | ((other == value) & is_earlier) | other.isnan()
     place.copy_(torch.where(is_better, other_place, place))
     value.copy_(torch.where(is_better, other, value))
     return total

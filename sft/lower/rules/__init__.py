@@ -16,6 +16,7 @@ from sft.lower.rules.extremes import Extremes, Peak
 from sft.lower.rules.im2col import Col2im, Im2col
 from sft.lower.rules.joins import Binary, Cat
 from sft.lower.rules.masks import Dropout, Mask, Noise
+from sft.lower.rules.maxpool import MaxPool
 from sft.lower.rules.norms import Affine, Moments, WholeMoments
 from sft.lower.rules.places import MaxPoolPlaces, MaxUnpool
 from sft.lower.rules.products import Contracted
@@ -24,7 +25,7 @@ from sft.lower.rules.repeated import NextValue, RepeatedBlocks
 from sft.lower.rules.resample import Grid, Nearest, Resampling
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
 from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
-from sft.lower.rules.windowed import AvgPool, Convolution, MaxPool
+from sft.lower.rules.windowed import AvgPool, Convolution
 from sft.lower.rules.wrapped import BorderRows, Wrapped
 
 __all__ = ["Rule", "rule_of"]

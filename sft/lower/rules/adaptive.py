@@ -19,6 +19,7 @@ from sft.analysis.graph import refs_in
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
+from sft.lower.rules.maxpool import count_from_first_slices
 from sft.lower.rules.resample import Span, gathered_rows, spans_of
 from sft.lower.rules.windowed import spread, squeezed
 from sft.lower.upload import upload
@@ -75,7 +76,11 @@ class AdaptiveMax(Rule):
         value = spread(ctx, value)
         shape = ctx.out_shape if ctx.scope.axes.count > 1 else (*ctx.out_shape, 1)
         out, indices = e.slot(shape), e.slot(shape, torch.int64)
-        e.call_many(self._function(ctx, ""), (value, *self._geometry(ctx)), (out, indices))
+        geometry = self._geometry(ctx)
+        e.call_many(self._function(ctx, ""), (value, *geometry), (out, indices))
+        if ctx.scope.axes.count == 3:
+            depth = geometry[0][0]
+            count_from_first_slices(ctx, out, indices, range(0, depth * shape[2], depth), value)
         return value, out, indices
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:

@@ -127,7 +127,8 @@ def _merge_peaks(
     for at, start, extent in zip(_unravel(place, strip), starts_of(origin, len(extents)), extents, strict=True):
         whole = whole * extent + (at + start)
     place = whole.to(running.dtype)
-    is_better = (value > old) | ((value == old) & (place < old_place)) | value.isnan()
+    # Before the first strip the place is as infinite as the value: any comes before it.
+    is_better = (value > old) | ((value == old) & (place < old_place.nan_to_num(neginf=math.inf))) | value.isnan()
     old_place.copy_(torch.where(is_better, place, old_place))
     old.copy_(torch.where(is_better, value, old))
 

@@ -19,7 +19,8 @@ from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 from sft.lower.rules.extremes import starts_of
-from sft.lower.rules.windowed import MaxPool, squeezed
+from sft.lower.rules.maxpool import MaxPool
+from sft.lower.rules.windowed import squeezed
 
 __all__ = ["MaxPoolPlaces", "MaxUnpool"]
 

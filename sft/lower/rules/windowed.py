@@ -1,4 +1,4 @@
-"""Convolution and pooling on a strip.
+"""Convolution and average pooling on a strip, and what all poolings have in common.
 
 Padding is applied here, and only where the read interval leaves the image: where both image borders are in the strip the
 operator's own symmetric padding does it; a convolution finds its zero border in the operand's buffer; elsewhere the strip is
@@ -7,12 +7,10 @@ padded explicitly.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Node, refs_in
@@ -22,7 +20,7 @@ from sft.lower.context import NodeContext, Scope, sum_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["AvgPool", "Convolution", "MaxPool", "column_padding", "spread", "squeezed"]
+__all__ = ["AvgPool", "Convolution", "Pool", "column_padding", "spread", "squeezed", "windows_of"]
 
 aten = torch.ops.aten
 
@@ -30,14 +28,14 @@ aten = torch.ops.aten
 Padding = Sequence[tuple[int, int]]
 
 
-def _windows(ctx: NodeContext) -> tuple[Window, ...]:
+def windows_of(ctx: NodeContext) -> tuple[Window, ...]:
     return ctx.scope.windows(ctx.node.name)
 
 
 def _paddings(ctx: NodeContext, operand: str) -> list[tuple[int, int]]:
     """What the window reads beyond the image: of the strip, of the panel, and of axes that are always whole."""
     rows, columns = ctx.read_of(operand), ctx.columns_of(operand)
-    own = [(window.pad_low, window.pad_high) for window in _windows(ctx)]
+    own = [(window.pad_low, window.pad_high) for window in windows_of(ctx)]
     return [(rows.pad_low, rows.pad_high), (columns.pad_low, columns.pad_high), *own[2:]][: len(own)]
 
 
@@ -59,21 +57,21 @@ class _Windowed(Rule):
 
     border_value: ClassVar[float] = 0.0
 
-    def _padded(self, ctx: NodeContext, operand: str, windows: Sequence[Window]) -> tuple[Slot, list[int]]:
+    def padded(self, ctx: NodeContext, operand: str, windows: Sequence[Window]) -> tuple[Slot, list[int]]:
         """The padded strip and the symmetric paddings left to the operator."""
         paddings, is_empty = _paddings(ctx, operand), ctx.reads_nothing(operand)
         own = [low if low == high and not is_empty else 0 for low, high in paddings]
-        if not self._own_padding_fits(own, windows):
+        if not self.own_padding_fits(own, windows):
             own = [0] * len(own)
         rest = [(low - size, high - size) for (low, high), size in zip(paddings, own, strict=True)]
         padded = _pad(ctx, ctx.strip(operand), rest, self.border_value)
         ctx.saved.update(padded=padded, offset=[low for low, _ in rest])
         return padded, own
 
-    def _own_padding_fits(self, own: Sequence[int], windows: Sequence[Window]) -> bool:
+    def own_padding_fits(self, own: Sequence[int], windows: Sequence[Window]) -> bool:
         return True
 
-    def _unpadded(self, ctx: NodeContext, operand: str, grad: Slot) -> Slot:
+    def unpadded(self, ctx: NodeContext, operand: str, grad: Slot) -> Slot:
         """The gradient of what is read, given the gradient of the padded strip."""
         extents = ctx.scope.axes.of(ctx.scope.shapes[operand])
         lengths = [len(ctx.read_of(operand).rows), len(ctx.columns_of(operand).rows), *extents[2:]]
@@ -101,7 +99,7 @@ class Convolution(_Windowed):
             padded, padding = bordered, [0, *(low for low, _ in paddings[1:])]
             ctx.saved.update(padded=padded, offset=[ctx.read_of(operand).pad_low, *[0] * (len(paddings) - 1)])
         else:
-            padded, padding = self._padded(ctx, operand, _windows(ctx))
+            padded, padding = self.padded(ctx, operand, windows_of(ctx))
         bias = node.argument("bias")
         ctx.saved["padding"] = padding
         return ctx.emitter.call(
@@ -114,7 +112,7 @@ class Convolution(_Windowed):
         )
 
     def _geometry(self, ctx: NodeContext) -> tuple[Any, ...]:
-        windows = _windows(ctx)
+        windows = windows_of(ctx)
         return (
             [window.stride for window in windows],
             list(ctx.saved["padding"]),
@@ -146,7 +144,7 @@ class Convolution(_Windowed):
         sizes = None if bias is None else [weight_slot.shape[0]]
         e.call_many(aten.convolution_backward.default, (grad, padded, weight_slot, sizes, *self._geometry(ctx), mask), out)
         if out[0] is not None:
-            ctx.add_grad(image, self._unpadded(ctx, operand, out[0]), owned=True)
+            ctx.add_grad(image, self.unpadded(ctx, operand, out[0]), owned=True)
         if out[1] is not None:
             ctx.add_grad(weight, out[1], owned=True)
         if out[2] is not None:
@@ -167,79 +165,13 @@ def squeezed(ctx: NodeContext, slot: Slot) -> Slot:
     return ctx.emitter.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 
-class _Pool(_Windowed):
+class Pool(_Windowed):
     """Poolings of one axis run as poolings of two, the second one pixel wide."""
 
     @staticmethod
-    def _lists(ctx: NodeContext, *entries: tuple[Sequence[int], int]) -> list[list[int]]:
+    def lists(ctx: NodeContext, *entries: tuple[Sequence[int], int]) -> list[list[int]]:
         """Arguments with an entry for each axis; the second number of each stands for an axis that was added."""
         return [[*values, added] if ctx.scope.axes.count == 1 else [*values] for values, added in entries]
-
-
-class MaxPool(_Pool):
-    """``max_pool1d``, ``max_pool2d``, ``max_pool3d``.
-
-    On a strip the indices, eight bytes an element, are found again in the backward pass instead of waiting for it: that costs no
-    multiplication, and they would be the largest thing that a strip keeps. Kept whole they are saved, as in plain PyTorch.
-    """
-
-    border_value = float("-inf")
-
-    def _own_padding_fits(self, own: Sequence[int], windows: Sequence[Window]) -> bool:
-        return all(2 * size <= window.kernel for size, window in zip(own, windows, strict=True))
-
-    def forward(self, ctx: NodeContext) -> Slot:
-        operand = next(refs_in(ctx.node.argument("self")))
-        windows = _windows(ctx)
-        if ctx.is_whole:
-            padded, padding = ctx.strip(operand), [window.pad_low for window in windows]
-            ctx.saved.update(padded=padded, offset=[0] * len(windows))
-        else:
-            padded, padding = self._padded(ctx, operand, windows)
-        ctx.saved["spread"] = spread(ctx, padded)
-        kernel, stride, own, dilation = self._lists(
-            ctx,
-            ([w.kernel for w in windows], 1),
-            ([w.stride for w in windows], 1),
-            (padding, 0),
-            ([w.dilation for w in windows], 1),
-        )
-        ctx.saved["geometry"] = (kernel, stride, own, dilation, windows[ROWS].ceil)
-        out, ctx.saved["indices"] = self._pool(ctx)
-        return squeezed(ctx, out)
-
-    def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot]:
-        shape = ctx.out_shape if ctx.scope.axes.count > 1 else (*ctx.out_shape, 1)
-        out, indices = ctx.emitter.slot(shape), ctx.emitter.slot(shape, torch.int64)
-        function = aten.max_pool3d_with_indices if ctx.scope.axes.count == 3 else aten.max_pool2d_with_indices
-        ctx.emitter.call_many(function.default, (ctx.saved["spread"], *ctx.saved["geometry"]), (out, indices))
-        return out, indices
-
-    def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        image, value = ctx.node.argument("self"), ctx.saved["spread"]
-        operand = next(refs_in(image))
-        if ctx.reads_nothing(operand):
-            return
-        indices = ctx.saved["indices"] if ctx.is_whole else self._pool(ctx)[1]
-        is_volume = ctx.scope.axes.count == 3
-        grad = spread(ctx, grad)
-        if is_volume and ctx.scope.deterministic:  # ATen's adds where windows overlap in any order
-            scratch_bytes = grad.num_bytes + indices.num_bytes
-            out = ctx.emitter.call(_scattered, grad, value, indices, shape=value.shape, scratch_bytes=scratch_bytes)
-        else:
-            function = aten.max_pool3d_with_indices_backward if is_volume else aten.max_pool2d_with_indices_backward
-            out = ctx.emitter.call(function.default, grad, value, *ctx.saved["geometry"], indices, shape=value.shape)
-        ctx.add_grad(image, self._unpadded(ctx, operand, squeezed(ctx, out)), owned=True)
-
-
-def _scattered(grad: Tensor, value: Tensor, indices: Tensor) -> Tensor:
-    """The gradient of what a pooling of volumes read, by an operator that PyTorch can make deterministic."""
-    last = value.shape[1] > 1 and value.stride(1) == 1
-    grads, places = ((part.movedim(1, -1).flatten(1, -2) if last else part.flatten(2)) for part in (grad, indices))
-    axis, extents = 1 if last else 2, value.shape[2:]
-    shape = (*grads.shape[:axis], math.prod(extents), *grads.shape[axis + 1 :])
-    out: Tensor = grad.new_zeros(shape).scatter_add_(axis, places, grads).unflatten(axis, extents)
-    return out.movedim(-1, 1) if last else out
 
 
 def _counts_as_inside(read: Read, window: Window, counted: bool) -> bool:
@@ -247,7 +179,7 @@ def _counts_as_inside(read: Read, window: Window, counted: bool) -> bool:
     return not (read.pad_low or read.pad_high) or (counted and read.pad_high <= window.pad_high)
 
 
-class AvgPool(_Pool):
+class AvgPool(Pool):
     """``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``.
 
     The divisor counts elements inside the image (or the image and its declared padding). A strip that holds no border, or only
@@ -257,7 +189,7 @@ class AvgPool(_Pool):
 
     def forward(self, ctx: NodeContext) -> Slot:
         operand = next(refs_in(ctx.node.argument("self")))
-        windows = _windows(ctx)
+        windows = windows_of(ctx)
         read, across = ctx.read_of(operand), ctx.columns_of(operand)
         override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
         whole = ctx.is_whole and all(2 * window.pad_low <= window.kernel for window in windows)
@@ -285,7 +217,7 @@ class AvgPool(_Pool):
 
     def _masked(self, ctx: NodeContext, operand: str, knows: Sequence[bool], counted: bool) -> Slot:
         """Sums, divided by how many elements count in each window."""
-        e, windows, strip = ctx.emitter, _windows(ctx), ctx.strip(operand)
+        e, windows, strip = ctx.emitter, windows_of(ctx), ctx.strip(operand)
         inside, out = ctx.scope.axes.of(strip.shape), ctx.scope.axes.of(ctx.out_shape)
         paddings = []
         for known, window, pads, extent, length in zip(knows, windows, _paddings(ctx, operand), inside, out, strict=True):
@@ -305,8 +237,8 @@ class AvgPool(_Pool):
         return squeezed(ctx, e.call(aten.div_.Tensor, total, counts, writes=total))
 
     def _arguments(self, ctx: NodeContext, padding: Sequence[int], ceil: bool, counted: bool, override: int | None) -> tuple[Any, ...]:
-        windows = _windows(ctx)
-        lists = self._lists(ctx, ([w.kernel for w in windows], 1), ([w.stride for w in windows], 1), (padding, 0))
+        windows = windows_of(ctx)
+        lists = self.lists(ctx, ([w.kernel for w in windows], 1), ([w.stride for w in windows], 1), (padding, 0))
         return (*lists, ceil, counted, override)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
@@ -319,4 +251,4 @@ class AvgPool(_Pool):
             grad = e.call(aten.div.Tensor, grad, ctx.saved["counts"], shape=grad.shape)
         function = aten.avg_pool3d_backward if ctx.scope.axes.count == 3 else aten.avg_pool2d_backward
         out = e.call(function.default, grad, padded, *ctx.saved["geometry"], shape=padded.shape)
-        ctx.add_grad(image, self._unpadded(ctx, operand, squeezed(ctx, out)), owned=True)
+        ctx.add_grad(image, self.unpadded(ctx, operand, squeezed(ctx, out)), owned=True)

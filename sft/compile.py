@@ -30,7 +30,7 @@ def compile(
     model: nn.Module,
     input_shape: InputShape,
     *,
-    budget: int | str | None = None,
+    budget: float | str | None = None,
     device: torch.device | str | None = None,
     optimizer: torch.optim.Optimizer | int | None = None,
     output: Output = "device",
@@ -125,7 +125,7 @@ def plan(
     model: nn.Module,
     input_shape: InputShape,
     *,
-    budget: int | str = DEFAULT_BUDGET,
+    budget: float | str = DEFAULT_BUDGET,
     options: Options | None = None,
     **compile_arguments: Any,
 ) -> Plan:

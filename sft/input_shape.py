@@ -9,6 +9,7 @@ import torch
 
 from sft.errors import InputError
 from sft.inputs import check_extents, is_readable
+from sft.units import is_whole
 
 __all__ = ["InputShape", "dtypes_of", "examples_of", "input_grads_of", "shapes_of"]
 
@@ -48,11 +49,12 @@ def input_grads_of(input_shape: InputShape) -> tuple[bool, ...]:
 def shapes_of(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
     """One shape, or several, with ``None`` for extents that vary."""
     shapes = [tuple(item.shape) if isinstance(item, torch.Tensor) else tuple(item) for item in _items(input_shape)]
+    shapes = [tuple(int(extent) if is_whole(extent) else extent for extent in shape) for shape in shapes]
     if not any(shapes):
         raise InputError(f"input_shape {shapes[0]}: no extents, expected at least one, the batch; (N, C, H, W) for images")
     for shape in shapes:
         for extent in shape:
-            if extent is not None and (isinstance(extent, bool) or not isinstance(extent, int) or extent < 1):
+            if extent is not None and not (is_whole(extent) and extent >= 1):
                 raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")
         check_extents("input_shape", shape)
     return tuple(shapes)

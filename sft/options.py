@@ -5,15 +5,24 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
 
 from sft.errors import InputError
-from sft.units import parse_bytes
+from sft.units import is_whole, parse_bytes
 from sft.weights.file import WeightsFile
 
-__all__ = ["BACKENDS", "STRATEGIES", "WEIGHTS", "Options"]
+__all__ = ["BACKENDS", "OFFLOADING", "STRATEGIES", "WEIGHTS", "Options"]
 
 #: The strategies by name.
 STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
+
+#: Those that copy to the host and back.
+OFFLOADING = ("offload-greedy", "offload-dp", "vdnn")
+#: Those that walk in strips, or in tiles; the others run whole stages.
+_STREAMING = ("auto", "sft")
+
+#: Thirty years, in seconds: the longest that anybody waits.
+_MOST_SECONDS = 10**9
 
 #: What may run the operators.
 BACKENDS = ("auto", "aten", "triton")
@@ -52,7 +61,7 @@ class Options:
             (``Plan.projected_seconds``), and likewise some other plans that fit (strips of other heights, published schedules, the tiles
             of strategy ``"sft"``): the fastest is taken. ``"auto"`` leaves that out: plans are compared by FLOPs. Times are kept in
             files, so that programs that were timed before are not run again (``sft.execute.costs``).
-        mesh_timeout_seconds: how long a rank of a mesh waits for another before it gives up the step.
+        mesh_timeout_seconds: how long a rank of a mesh waits for another before it gives up the step, thirty years at most.
         cuda_graphs: on a CUDA device, record strips that repeat and replay them, as far as the budget has room for that when everything
             else is planned; ``Plan.projected_peak_bytes`` counts it. Of use where strips are so small that starting their kernels takes
             longer than running them.
@@ -75,7 +84,7 @@ class Options:
     state_every: int | None = None
     state_slots: int | None = None
     batch_tile: int | None = None
-    host_budget: int | str | None = None
+    host_budget: float | str | None = None
     link_bandwidth: float | str | None = None
     host_folder: str | None = None
     profile: str = "auto"
@@ -115,12 +124,15 @@ class Options:
                     for name, value in zip(("rows", "cols"), self.tile, strict=True)
                     if not (_is_count(value) or (name == "cols" and value is None))
                 ]
-            if self.strategy not in ("auto", "sft"):
-                problems.append(f"tile forces streaming, strategy {self.strategy!r} forbids it: drop one")
         for name in ("state_every", "state_slots", "batch_tile"):
             value = getattr(self, name)
             if value is not None and not _is_count(value):
                 problems.append(f"{name} {value!r}: give a positive integer")
+        problems += [
+            f"{name} is about strips, strategy {self.strategy!r} makes none: drop one"
+            for name in ("tile", "halo", "state_every", "state_slots", "batch_tile")
+            if self.strategy in STRATEGIES and self.strategy not in _STREAMING and getattr(self, name) not in (None, "auto")
+        ]
         if self.state_every is not None and self.state_slots is not None:
             problems.append("state_every and state_slots are two policies for the same states: drop one")
         for name, read in (("host_budget", lambda: self.host_budget_bytes), ("link_bandwidth", lambda: self.link_bytes_per_second)):
@@ -130,8 +142,13 @@ class Options:
                 problems.append(f"{name}: {error}")
         if self.host_folder is not None and not os.path.isdir(self.host_folder):
             problems.append(f"host_folder {self.host_folder!r}: give a folder that exists")
-        if not self.mesh_timeout_seconds > 0:
-            problems.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number")
+        if self.strategy in OFFLOADING and _is_zero(self.host_budget):
+            problems.append(f"strategy {self.strategy!r} copies to the host, host_budget 0 forbids it: drop one")
+        if not _is_number(self.mesh_timeout_seconds) or not 0 < self.mesh_timeout_seconds <= _MOST_SECONDS:
+            problems.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number, {_MOST_SECONDS} at most")
+        for name in ("cuda_graphs", "skip_repeats", "progress"):
+            if not isinstance(getattr(self, name), bool):
+                problems.append(f"{name} {getattr(self, name)!r}: give True or False")
         if problems:
             raise InputError("; ".join(problems))
 
@@ -148,7 +165,9 @@ class Options:
     @property
     def host_budget_bytes(self) -> int | None:
         """The budget on the host in bytes; ``None`` is no limit, 0 forbids that anything leaves."""
-        return self.host_budget if self.host_budget in (None, 0) else parse_bytes(self.host_budget)
+        if self.host_budget is None:
+            return None
+        return 0 if _is_zero(self.host_budget) else parse_bytes(self.host_budget)
 
     @property
     def link_bytes_per_second(self) -> float | None:
@@ -156,13 +175,21 @@ class Options:
         rate = self.link_bandwidth
         if rate is None or isinstance(rate, str):
             return None if rate is None else float(parse_bytes(rate))
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < float("inf"):
+        if not _is_number(rate) or not 0 < rate < float("inf"):
             raise InputError(f"a bandwidth is a positive number of bytes a second or text such as '24GB', got {rate!r}")
         return float(rate)
 
 
 def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _is_zero(value: object) -> bool:
+    return is_whole(value) and value == 0
 
 
 def _is_count(value: object) -> bool:

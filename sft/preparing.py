@@ -35,14 +35,13 @@ from sft.execute.room import HostRoom
 from sft.execute.slab import Slabs
 from sft.hooks import refuse_hooks
 from sft.lower.backend import Backend
-from sft.options import Options
+from sft.options import OFFLOADING, Options
 from sft.outputs import Destination
 from sft.pausing import cycles_kept
 from sft.plan.describe import describe
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
 from sft.plan.shared import Shared
-from sft.plan.strategy_chain import OFFLOADING
 from sft.plan.types import Plan
 from sft.searching import Search
 from sft.sharded import Sharding

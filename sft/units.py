@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
+from numbers import Integral
+from typing import Any, SupportsInt
 
 from sft.errors import InputError
 
-__all__ = ["format_bytes", "parse_bytes", "parse_rate"]
+__all__ = ["format_bytes", "is_whole", "parse_bytes", "parse_rate"]
 
 _UNIT_BYTES = {
     "": 1,
@@ -20,29 +23,50 @@ _UNIT_BYTES = {
     "gib": 2**30,
     "tib": 2**40,
 }
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,4})?)\s*([a-zA-Z]*)\s*")
+
+#: The largest byte count that PyTorch can write.
+_MOST_BYTES = 2**63 - 1
 
 
-def parse_bytes(size: int | str) -> int:
-    """Read a byte count such as ``11811160064`` or ``"11GiB"``.
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number: Python's, NumPy's or anybody's, but no truth value.
 
-    >>> parse_bytes("1.5 GiB"), parse_bytes("3MB"), parse_bytes(17)
-    (1610612736, 3000000, 17)
+    >>> is_whole(3), is_whole(3.0), is_whole(True)
+    (True, False, False)
+    """
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def parse_bytes(size: float | str | SupportsInt) -> int:
+    """Read a byte count such as ``11811160064``, ``11e9`` or ``"11GiB"``.
+
+    >>> parse_bytes("1.5 GiB"), parse_bytes("3MB"), parse_bytes(17), parse_bytes("1e9")
+    (1610612736, 3000000, 17, 1000000000)
 
     Raises:
-        InputError: the text is not a positive size.
+        InputError: it is not a positive size, or more than any memory has.
     """
-    if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise InputError(f"a byte size is an integer or text such as '11GiB', got {size!r}")
-    if isinstance(size, int):
-        num_bytes = size
+    if isinstance(size, str):
+        num_bytes = _bytes_in(size)
+    elif is_whole(size) or (isinstance(size, float) and size.is_integer()):
+        num_bytes = int(size)
     else:
-        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size)
-        if match is None or match[2].lower() not in _UNIT_BYTES:
-            raise InputError(f"cannot read {size!r} as a byte size; write for example '11GiB', '800MB' or 1073741824")
-        num_bytes = round(float(match[1]) * _UNIT_BYTES[match[2].lower()])
+        raise InputError(f"a byte size is a whole number or text such as '11GiB', got {size!r}")
     if num_bytes <= 0:
         raise InputError(f"a byte size must be positive, got {size!r}")
+    if num_bytes > _MOST_BYTES:
+        raise InputError(f"a byte size may be {_MOST_BYTES} at most, got {str(size)[:40]!r}; '1024TiB' is as good as no limit")
     return num_bytes
+
+
+def _bytes_in(text: str) -> int:
+    """The byte count that a text says; one above all limits where it is larger than these."""
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2].lower() not in _UNIT_BYTES:
+        raise InputError(f"cannot read {text!r} as a byte size; write for example '11GiB', '800MB' or 1073741824")
+    number = Decimal(match[1])
+    return _MOST_BYTES + 1 if number > _MOST_BYTES else round(number * _UNIT_BYTES[match[2].lower()])
 
 
 def format_bytes(num_bytes: int) -> str:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -159,7 +160,10 @@ def test_skips_of_different_size() -> None:
 
 @pytest.mark.parametrize(
     "budget",
-    [float("nan"), float("inf"), 0, -1, True, "0GiB", "-1GiB", "nan", "lots", "", "11 parsecs", b"1"],
+    [
+        *(float("nan"), float("inf"), 0, -1, True, 1.5, 2**63, b"1"),
+        *("0GiB", "-1GiB", "nan", "lots", "", "11 parsecs", "9" * 400, "1e400", "1e-3"),
+    ],
 )
 def test_wrong_budget(budget: Any) -> None:
     with pytest.raises(sft.InputError):
@@ -181,12 +185,38 @@ def test_wrong_budget(budget: Any) -> None:
         {"state_slots": 0},
         {"batch_tile": 0},
         {"batch_tile": -2},
+        {"strategy": "none", "state_every": 2},
+        {"strategy": "none", "state_slots": 2},
+        {"strategy": "none", "batch_tile": 1},
+        {"strategy": "none", "halo": "recompute"},
+        {"strategy": "sqrt", "batch_tile": 1},
+        {"strategy": "vdnn", "host_budget": 0},
+        {"host_budget": False},
+        {"skip_repeats": "no"},
+        {"cuda_graphs": 1},
+        {"progress": None},
+        {"mesh_timeout_seconds": "1"},
+        {"mesh_timeout_seconds": None},
+        {"mesh_timeout_seconds": True},
+        {"mesh_timeout_seconds": 0},
+        {"mesh_timeout_seconds": float("nan")},
+        {"mesh_timeout_seconds": float("inf")},
+        {"mesh_timeout_seconds": 1e300},
     ],
     ids=str,
 )
 def test_wrong_options(options: dict[str, Any]) -> None:
     with pytest.raises(sft.InputError):
         sft.compile(_body(), _SHAPE, options=sft.Options(**options))
+
+
+def test_numbers_of_other_libraries() -> None:
+    """Whole numbers are taken whoever made them."""
+    shape = tuple(np.int64(extent) for extent in _SHAPE)
+    plan = sft.plan(_body(), _SHAPE, budget=10**9)
+    budgets: list[Any] = [np.int64(10**9), np.float64(1e9), 1e9, "1e9", "1E3 MB", "0.001e3GB"]
+    for budget in budgets:
+        assert sft.plan(_body(), shape, budget=budget).to_json() == plan.to_json()
 
 
 def test_budget_too_small() -> None:

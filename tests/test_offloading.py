@@ -19,13 +19,14 @@ import sft
 from sft.execute.copies import HostCopies
 from sft.execute.machine import TorchMachine
 from sft.execute.slab import Slabs
+from sft.options import OFFLOADING
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.simulate import simulate
 from sft.plan.copies import without_idle_copies
 from sft.plan.project import run_step
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_chain import OFFLOADING, least
+from sft.plan.strategy_chain import least
 from sft.walk.copies import Copy
 from sft.walk.machine import PhantomMachine
 from sft.walk.order import COPIES, Move, Order, parse_order

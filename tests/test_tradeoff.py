@@ -97,7 +97,7 @@ def test_plans_of_a_sweep_may_be_timed() -> None:
         ({"path": "front.strange"}, r"front\.strange.*\.png"),
         ({"path": "front"}, r"front.*\.png"),
         ({"budget": "1GiB"}, "budget"),
-        ({"options": sft.Options(tile=(8, None))}, "forces streaming"),
+        ({"options": sft.Options(tile=(8, None))}, "tile is about strips"),
     ],
 )
 def test_mistakes_are_refused_before_anything_is_planned(wishes: dict[str, Any], words: str, captured: list[object]) -> None:

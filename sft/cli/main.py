@@ -96,8 +96,8 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         link_bytes_per_second=None if args.link is None else parse_rate(args.link),
     )
     if args.pareto is not None:
-        # A forced tile forbids plain execution.
-        names = STRATEGIES if args.compare else (args.strategy,) if args.tile else (args.strategy, "none")
+        # Wishes about strips forbid plain execution.
+        names = STRATEGIES if args.compare else (args.strategy,) if args.tile or args.halo != "auto" else (args.strategy, "none")
         return show_pareto(question, console, as_json=args.json, strategies=names)
     show = compare_strategies if args.compare else show_plan
     return show(question, console, as_json=args.json)

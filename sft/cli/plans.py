@@ -140,7 +140,7 @@ def compare_strategies(question: Question, console: Console, *, as_json: bool) -
     """One line a strategy: whether it fits, what it needs (of one that does not, the least that would do), what it computes."""
     asking = Asking(question.model, list(question.inputs))
     budget_bytes = parse_bytes(question.budget)
-    rows = [_row(asking, budget_bytes, replace(question.options, strategy=strategy)) for strategy in STRATEGIES]
+    rows = [_row(asking, budget_bytes, question.options, strategy) for strategy in STRATEGIES]
     if as_json:
         console.print(json.dumps(rows, indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0
@@ -176,10 +176,10 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _row(asking: Asking, budget_bytes: int, options: Options) -> dict[str, Any]:
-    row: dict[str, Any] = {"strategy": options.strategy, "error": "", "total_bytes": None}
+def _row(asking: Asking, budget_bytes: int, options: Options, strategy: str) -> dict[str, Any]:
+    row: dict[str, Any] = {"strategy": strategy, "error": "", "total_bytes": None}
     try:
-        found = asking.plan(budget_bytes, options)
+        found = asking.plan(budget_bytes, replace(options, strategy=strategy))
     except BudgetError as error:
         return {**row, "error": str(error), "total_bytes": error.needed_bytes}
     except (UnsupportedError, InputError) as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from sft.errors import BudgetError
+from sft.options import OFFLOADING
 from sft.plan.build import build_region
 from sft.plan.carried import CERTAIN_SHARE, MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, Planned, carry_out
 from sft.plan.chain.bound import stage_bound_bytes, turn_bound_seconds
@@ -17,7 +18,7 @@ from sft.plan.chain.schedule import Schedule
 from sft.plan.mixed import Mixed
 from sft.plan.problem import Problem
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_chain import JOINT, OFFLOADING, RECOMPUTING, Scheduled, least, solve
+from sft.plan.strategy_chain import JOINT, RECOMPUTING, Scheduled, least, solve
 from sft.plan.tails import Tail, TailPlan, least_schedule, smallest_tails, tails
 
 __all__ = [

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from sft.analysis.repeated import REPEAT
 from sft.errors import BudgetError, UnsupportedError
-from sft.options import Options
+from sft.options import OFFLOADING, Options
 from sft.plan.behind import scheduled_plan
 from sft.plan.carried import Planned, carry_out
 from sft.plan.problem import Problem
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
 from sft.plan.strategy_auto import AutoSearch
-from sft.plan.strategy_chain import OFFLOADING, RECOMPUTING, solve
+from sft.plan.strategy_chain import RECOMPUTING, solve
 from sft.plan.strategy_sft import grids, least_bytes, partition_choices
 from sft.units import format_bytes
 

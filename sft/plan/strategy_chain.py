@@ -21,11 +21,10 @@ from sft.plan.project import Projection, project
 from sft.plan.stages import StagedModel
 from sft.walk.order import Order
 
-__all__ = ["JOINT", "OFFLOADING", "RECOMPUTING", "Scheduled", "least", "solve"]
+__all__ = ["JOINT", "RECOMPUTING", "Scheduled", "least", "solve"]
 
-#: The strategies by name: those that run stages again, and those that copy what stages make to the host.
+#: The strategies that run stages again, by name.
 RECOMPUTING = ("sqrt", "revolve", "bisect", "optimal", "acg")
-OFFLOADING = ("offload-greedy", "offload-dp", "vdnn")
 #: The solver of the chain that does both.
 JOINT = "auto"
 

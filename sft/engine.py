@@ -259,6 +259,7 @@ class Engine:
             graphs=ready.graphs,
             turn=self.preparation.turn,
             differentiating=contextlib.nullcontext if self.sharding is None else self.sharding.watched(),
+            retaining=(lambda: None) if ready.retained is None else alone()(ready.retained.check),
             weights=self._bound_weights(ready.region, graph, tensors),
         )
 

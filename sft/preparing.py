@@ -41,6 +41,7 @@ from sft.pausing import cycles_kept
 from sft.plan.describe import describe
 from sft.plan.problem import Problem, at_size
 from sft.plan.rates import Rates
+from sft.plan.retained import RetainedGraph
 from sft.plan.shared import Shared
 from sft.plan.types import Plan
 from sft.searching import Search
@@ -84,6 +85,8 @@ class Ready:
     beside: tuple[tuple[int, Any], ...]
     slabs: Slabs | None = None
     graphs: GraphStore | None = None
+    #: judges backward passes that retain the graph; there is none on a mesh
+    retained: RetainedGraph | None = None
 
 
 class Preparation:
@@ -217,7 +220,8 @@ class Preparation:
         graphs = self._recordings(problem, planned.region, plan, search)
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
-        return Ready(plan, planned.region, captured, problem.graph.beside, slabs, graphs)
+        retained = RetainedGraph(problem, planned.region, plan) if plan.training else None
+        return Ready(plan, planned.region, captured, problem.graph.beside, slabs, graphs, retained)
 
     def _search(self, kind: CallKind) -> Search:
         return Search(

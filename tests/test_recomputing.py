@@ -190,7 +190,10 @@ def test_orders_that_cannot_run_are_refused(order: list[str], problem: str) -> N
 
 def test_a_step_may_be_repeated_and_its_graph_retained() -> None:
     model = seeded(Normed).eval()
-    net = sft.compile(model, _SHAPE, budget=least_budget(model, "optimal", _SHAPE), options=sft.Options(strategy="optimal"))
+    options = sft.Options(strategy="optimal")
+    tight = sft.plan(model, _SHAPE, budget=least_budget(model, "optimal", _SHAPE), options=options)
+    net = sft.compile(model, _SHAPE, budget="4GiB", plan=tight)  # a graph that is retained needs more
+    assert net.plan.order == tight.order != ()
     x = image(*_SHAPE).requires_grad_()
     y = net(x).square().sum()
     y.backward(retain_graph=True)

@@ -67,6 +67,7 @@ class Leaves:
         graphs: recordings of programs of the region.
         turn: whose recordings are alive, of all plans of the model.
         differentiating: what the backward pass runs in.
+        retaining: refuses a backward pass that retains the graph, where there is no room for that.
         weights: the parameters that are streamed; their tensors here are the host's.
     """
 
@@ -85,6 +86,7 @@ class Leaves:
     graphs: GraphStore | None = None
     turn: GraphTurn = field(default_factory=GraphTurn)
     differentiating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    retaining: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
 
     def forward_weights(self) -> contextlib.AbstractContextManager[WeightPass | None]:
@@ -217,6 +219,8 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
             )
     if leaves.weights is not None:
         leaves.weights.check()
+    if not consume:
+        leaves.retaining()
     copies = ctx.copies
     if consume:
         ctx.tape = ctx.copies = None

@@ -148,6 +148,16 @@ class Program:
     end_bytes: int
     flops: int
 
+    def lasting_peak_bytes(self) -> int:
+        """Most bytes alive above the start where what the first half saved outlasts the second: only its own storages are freed."""
+        own = {out.number: out.num_bytes for i in self.instructions for out in i.outputs if out is not None and out.root == out.number}
+        now = peak = 0
+        for instruction in self.instructions:
+            now += instruction.num_bytes
+            peak = max(peak, now + instruction.scratch_bytes)
+            now -= sum(own.get(number, 0) for number in instruction.frees)
+        return peak
+
 
 def carried_dim(program: Program, slot: Slot) -> int | None:
     """The dimension along which a port's rows come in pieces, by the call that loads them, whichever it is."""

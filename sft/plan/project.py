@@ -48,7 +48,9 @@ class Projection:
     overhead_bytes: int = 0
 
 
-def project(problem: Problem, region: Region, *, exactly: bool = False, machine: LapMachine | None = None) -> Projection:
+def project(
+    problem: Problem, region: Region, *, exactly: bool = False, machine: LapMachine | None = None, retains: bool = False
+) -> Projection:
     """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out.
 
     Inputs that are not resident are read while it runs; outputs on the host have no bytes here, only their strips have.
@@ -58,12 +60,13 @@ def project(problem: Problem, region: Region, *, exactly: bool = False, machine:
         region: the decisions.
         exactly: whether to walk tiled segments strip by strip.
         machine: what counts, where it is not the plain machine of byte counts.
+        retains: whether what the forward pass kept outlasts the backward pass (``retain_graph=True``).
     """
     if not exactly:
         segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
         region = replace(region, segments=segments)
     machine = machine or LapMachine(on_host=problem.on_host)
-    run_step(problem, region, machine)
+    run_step(problem, region, machine, retains=retains)
     return Projection(
         peak_bytes=machine.peak_bytes,
         flops=machine.meter.flops,
@@ -74,8 +77,8 @@ def project(problem: Problem, region: Region, *, exactly: bool = False, machine:
     )
 
 
-def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
-    """Take a step on a machine of byte counts, forward and, in training, back."""
+def run_step(problem: Problem, region: Region, machine: PhantomMachine, *, retains: bool = False) -> None:
+    """Take a step on a machine of byte counts, forward and, in training, back; ``retains`` as of :func:`project`."""
     meter = machine.meter
     inputs = set(problem.resident_inputs)
     given = {
@@ -95,7 +98,7 @@ def run_step(problem: Problem, region: Region, machine: PhantomMachine) -> None:
         around = {name: grad for name, grad in arriving.items() if name in given}
         arriving.clear()
         sinks = dict.fromkeys(problem.from_source & problem.requires_grad)
-        found = region.backward(machine, tape, grads, sinks=sinks) if grads else {}
+        found = region.backward(machine, tape, grads, sinks=sinks, consume=not retains) if grads else {}
         sums = [machine.allocate(problem.shapes[name], problem.dtypes[name], zero=False) for name in around]
         del found, around, sums
     machine.end()
@@ -177,6 +180,8 @@ class _Projected:
 
     def backward(self, machine: Machine, values: Values, stores: list[Phantom], grads: Gradients, *, consume: bool = True) -> None:
         assert isinstance(machine, LapMachine)
+        if not consume:
+            stores = list(stores)  # they last; a walk that hands on rows of its own copy counts them twice
         for walk in reversed(self.segment.walks):
             del stores[-1]
             profile = self.profiles[True][walk]

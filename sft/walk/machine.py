@@ -32,18 +32,19 @@ class Saved:
     """What the first half of a whole segment leaves for the second: tensors by slot number, or a phantom.
 
     ``loaded`` are images read for the first half that some of these tensors are views of; ``handed`` values that were handed on, and are
-    among these tensors or the owners of their memory.
+    among these tensors or the owners of their memory. Those that ``last`` are still there when the second half is through.
     """
 
     values: Any
     loaded: dict[str, Handle] = field(default_factory=dict)
     handed: list[Handle] = field(default_factory=list)
+    last: bool = False
 
     def fork(self) -> Saved:
         """The same values for a second half that is not the last to read them."""
         if not isinstance(self.values, dict):
-            return Saved(self.values)
-        return Saved({slot: value.fork() if isinstance(value, Bundle) else value for slot, value in self.values.items()})
+            return Saved(self.values, last=True)
+        return Saved({slot: value.fork() if isinstance(value, Bundle) else value for slot, value in self.values.items()}, last=True)
 
 
 @runtime_checkable
@@ -357,7 +358,7 @@ class PhantomMachine:
 
     def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
         meter = self.meter
-        meter.spike(program.peak_bytes)
+        meter.spike(program.lasting_peak_bytes() if saved is not None and saved.last else program.peak_bytes)
         meter.flops += program.flops
         left = program.end_bytes - sum(program.result_bytes.values())
         if saved is not None:  # the second half frees what the first one saved

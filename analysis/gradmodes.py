@@ -30,6 +30,8 @@ from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointFunction
 
 from sft.analysis.comparing import sizes_compared
+from sft.analysis.questions import Questions
+from sft.analysis.registering import registrations_followed
 from sft.errors import UnsupportedError
 
 __all__ = ["grad_modes_followed"]
@@ -39,16 +41,19 @@ _NOOP = getattr(checkpoint, "_NoopSaveInputs", None)
 
 
 @contextlib.contextmanager
-def grad_modes_followed(model: nn.Module) -> Iterator[None]:
+def grad_modes_followed(model: nn.Module, questions: Questions) -> Iterator[None]:
     """While this is on, ``model.forward`` detaches what it makes under ``torch.no_grad``, and does not show the switches to modes around.
 
-    Calls raise UnsupportedError where that is not what the mode does.
+    What it asks about the call is answered. Calls raise UnsupportedError where that is not what the mode does.
     """
     inner = model.forward
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _grad_mode_restored(), sizes_compared(), _draws_refused(model), _functions_refused(), _Detaching(model):
+        around = (_grad_mode_restored(), sizes_compared(), _draws_refused(model), _functions_refused(), _Detaching(model))
+        with contextlib.ExitStack() as stack:
+            for context in (*around, questions.answered(model), registrations_followed(model)):
+                stack.enter_context(context)
             return inner(*args, **kwargs)
 
     own = vars(model).get("forward")

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft.analysis.leftovers import nothing_left, own_attributes
 from sft.errors import UnsupportedError
 
-__all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "is_plain", "own_attributes", "refill", "told_apart"]
+__all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "is_plain", "own_attributes", "told_apart"]
 
 #: New values of plain attributes, by the module and the attribute's name.
 Changes = dict[tuple[nn.Module, str], Any]
@@ -36,30 +37,12 @@ def told_apart(value: Any) -> Any:
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
-#: What every module has: parameters, buffers and submodules among it.
-_INTERNAL = frozenset(nn.Module().__dict__)
-
-
-def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes that a module has besides those that every module has."""
-    return ((name, value) for name, value in vars(module).items() if name not in _INTERNAL)
-
-
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[Changes]:
     """Put back what is set meanwhile; the dictionary gets what the first call changes plain attributes to, which were plain before."""
-    held = [(module, _watched(module), _contents(module)) for module in model.modules()]
-    watching = Watching([(module, {**before, **contents}) for module, before, contents in held])
-    try:
-        with model.register_forward_pre_hook(watching), model.register_forward_hook(watching):
-            yield watching.changes
-    finally:
-        for module, before, contents in held:
-            for name in [name for name, _ in own_attributes(module) if name not in before]:
-                del vars(module)[name]
-            vars(module).update(before)
-            for name, content in contents.items():
-                refill(before[name], content)
+    watching = Watching([(module, {**_watched(module), **_contents(module)}) for module in model.modules()])
+    with nothing_left(model), model.register_forward_pre_hook(watching), model.register_forward_hook(watching):
+        yield watching.changes
 
 
 class Watching:
@@ -121,16 +104,6 @@ def _frozen(model: nn.Module) -> frozenset[str]:
 def _contents(module: nn.Module) -> Mapping[str, Any]:
     """What lists and dictionaries hold."""
     return {name: value.copy() for name, value in own_attributes(module) if type(value) in (list, dict)}
-
-
-def refill(container: Any, content: Any) -> None:
-    """Let a list or a dictionary hold again what it held."""
-    if isinstance(container, list):
-        if len(container) != len(content) or any(a is not b for a, b in zip(container, content, strict=True)):
-            container[:] = content
-    elif container.keys() != content.keys() or any(container[key] is not content[key] for key in content):
-        container.clear()
-        container.update(content)
 
 
 def is_plain(value: Any, around: tuple[Any, ...] = ()) -> bool:

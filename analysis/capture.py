@@ -34,11 +34,13 @@ from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
 from sft.analysis.graph import Graph, Node
 from sft.analysis.intricate import intricate_sizes_refused
+from sft.analysis.leftovers import nothing_left
 from sft.analysis.likelihoods import variances_as_they_are
 from sft.analysis.loose import loose_tensors, memory_of
 from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.objects import ObjectChanges, objects_kept, objects_set
 from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
+from sft.analysis.questions import Answers, Modes, Questions
 from sft.analysis.quiet import plain_autograd, quiet
 from sft.analysis.recurrent import states_in_shape
 from sft.analysis.repeated import repetitions_followed
@@ -77,6 +79,8 @@ class Capture:
         constants: tensors that ``forward`` makes of numbers, or that modules hold in containers, or others, by the target of their node;
             the model's own attributes are not among them.
         differentiable_constants: those of them that require a gradient, and where they are.
+        answers: what `forward` asked of the call, and was told; the capture holds for calls that are answered the same.
+        enables_grad: whether `forward` switches gradients on by itself.
     """
 
     graph: Graph
@@ -86,6 +90,8 @@ class Capture:
     shapes: tuple[tuple[int, ...], ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     differentiable_constants: Mapping[str, str] = field(default_factory=dict)
+    answers: Answers = ()
+    enables_grad: bool = False
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
         """The symbols' values for these input shapes; ``None`` when the capture does not hold for them."""
@@ -132,21 +138,26 @@ def capture(
     *,
     autocast: torch.dtype | None = None,
     any_size: bool = True,
+    modes: Modes | None = None,
 ) -> Capture:
     """Trace ``model`` on inputs of these shapes and dtypes (the axes of images symbolic, if it is to serve more than this size).
 
     With ``autocast`` the model is traced as under ``torch.autocast`` of that dtype: casts become operators of the graph. Regions
-    that ``forward`` itself puts under autocast, or takes out of it, come out the same way.
+    that ``forward`` itself puts under autocast, or takes out of it, come out the same way. ``modes`` is what it is told of the call.
 
     Raises:
         UnsupportedError: torch.export cannot follow the model.
         InputError: the model itself refuses inputs of this shape.
     """
+    questions = Questions(modes or Modes())
     with plain_autograd():
-        found, changes, others = _captured(model, shapes, dtypes, device, autocast, any_size)
+        found, changes, others = _captured(model, shapes, dtypes, device, autocast, any_size, questions)
+        if questions.needs_true_inputs:
+            questions = Questions(questions.modes, with_true_inputs=True)
+            found, changes, others = _captured(model, shapes, dtypes, device, autocast, any_size, questions)
     if changes or others:
         with plain_autograd(), attributes_set(changes), objects_set(others):
-            later, *_ = _captured(model, shapes, dtypes, device, autocast, any_size)
+            later, *_ = _captured(model, shapes, dtypes, device, autocast, any_size, questions)
         if later.graph != found.graph:
             paths = {id(module): path for path, module in model.named_modules()}
             set_there = [(paths[id(module)] or "(the model itself)", name, value) for (module, name), value in changes.items()]
@@ -168,6 +179,7 @@ def _captured(
     device: torch.device,
     autocast: torch.dtype | None,
     any_size: bool,
+    questions: Questions,
 ) -> tuple[Capture, Changes, ObjectChanges]:
     """A capture, and what `forward` has changed meanwhile of plain attributes, of its modules and of others; they are as before."""
     # The caller may be in inference mode, or under autocast with a cache of casts.
@@ -178,7 +190,7 @@ def _captured(
         prepared(model) as changes,
         repetitions_followed(model) as repeated,
     ):
-        found = _export(model, shapes, dtypes, device, any_size)
+        found = _export(model, shapes, dtypes, device, any_size, questions)
     program = found.program
     loose = loose_tensors(model)
     constants = _constants(program, model, (*loose.values(), *(tensor for tensor, _ in found.foreign)))
@@ -200,6 +212,8 @@ def _captured(
             shapes=tuple(shapes),
             constants={name: value.detach().to(device) for name, value in constants.items()},
             differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
+            answers=questions.modes.answers(questions.asked),
+            enables_grad=questions.enables_grad,
         ),
         changes,
         others,
@@ -222,9 +236,19 @@ def _constants(program: ExportedProgram, model: nn.Module, known: Sequence[torch
             # Made under fake tensors, it still knows its numbers.
             numbers = value.constant if isinstance(value, FakeTensor) else value
             if numbers is None:
-                raise UnsupportedError([f"{type(model).__name__}: `forward` makes a tensor whose numbers are not known; make it a buffer"])
+                raise UnsupportedError([f"{type(model).__name__}: `forward` {_without_numbers(value, program)}"])
             found[name] = originals.get(memory_of(numbers), numbers)
     return found
+
+
+def _without_numbers(value: torch.Tensor, program: ExportedProgram) -> str:
+    own = {getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes if node.op == "placeholder"}
+    if isinstance(value, FakeTensor) and value.fake_mode not in own:
+        return (
+            "finds a tensor of an earlier trace in a cache (a global, functools.lru_cache): empty it (cache_clear()), and call the model "
+            "once before it is compiled, or make that tensor a buffer"
+        )
+    return "makes a tensor whose numbers are not known; make it a buffer"
 
 
 def attribute_of(model: nn.Module, path: str) -> torch.Tensor | None:
@@ -242,7 +266,12 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abs
 
 
 def _export(
-    model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, any_size: bool
+    model: nn.Module,
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    any_size: bool,
+    questions: Questions,
 ) -> FunctionalProgram:
     axes = Axes.of_inputs(shapes)
     dynamic = tuple(
@@ -253,9 +282,10 @@ def _export(
     )
     with quiet():
         try:
-            found = _exported(model, shapes, dtypes, device, dynamic if any_size else None)
+            found = _exported(model, shapes, dtypes, device, dynamic if any_size else None, questions)
             # Where only a product of sizes is fixed (positions of a list of pixels), no size follows from it; few are left anyway.
-            return _exported(model, shapes, dtypes, device, None) if any(map(_fixes_a_product, guards_of(found.program))) else found
+            is_fixed = any(map(_fixes_a_product, guards_of(found.program)))
+            return _exported(model, shapes, dtypes, device, None, questions) if is_fixed else found
         except UnsupportedError:
             raise
         except Exception as error:
@@ -266,7 +296,7 @@ def _export(
                 raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
             # The exporter's solver fails on some size expressions, or takes too long; the sizes at hand are still a capture.
             try:
-                return _exported(model, shapes, dtypes, device, None)
+                return _exported(model, shapes, dtypes, device, None, questions)
             except UnsupportedError:
                 raise
             except Exception as of_this_size:
@@ -305,17 +335,19 @@ def _exported(
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     dynamic: tuple[tuple[Any, ...], ...] | None,
+    questions: Questions,
 ) -> FunctionalProgram:
     mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
     with mode:
-        inputs = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True))
+        inputs = _inputs(shapes, dtypes, device, questions)
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
     around = (composites_cast(device), norms_by_shape(), any_algorithm())
     with contextlib.ExitStack() as stack:
+        stack.enter_context(nothing_left(model))  # an attempt must not find what one before it has left
         stack.enter_context(on_whole_parameters(model, mode))
-        foreign = stack.enter_context(grad_modes_followed(model))
+        foreign = stack.enter_context(grad_modes_followed(model, questions))
         for context in (*around, bare_nodes(), states_in_shape(), variances_as_they_are(), quick, limited):
             stack.enter_context(context)
         exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
@@ -324,6 +356,21 @@ def _exported(
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     with bare_nodes(), states_in_shape():
         return replace(functional(exported, Casts(device.type) if is_cast else None), foreign=tuple(foreign))
+
+
+def _inputs(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, questions: Questions
+) -> tuple[torch.Tensor, ...]:
+    modes, no = questions.modes, (False,) * len(shapes)
+    last, differentiated = (modes.channels_last or no, modes.inputs or no) if questions.with_true_inputs else (no, no)
+    return tuple(
+        torch.empty(shape, dtype=dtype, device=device, memory_format=layout).requires_grad_(wants)
+        for shape, dtype, layout, wants in zip(shapes, dtypes, _layouts(shapes, last), differentiated, strict=True)
+    )
+
+
+def _layouts(shapes: Sequence[tuple[int, ...]], channels_last: Sequence[bool]) -> list[torch.memory_format]:
+    return [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
 
 
 def _as_parameters(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:
@@ -414,7 +461,7 @@ def outputs_channels_last(
         autocast: as for :func:`capture`.
     """
     mode = FakeTensorMode()
-    layouts = [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
+    layouts = _layouts(shapes, channels_last)
     with quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), hooks_aside(model):
         try:
             with mode, on_fake_tensors(model, mode), repetitions_followed(model):

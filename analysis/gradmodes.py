@@ -30,6 +30,8 @@ from sft.analysis.comparing import sizes_compared
 from sft.analysis.generators import draws_refused
 from sft.analysis.lists import one_by_one, writes_lists
 from sft.analysis.loose import Foreign
+from sft.analysis.questions import Questions
+from sft.analysis.registering import registrations_followed
 from sft.analysis.whereabouts import line_at_work
 from sft.errors import UnsupportedError
 
@@ -40,18 +42,21 @@ _NOOP = getattr(checkpoint, "_NoopSaveInputs", None)
 
 
 @contextlib.contextmanager
-def grad_modes_followed(model: nn.Module) -> Iterator[list[Foreign]]:
+def grad_modes_followed(model: nn.Module, questions: Questions) -> Iterator[list[Foreign]]:
     """While this is on, ``model.forward`` detaches what it makes under ``torch.no_grad``, and does not show the switches to modes around.
 
-    The list gets what it reads that requires a gradient and is no parameter. Calls raise UnsupportedError where that is not what the
-    mode does.
+    What it asks about the call is answered. The list gets what it reads that requires a gradient and is no parameter. Calls raise
+    UnsupportedError where that is not what the mode does.
     """
     inner = model.forward
     foreign: list[Foreign] = []
 
     @functools.wraps(inner)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _grad_mode_restored(), sizes_compared(), draws_refused(model), _functions_refused(), _Detaching(model, foreign):
+        around = (_grad_mode_restored(), sizes_compared(), draws_refused(model), _functions_refused(), _Detaching(model, foreign))
+        with contextlib.ExitStack() as stack:
+            for context in (*around, questions.answered(model), registrations_followed(model)):
+                stack.enter_context(context)
             return inner(*args, **kwargs)
 
     own = vars(model).get("forward")

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft.analysis.attributes import PLAIN, is_plain, own_attributes, refill
+from sft.analysis.attributes import PLAIN, is_plain, own_attributes
+from sft.analysis.leftovers import refill
 
 __all__ = ["Holder", "Noticing", "ObjectChanges", "held_by", "objects_kept", "objects_set"]
 

@@ -22,6 +22,7 @@ from sft.analysis.operators import ELEMENTWISE
 from sft.analysis.passes import in_terms_of_the_table
 from sft.analysis.phases import Phases, find_phases
 from sft.analysis.preparation import dropping_channels
+from sft.analysis.questions import Modes, Question
 from sft.errors import InputError, UnsupportedError
 from sft.fingerprint import Fingerprint
 from sft.plan.problem import with_numbers
@@ -119,29 +120,36 @@ class Captures:
 
     Args:
         model: the model.
+
+    Attributes:
+        asked: what `forward` has asked of the calls that it was captured for.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        self.asked: frozenset[Question] = frozenset()
         self._known: tuple[Captured, ...] = ()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, traced: Traced, shapes: Sequence[Shape]) -> tuple[Captured, dict[Any, int]]:
-        """A capture that holds for inputs of these shapes, made where none does, and its symbols' values.
+    def of(self, traced: Traced, shapes: Sequence[Shape], modes: Modes) -> tuple[Captured, dict[Any, int]]:
+        """A capture that holds for inputs of these shapes in a call of these modes, made where none does, and its symbols' values.
 
         Raises:
             UnsupportedError, InputError: as :func:`sft.analysis.capture.capture` and :meth:`Captured.of`.
         """
         for captured in self._known:
-            if captured.traced == traced and (symbols := captured.capture.bind(shapes)) is not None:
-                return captured, symbols
+            if captured.traced == traced and modes.agree(captured.capture.answers):
+                symbols = captured.capture.bind(shapes)
+                if symbols is not None:
+                    return captured, symbols
         if self._known:
             _LOG.info("capturing %s again for inputs %s", type(self._model).__name__, shapes)
         with dropping_channels(self._model, traced.lacking_channels):
-            found = self._new(traced, shapes, any_size=True) or self._new(traced, shapes, any_size=False)
+            found = self._new(traced, shapes, modes, any_size=True) or self._new(traced, shapes, modes, any_size=False)
         assert found is not None
+        self.asked |= {question for question, _ in found.capture.answers}
         found.refuse_unbatched(shapes)
         symbols = found.capture.bind(shapes)
         if symbols is None:
@@ -150,9 +158,9 @@ class Captures:
         self._known = (*self._known[1 - _MAX_CAPTURES :], found)
         return found, symbols
 
-    def _new(self, traced: Traced, shapes: Sequence[Shape], *, any_size: bool) -> Captured | None:
+    def _new(self, traced: Traced, shapes: Sequence[Shape], modes: Modes, *, any_size: bool) -> Captured | None:
         """The model in terms of the table; ``None`` where no rule decides for any size what it does, as for a padding by a remainder."""
-        found = capture(self._model, shapes, traced.dtypes, traced.device, autocast=traced.autocast, any_size=any_size)
+        found = capture(self._model, shapes, traced.dtypes, traced.device, autocast=traced.autocast, any_size=any_size, modes=modes)
         try:
             return Captured.of(found, traced)
         except TypeError as error:  # SymPy has no type of its own for it

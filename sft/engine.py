@@ -18,6 +18,7 @@ from sft.analysis.capture import is_channels_last
 from sft.analysis.deterministic import needs_order
 from sft.analysis.graph import Graph
 from sft.analysis.phases import Phases
+from sft.analysis.questions import Modes
 from sft.bands.mesh import LiveMesh, MeshShape, refuse_on_mesh
 from sft.bands.party import Party
 from sft.captured import Shape, Traced
@@ -220,7 +221,7 @@ class Engine:
         if ready.plan.streamed_weights and self.streamed_weights is None:
             taken = self.stream_weights()
             assert taken is not None
-            self.preparation.ready[replace(kind, weights_revision=taken.revision)] = ready
+            self.preparation.ready[self.preparation.answered(replace(kind, weights_revision=taken.revision))] = ready
         generator_state = torch.get_rng_state()
         return ready, self._bind(ready, given), generator_state
 
@@ -321,6 +322,8 @@ class Engine:
         lacking_channels: tuple[bool, ...],
     ) -> CallKind:
         with_grad = torch.is_grad_enabled()
+        weights = tuple(p.requires_grad for p in self.model.parameters())
+        weights_last = tuple(is_channels_last(p) for p in self.model.parameters() if p.dim() == 4)
         return CallKind(
             shapes=shapes,
             traced=Traced(
@@ -333,14 +336,23 @@ class Engine:
                 fingerprint=fingerprint(self.model),
             ),
             channels_last=channels_last,
-            weights_last=tuple(is_channels_last(p) for p in self.model.parameters() if p.dim() == 4),
-            requires_grad=tuple(p.requires_grad for p in self.model.parameters()) if with_grad else (),
+            weights_last=weights_last,
+            requires_grad=weights if with_grad else (),
             input_grads=input_grads if with_grad else (),
             with_grad=with_grad,
             from_source=(False,) * len(shapes),
             holds_gradients=self.sharding is not None and self.sharding.holds_gradients(),
             deterministic=needs_order(device),
             weights_revision=None if self.streamed_weights is None else self.streamed_weights.revision,
+            modes=Modes(
+                grad_enabled=with_grad,
+                inference=torch.is_inference_mode_enabled(),
+                deterministic=torch.are_deterministic_algorithms_enabled(),
+                weights=weights,
+                inputs=input_grads,
+                channels_last=channels_last,
+                weights_last=weights_last,
+            ),
         )
 
 

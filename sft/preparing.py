@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
 from sft.analysis.phases import Phases
 from sft.analysis.preparation import dropping_channels
+from sft.analysis.questions import Answers, Modes
 from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
@@ -74,6 +75,9 @@ class CallKind:
     deterministic: bool = False
     #: of streamed weights that were taken: what changes with where their gradients go
     weights_revision: int | None = None
+    #: what the model's forward may ask, and the answers to what it has asked so far, which alone tell calls apart
+    modes: Modes = field(default=Modes(), compare=False)
+    answers: Answers = ()
 
 
 @dataclass(frozen=True)
@@ -159,13 +163,20 @@ class Preparation:
             UnsupportedError, BudgetError, InputError: as :func:`sft.compile`.
         """
         refuse_hooks(self.model)
+        kind = self.answered(kind)
         ready = self.ready.get(kind)
         if ready is None:
             with autocast_off(kind.traced.device), cycles_kept(), unwatched():
                 ready = self._plan(kind)
+            kind = self.answered(kind)  # a capture may have asked more
             _put(self.ready, kind, ready, _MAX_PLANS)
             _put(self.made, kind, ready.plan, _MAX_MADE)
         return ready
+
+    def answered(self, kind: CallKind) -> CallKind:
+        """A kind of call with the answers to what the model has asked so far."""
+        answers = kind.modes.answers(self.captures.asked)
+        return kind if answers == kind.answers else replace(kind, answers=answers)
 
     def _plan(self, kind: CallKind) -> Ready:
         check_synchronized(self.model, self.mesh)
@@ -173,7 +184,7 @@ class Preparation:
             return self._plan_captured(kind)
 
     def _plan_captured(self, kind: CallKind) -> Ready:
-        captured, symbols = self.captures.of(kind.traced, kind.shapes)
+        captured, symbols = self.captures.of(kind.traced, kind.shapes, kind.modes)
         captured = captured.at(symbols)
         inputs = captured.phases.graph.inputs
         phases = at_size(captured.phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
@@ -307,14 +318,15 @@ class Preparation:
         """Values that need a gradient.
 
         Raises:
-            UnsupportedError: one of them is a tensor that modules hold besides parameters and buffers.
+            UnsupportedError: one of them is a tensor that modules hold besides parameters and buffers, or an output that `forward` gives
+                a gradient which the call has not.
         """
-        if not kind.with_grad:
+        if not kind.with_grad and not capture.enables_grad:
             return frozenset()
         found: set[str] = set()
         problems: list[str] = []
         reached = reached_by_gradients(phases.graph)
-        arriving = iter(kind.input_grads)
+        arriving = iter(kind.modes.inputs)
         for node in phases.graph.nodes:
             if node.kind == "input":
                 needs = next(arriving)
@@ -335,6 +347,10 @@ class Preparation:
                 needs = node.name in reached and any(name in found for name in differentiable_operands(node))
             if needs:
                 found.add(node.name)
+        if not kind.with_grad:
+            if not found.isdisjoint(phases.graph.outputs):
+                raise UnsupportedError([_ENABLED.format(type(self.model).__name__)])
+            return frozenset()
         if problems:
             raise UnsupportedError(problems)
         return frozenset(found)
@@ -359,6 +375,12 @@ def _put(known: dict[CallKind, Any], kind: CallKind, value: Any, most: int) -> N
     while len(known) >= most:
         del known[next(iter(known))]
     known[kind] = value
+
+
+_ENABLED = (
+    "{}: `forward` switches gradients on (torch.enable_grad), so that in eager PyTorch its outputs have one although it is called without; "
+    "call it outside of torch.no_grad, or leave the switch to the caller"
+)
 
 
 def _not_registered(name: str) -> str:

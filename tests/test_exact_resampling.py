@@ -244,3 +244,14 @@ def test_nearest_pixels_are_those_that_aten_finds(shape: tuple[int, ...], how: d
     for tile in ((5, None), None):
         net = sft.compile(model, shape, options=sft.Options(tile=tile))
         assert torch.equal(net(x), model(x)), tile
+
+
+@pytest.mark.parametrize("factors", [(2.0, 1.0), (1.0, 3.0), (2.0, 2.0)])
+@pytest.mark.parametrize("activation", [nn.ReLU(True), nn.LeakyReLU(0.1, True), nn.SiLU(True)])
+def test_a_tile_of_an_upsampled_image_is_activated_in_place(factors: tuple[float, float], activation: nn.Module) -> None:
+    """A tile has whole input rows of what is upsampled, and of what follows only what it needs: no buffer of the one is the other's."""
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 2, (1, 5), (1, 2)), nn.Upsample(scale_factor=factors), activation, nn.Conv2d(2, 1, 1), nn.Conv2d(1, 3, (4, 2)))
+    )
+    for tile in ((10, 20), (7, 5)):
+        assert_exact(model, image(2, 2, 37, 20), options=sft.Options(tile=tile, halo="recompute"), steps=1)

@@ -258,7 +258,9 @@ class StepLowering:
         rows = self.rows[name]
         if first != rows.new.start or rows.appended or slot.root != slot.number:
             return None
-        return slot
+        # What is upsampled is made by whole rows and columns, more than a tile reads.
+        is_all = rows.new == self.rows[node.name].new and scope.columns[name].new == scope.columns[node.name].new
+        return slot if is_all else None
 
     def _forward_whole(self, node: Node) -> None:
         nothing = Interval(0, 0)

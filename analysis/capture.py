@@ -1,4 +1,4 @@
-"""From an ``nn.Module`` to a :class:`Graph`: the only part of the analysis that knows torch.
+"""From an ``nn.Module`` to a :class:`Graph`; with :mod:`sft.analysis.exporting` the part of the analysis that knows torch.
 
 ``torch.export`` traces the model on fake tensors whose height and width are symbols, so a 100,000 x 100,000 image costs
 no memory and one capture serves every size that satisfies the export's guards. :mod:`sft.analysis.functional` then removes
@@ -10,59 +10,33 @@ minutes (:mod:`sft.analysis.intricate`); such a capture serves that one size and
 from __future__ import annotations
 
 import contextlib
-import inspect
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sympy as sp
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.export import Dim, ExportedProgram
+from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from sft.analysis.attributes import Changes, attributes_set
-from sft.analysis.axes import Axes
-from sft.analysis.barenodes import bare_nodes
-from sft.analysis.casts import Casts
-from sft.analysis.composites import composites_cast, shared_and_alone
-from sft.analysis.deterministic import any_algorithm
-from sft.analysis.exported import bounds_of, graph_of, guards_of, module_path_of, ties_of, with_sizes
-from sft.analysis.functional import FunctionalProgram, functional
-from sft.analysis.gradmodes import grad_modes_followed
+from sft.analysis.composites import shared_and_alone
+from sft.analysis.exported import bounds_of, graph_of, guards_of, ties_of, with_sizes
+from sft.analysis.exporting import CHANNELS_LAST, TWO_TYPES, export_followed, layouts_of
 from sft.analysis.graph import Graph, Node
-from sft.analysis.intricate import intricate_sizes_refused
-from sft.analysis.leftovers import nothing_left
-from sft.analysis.likelihoods import variances_as_they_are
 from sft.analysis.loose import loose_tensors, memory_of
-from sft.analysis.normshapes import norms_by_shape
 from sft.analysis.objects import ObjectChanges, objects_kept, objects_set
-from sft.analysis.preparation import hooks_aside, on_fake_tensors, on_whole_parameters, prepared
+from sft.analysis.preparation import hooks_aside, on_fake_tensors, prepared
 from sft.analysis.questions import Answers, Modes, Questions
 from sft.analysis.quiet import plain_autograd, quiet
-from sft.analysis.recurrent import states_in_shape
 from sft.analysis.repeated import repetitions_followed
-from sft.analysis.whereabouts import is_of_distributions, line_of
-from sft.errors import InputError, UnsupportedError
+from sft.errors import UnsupportedError
 
 __all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_last", "outputs_channels_last"]
 
-#: The layout with channels last, by the number of dimensions.
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-_TWO_TYPES = "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()"
-#: What to do about what the exporter says, by words of its errors.
-_REMEDIES = {
-    "tensor subclasses": "numbers leave torch there; compute with tensors, or outside of the compiled model",
-    "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
-    "DynamicOutputShape": "the size of what this operator makes depends on values; compute it outside of the compiled model",
-    "expected scalar type": _TWO_TYPES,
-}
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.einsum.")
-_UNCHECKED = "distributions look at their values to check them; make them with validate_args=False"
-_LEAVE = "control flow that depends on tensor values must move out of `forward`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +164,7 @@ def _captured(
         prepared(model) as changes,
         repetitions_followed(model) as repeated,
     ):
-        found = _export(model, shapes, dtypes, device, any_size, questions)
+        found = export_followed(model, shapes, dtypes, device, any_size, questions)
     program = found.program
     loose = loose_tensors(model)
     constants = _constants(program, model, (*loose.values(), *(tensor for tensor, _ in found.foreign)))
@@ -201,7 +175,7 @@ def _captured(
     graph = graph_of(found, repeated.repetitions)
     mixed = [node for node in graph.operators if node.target.startswith(_PRODUCTS) and _mixes(node, graph)]
     if mixed:  # the exporter of torch 2.11 lets them through
-        raise UnsupportedError([f"{node.label}: {_TWO_TYPES}" for node in mixed])
+        raise UnsupportedError([f"{node.label}: {TWO_TYPES}" for node in mixed])
     ties = ties_of(graph, shapes)
     return (
         Capture(
@@ -265,182 +239,6 @@ def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.Abs
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-def _export(
-    model: nn.Module,
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-    any_size: bool,
-    questions: Questions,
-) -> FunctionalProgram:
-    axes = Axes.of_inputs(shapes)
-    dynamic = tuple(
-        tuple(Dim.AUTO if axis >= 2 and size > 1 else Dim.STATIC for axis, size in enumerate(shape))
-        if axes.are_of(shape)
-        else tuple(Dim.STATIC for _ in shape)
-        for shape in shapes
-    )
-    with quiet():
-        try:
-            found = _exported(model, shapes, dtypes, device, dynamic if any_size else None, questions)
-            # Where only a product of sizes is fixed (positions of a list of pixels), no size follows from it; few are left anyway.
-            is_fixed = any(map(_fixes_a_product, guards_of(found.program)))
-            return _exported(model, shapes, dtypes, device, None, questions) if is_fixed else found
-        except UnsupportedError:
-            raise
-        except Exception as error:
-            # Tell a model that cannot take this input at all from one that only export cannot follow.
-            reason = _eager_refusal(model, shapes, dtypes, device)
-            if reason is not None:
-                wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
-                raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
-            # The exporter's solver fails on some size expressions, or takes too long; the sizes at hand are still a capture.
-            try:
-                return _exported(model, shapes, dtypes, device, None, questions)
-            except UnsupportedError:
-                raise
-            except Exception as of_this_size:
-                error = of_this_size  # what is left where no size is a symbol is about the model
-            first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            if unknown := _UNKNOWN_OUTPUT.search(first_line):
-                raise UnsupportedError(
-                    [
-                        f"(the model itself): returns a {unknown[1]}, and torch.export does not know what is inside; register the class "
-                        "with torch.export.register_dataclass or torch.utils._pytree.register_pytree_node, or return a tuple or a dict"
-                    ]
-                ) from error
-            said = f"{type(error).__name__}: {first_line}"
-            leave = _UNCHECKED if is_of_distributions(error) else _LEAVE
-            remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), leave)
-            line = line_of(error)
-            where = f"the model at {line}" if line else "the model"
-            raise UnsupportedError([f"{type(model).__name__}: torch.export cannot follow {where} ({said}); {remedy}"]) from error
-
-
-#: What torch.export says to a class that is not registered.
-_UNKNOWN_OUTPUT = re.compile(r"Found <class '(.*?)'> in output")
-
-
-def _fixes_a_product(guard: sp.Basic) -> bool:
-    if not (isinstance(guard, sp.Eq) and guard.rhs.is_Integer and guard.rhs > 1 and len(guard.lhs.free_symbols) > 1):
-        return False
-    # Ratios of sizes, which an export also states, are the same for larger images.
-    small, large = (guard.lhs.subs(dict.fromkeys(guard.lhs.free_symbols, size)) for size in (2**12, 2**16))
-    return bool(small < large)
-
-
-def _exported(
-    model: nn.Module,
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-    dynamic: tuple[tuple[Any, ...], ...] | None,
-    questions: Questions,
-) -> FunctionalProgram:
-    mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
-    with mode:
-        inputs = _inputs(shapes, dtypes, device, questions)
-    # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
-    quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
-    around = (composites_cast(device), norms_by_shape(), any_algorithm())
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(nothing_left(model))  # an attempt must not find what one before it has left
-        stack.enter_context(on_whole_parameters(model, mode))
-        foreign = stack.enter_context(grad_modes_followed(model, questions))
-        for context in (*around, bare_nodes(), states_in_shape(), variances_as_they_are(), quick, limited):
-            stack.enter_context(context)
-        exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
-    _refuse_grad_modes(model, exported)
-    _refuse_numbers(model, exported)
-    is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    with bare_nodes(), states_in_shape():
-        return replace(functional(exported, Casts(device.type) if is_cast else None), foreign=tuple(foreign))
-
-
-def _inputs(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, questions: Questions
-) -> tuple[torch.Tensor, ...]:
-    modes, no = questions.modes, (False,) * len(shapes)
-    last, differentiated = (modes.channels_last or no, modes.inputs or no) if questions.with_true_inputs else (no, no)
-    return tuple(
-        torch.empty(shape, dtype=dtype, device=device, memory_format=layout).requires_grad_(wants)
-        for shape, dtype, layout, wants in zip(shapes, dtypes, _layouts(shapes, last), differentiated, strict=True)
-    )
-
-
-def _layouts(shapes: Sequence[tuple[int, ...]], channels_last: Sequence[bool]) -> list[torch.memory_format]:
-    return [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
-
-
-def _as_parameters(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:
-    """What is said of each input, those that `forward` takes as one (``*inputs``) together."""
-    kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
-    if dynamic is None or inspect.Parameter.VAR_POSITIONAL not in kinds:
-        return dynamic
-    place = kinds.index(inspect.Parameter.VAR_POSITIONAL)
-    return (*dynamic[:place], dynamic[place:]) if len(dynamic) > place else dynamic
-
-
-def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
-    """Decomposing forgets under which grad mode an operator ran: its gradient would come out where eager has none.
-
-    Raises:
-        UnsupportedError: the exporter has seen a switch, so it was not `forward` that made it.
-    """
-    for module in exported.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule) and any("set_grad_enabled" in str(node.target) for node in module.graph.nodes):
-            raise UnsupportedError(
-                [
-                    f"{type(model).__name__}: a hook of the model itself switches the grad mode (torch.nn.utils.spectral_norm does), and "
-                    "runs outside of what is compiled. Use torch.nn.utils.parametrizations.spectral_norm, or nn.Sequential(model)"
-                ]
-            )
-
-
-#: Operators that turn a tensor into a Python number.
-_NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-
-
-def _refuse_numbers(model: nn.Module, exported: ExportedProgram) -> None:
-    """A number that `forward` reads from a tensor is another one at each call, and a captured program has no place for it.
-
-    Raises:
-        UnsupportedError: something is computed with one.
-    """
-    read: dict[torch.fx.Node, str] = {}
-    problems: dict[str, None] = {}
-    for node in exported.graph.nodes:
-        value = node.meta.get("val")
-        paths = [read[operand] for operand in node.all_input_nodes if operand in read]
-        if node.target in _NUMBERS:
-            read[node] = module_path_of(node) or "(the model itself)"
-        elif paths and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            read[node] = paths[0]
-        elif paths and (value is not None or node.op == "output"):
-            problems |= {f"{path}: item: it computes with a Python number read from a tensor": None for path in paths}
-    if problems:
-        raise UnsupportedError([f"{problem}; use the tensor itself, of one element, or a plain attribute" for problem in problems])
-
-
-def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
-    """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with quiet():
-        try:
-            with torch.enable_grad(), mode, on_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
-                model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
-        except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
-            message = str(error).strip().splitlines() or [""]
-            # Data-dependent control flow fails on fake tensors too, but says so in its own type.
-            is_own = type(error) in (RuntimeError, ValueError, TypeError, IndexError, AssertionError)
-            is_own = is_own and not any(word in message[0] for word in ("Fake", "tensor subclasses"))
-            return message[0] or type(error).__name__ if is_own else None
-        except Exception:
-            return None
-    return None
-
-
 def outputs_channels_last(
     model: nn.Module,
     shapes: Sequence[tuple[int, ...]],
@@ -461,7 +259,7 @@ def outputs_channels_last(
         autocast: as for :func:`capture`.
     """
     mode = FakeTensorMode()
-    layouts = _layouts(shapes, channels_last)
+    layouts = layouts_of(shapes, channels_last)
     with quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), hooks_aside(model):
         try:
             with mode, on_fake_tensors(model, mode), repetitions_followed(model):

@@ -1,6 +1,7 @@
 """From a program without writes to a :class:`Graph`: nodes, sizes as SymPy expressions, and the conditions that hold.
 
-Only :mod:`sft.analysis.capture` uses this; they and :mod:`sft.analysis.functional` are the part of the analysis that knows torch.
+Only :mod:`sft.analysis.capture` and :mod:`sft.analysis.exporting` use this; they and :mod:`sft.analysis.functional` are the part of the
+analysis that knows torch.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def timed_capture(model: nn.Module, shape: tuple[int, ...], *, direct: bool, aut
         is_direct = found.program is exported
         return found
 
-    with patch("sft.analysis.capture.functional", watched):
+    with patch("sft.analysis.exporting.functional", watched):
         started = time.process_time()
         found = capture(model, [shape], [torch.float32], torch.device("cpu"), autocast=autocast)
         capture_seconds = time.process_time() - started

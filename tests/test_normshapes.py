@@ -51,7 +51,7 @@ def test_the_graph_is_that_of_the_formula(
     with torch.device(device):
         model = _Norms().train(training)
     found = _captured(model, device, autocast)
-    monkeypatch.setattr(importlib.import_module("sft.analysis.capture"), "norms_by_shape", contextlib.nullcontext)
+    monkeypatch.setattr(importlib.import_module("sft.analysis.exporting"), "norms_by_shape", contextlib.nullcontext)
     expected = _captured(model, device, autocast)
     assert numbered(found.graph) == numbered(expected.graph)
     assert sum("norm" in node.target for node in found.graph.operators) >= 3
@@ -111,6 +111,6 @@ def test_what_is_seen_to_be_contiguous_is_not_proved_to_be(monkeypatch: pytest.M
     monkeypatch.setattr(module.torch, "empty_like", like)
     found = _captured(model, "meta", None)
     monkeypatch.undo()
-    monkeypatch.setattr(importlib.import_module("sft.analysis.capture"), "norms_by_shape", contextlib.nullcontext)
+    monkeypatch.setattr(importlib.import_module("sft.analysis.exporting"), "norms_by_shape", contextlib.nullcontext)
     assert not proved
     assert numbered(found.graph) == numbered(_captured(model, "meta", None).graph)

@@ -167,7 +167,7 @@ def _nothing_left_out() -> Iterator[None]:
     ("autocast", "directly"), [(None, True), (torch.bfloat16, True), (None, False)], ids=["plain", "autocast", "decomposed"]
 )
 def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch, autocast: torch.dtype | None, directly: bool) -> None:
-    module = import_module("sft.analysis.capture")
+    module = import_module("sft.analysis.exporting")
     functional, stacks = module.functional, []
 
     def watched(exported: Any, *options: Any) -> Any:

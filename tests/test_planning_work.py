@@ -420,3 +420,13 @@ def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.Monk
 
     few = num_traces(3)
     assert 0 < few == num_traces(7)
+
+
+@pytest.mark.parametrize("make", [Residual, lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))])
+def test_plain_execution_is_found_where_it_just_fits(make: Any) -> None:
+    """An output that a program makes was counted twice: stages ran again although nothing asked for that."""
+    model = seeded(make)
+    shape = _SHAPE if isinstance(model, Residual) else (32, 16)
+    plain = sft.plan(model, shape, options=sft.Options(strategy="none"), budget="1GiB")
+    found = sft.plan(model, shape, budget=plain.total_bytes)
+    assert (found.flops, found.total_bytes) == (plain.plain_flops, plain.total_bytes)

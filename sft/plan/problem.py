@@ -211,6 +211,11 @@ class Problem:
         return sum(map(self.value_bytes, whole)) + sum(map(self.value_bytes, grads))
 
     @cached_property
+    def resident_input_bytes(self) -> int:
+        """Bytes of the resident inputs."""
+        return sum(map(self.value_bytes, self.resident_inputs))
+
+    @cached_property
     def input_grad_bytes(self) -> int:
         """Bytes of the gradients of the resident inputs that need one."""
         return sum(self.value_bytes(name) for name in self.resident_inputs if name in self.requires_grad)

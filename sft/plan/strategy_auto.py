@@ -130,7 +130,8 @@ class AutoSearch:
     def _plain(self, room_bytes: int) -> tuple[float, Planned] | None:
         """The model as plain PyTorch runs it, and its cost, where it fits and whatever else was found could hardly cost less."""
         problem, cost = self._problem, self._plain_cost
-        if cost is None or problem.border_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes:
+        # Outputs are among what its programs make.
+        if cost is None or problem.resident_input_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes:
             return None
         planned = carry_out(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
         return (cost, planned) if planned.projection.peak_bytes <= room_bytes else None

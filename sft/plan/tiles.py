@@ -93,12 +93,14 @@ def _is_too_coarse(problem: Problem, choices: Sequence[SegmentChoice], survey: S
 
 def _needs_more_in_a_tile(problem: Problem, choices: Sequence[SegmentChoice], room_bytes: int) -> bool:
     """Whether a tile does that is lowered before all others: at a side of the image, where it is padded, half way down."""
-    for segment in build_region(problem, choices).segments:
+    region = build_region(problem, choices)
+    for segment, makes in zip(region.segments, region.makes, strict=True):
         if isinstance(segment, TiledSegment):
             is_differentiated = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
             walk = Walk(segment.chunks[0], 0)
             program = segment.program("joint" if is_differentiated else "forward", segment.schedule.num_steps // 2, walk)
-            if problem.border_bytes + program.peak_bytes > room_bytes:
+            made = sum(problem.value_bytes(name) for name in makes if name not in segment.to_host)
+            if problem.resident_input_bytes + made + program.peak_bytes > room_bytes:
                 return True
     return False
 

@@ -296,7 +296,7 @@ class Exactly:
 
 
 @lru_cache(maxsize=512)
-def trace_pointwise(target: str, arguments: Exactly, keywords: Exactly, dtype: torch.dtype) -> Trace:
+def trace_pointwise(target: str, arguments: Exactly, keywords: Exactly, dtype: torch.dtype, default: torch.dtype) -> Trace:
     overload = resolve_target(target)
     return _trace(lambda x: overload(x, *arguments.value, **dict(keywords.value)), [TINY], [dtype], [True])
 
@@ -309,6 +309,7 @@ def trace_whole(
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
     needs_grad: tuple[bool, ...],
+    default: torch.dtype,
 ) -> Trace:
     given = dict(arguments.value)
     result = given.pop("result", None)

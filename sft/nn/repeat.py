@@ -299,7 +299,8 @@ class Repeat(nn.Module):
         buffers |= {name: Shape.of(buffer) for name, buffer in shared_buffers(self.block).items()}
         modes = tuple(module.training for module in self.block.modules())
         own = Shape(shape=tuple(x.shape), dtype=x.dtype)
-        key = (own, tuple(params.items()), tuple(buffers.items()), modes, x.device, autocast, fingerprint(self.block))
+        of_block = (tuple(params.items()), tuple(buffers.items()), modes, fingerprint(self.block))
+        key = (own, x.device, autocast, torch.get_default_dtype(), *of_block)
         if key not in self._known.programs:
             with alone():
                 traced = trace_block(self.block, own, params, buffers, device=x.device, autocast=autocast)

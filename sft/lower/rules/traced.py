@@ -86,7 +86,8 @@ class TracedPointwise(_Traced):
         values = dict(rest)
         arguments = tuple(values[key] for key in positional[1:] if key in values)
         keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
-        return trace_pointwise(ctx.node.target, Exactly(arguments), Exactly(keywords), ctx.scope.dtype_of(next(refs_in(name[1]))))
+        dtype = ctx.scope.dtype_of(next(refs_in(name[1])))
+        return trace_pointwise(ctx.node.target, Exactly(arguments), Exactly(keywords), dtype, torch.get_default_dtype())
 
 
 class TracedWhole(_Traced):
@@ -112,6 +113,7 @@ class TracedWhole(_Traced):
                 tuple(s.shape for s in slots),
                 tuple(s.dtype for s in slots),
                 tuple(name in ctx.scope.requires_grad for name in names),
+                torch.get_default_dtype(),
             )
         except RuntimeError as error:
             if "SparseTensor" in str(error):

@@ -31,7 +31,8 @@ def streamable(problem: Problem, choices: Sequence[SegmentChoice]) -> tuple[str,
     whole = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode != "tiled" for name in reads}
     tiled = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in reads}
     made = (name for choice, (_, makes) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in makes)
-    return tuple(name for name in made if name in tiled - whole and may_stream(problem, name))
+    between = tiled - whole
+    return tuple(name for name in made if name in between and may_stream(problem, name))
 
 
 def streaming(choices: Sequence[SegmentChoice], names: Collection[str]) -> tuple[SegmentChoice, ...]:

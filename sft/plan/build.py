@@ -98,18 +98,26 @@ def _segment(
     Segments that differ in the states that they keep, or in which of their borders are streamed, share their programs.
     """
     shared = replace(choice, state_every=1, state_slots=0, restart=False, streamed=())
-    segment = problem.remembered(
-        ("segment", shared, outputs, outside, leaving), lambda: _new_segment(problem, shared, outputs, outside, leaving)
-    )
-    from_source = segment.from_source | streamed.intersection(outside)
+    key = ("segment", shared, outputs, outside, leaving)
+    segment = problem.remembered(key, lambda: _new_segment(problem, shared, outputs, outside, leaving))
+    arrives, leaves = streamed.intersection(outside), streamed.intersection(outputs)
+    # What its walks cost is remembered with it: of many segments few differ from one proposal to the next.
+    states = (choice.state_every, choice.state_slots, choice.restart)
+    return problem.remembered((*key, states, arrives, leaves), lambda: _bordered(segment, choice, arrives, leaves))
+
+
+def _bordered(
+    segment: TiledSegment | WholeSegment, choice: SegmentChoice, arrives: frozenset[str], leaves: frozenset[str]
+) -> TiledSegment | WholeSegment:
+    """The segment that keeps these states, and of whose borders these are streamed."""
     if isinstance(segment, WholeSegment):
-        return replace(segment, from_source=from_source)
+        return replace(segment, from_source=segment.from_source | arrives)
     return replace(
         segment,
         checkpoints=Checkpoints(choice.state_every, choice.state_slots),
         restart=choice.restart,
-        from_source=from_source,
-        to_host=segment.to_host | streamed.intersection(outputs),
+        from_source=segment.from_source | arrives,
+        to_host=segment.to_host | leaves,
     )
 
 

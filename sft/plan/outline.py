@@ -28,8 +28,8 @@ from sft.plan.rates import Rates, num_calls
 __all__ = ["Extents", "StripOutline"]
 
 #: For each axis along which strips of the same program may differ (columns; rows, where a strip is all of an image): how many a strip has
-#: of each value.
-Extents = Mapping[int, Mapping[str, int]]
+#: of each streamed value, sources first, then operators, in their order. Of names nothing depends, so that equal runs share an outline.
+Extents = Mapping[int, Sequence[int]]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -156,7 +156,7 @@ class _Sizes:
 
     def _listed(self, extents: Extents) -> list[tuple[int, Ints]]:
         """For each axis the extents of all values; behind them 1, for what does not depend on them."""
-        return [(axis, np.array([*(known[name] for name in self._names), 1], dtype=np.int64)) for axis, known in extents.items()]
+        return [(axis, np.array([*known, 1], dtype=np.int64)) for axis, known in extents.items()]
 
     def add(self, slot: Slot, owner: str) -> int:
         """Take down a storage; returns its number."""

@@ -94,9 +94,9 @@ class Problem:
         found: MadeT = self.memo[key]
         return found
 
-    def shared_by_sizes(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:
+    def shared_by_sizes(self, key: Hashable, make: Callable[[], MadeT], weight: int = 1) -> MadeT:
         """The same for what images of other sizes have in common with this one: it was made for the first of them."""
-        return self.shared.remembered((self.likeness, key), make)
+        return self.shared.remembered((self.likeness, key), make, weight)
 
     @cached_property
     def likeness(self) -> Hashable:

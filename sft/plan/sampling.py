@@ -23,6 +23,7 @@ from sft.analysis.schedule import Schedule
 from sft.analysis.tile import TileSchedule, tile_lengths_at
 from sft.lower.step import emit_strip
 from sft.plan.build import build_region
+from sft.plan.likeness import run_likeness
 from sft.plan.outline import Extents, StripOutline
 from sft.plan.problem import Problem
 from sft.plan.rates import Rates
@@ -46,6 +47,8 @@ _MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**17, 512
 _NUM_GROUPS = 4
 #: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
 _LEAST_ALIKE = 8
+#: Of an outline besides its operators, in operators.
+_WEIGHT_OF_OUTLINE = 16
 #: A strip restored more often than this, on average, is no plan that anybody wants.
 MOST_RESTORED = 6.0
 
@@ -160,7 +163,7 @@ class RunSampler:
     def run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> SampledRun:
         """Lower a run's largest strip at the sampled heights, and fill in the others."""
         problem = self.tiling.problem
-        strip_rows = tuple(self.tiling.rows_of(names, rows) for rows in self.strip_rows)
+        strip_rows = self.tiling.heights_of(names, self.strip_rows)
         sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in self.sampled]
         at = np.array([strip_rows[index] for index in self.sampled], dtype=np.float64)
         wanted = np.array(strip_rows, dtype=np.float64)
@@ -203,8 +206,10 @@ class RunSampler:
         return found if self.tiling.problem.training else np.broadcast_to(carried[..., None] * 2, rows.shape)
 
     def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
-        key = ("sample", replace(self.tiling.choice(names, 1), restart=False), strip_rows, tuple(self.policies))
-        return self.tiling.problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
+        problem = self.tiling.problem
+        choice = replace(self.tiling.choice(names, 1), nodes=(), restart=False)
+        key = ("sample", run_likeness(problem, names, any_size=False), tuple(cuts), choice, strip_rows, tuple(self.policies))
+        return problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
 
     def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.tiling.problem
@@ -250,26 +255,28 @@ class RunSampler:
         """What a strip holds, and what it has of each value along the axes along which the outline holds for others, too."""
         scope, schedule = segment.scope_of(walk), segment.schedule
         values = [name for name in (*scope.sources, *scope.names) if name in scope.streamed]
-        extents: dict[int, dict[str, int]] = {}
+        extents: dict[int, tuple[int, ...]] = {}
         if scope.axes.count > 1:
-            extents[COLUMNS] = {name: len(scope.columns[name].new) for name in values}
+            extents[COLUMNS] = tuple(len(scope.columns[name].new) for name in values)
         geometry: bytes | None = None
         if isinstance(schedule, Schedule):
             if index or schedule.strip_rows < self.tiling.problem.run_height(scope.names):
                 geometry = schedule.geometry(index)
             else:  # all rows of the image, whatever their number
-                extents[ROWS] = {name: int(schedule.frontier[name][1]) for name in values}
+                extents[ROWS] = tuple(int(schedule.frontier[name][1]) for name in values)
 
         def outlined() -> StripOutline:
             # What runs forward holds less than what runs forward and backward: one of the two tells enough.
             emitter = emit_strip(scope, segment.step(index), "joint" if differentiated else "forward")
             return StripOutline(emitter, scope, extents, place, cuts)
 
-        narrowest = min((extent for known in extents.values() for extent in known.values()), default=_LEAST_ALIKE)
+        narrowest = min((extent for known in extents.values() for extent in known), default=_LEAST_ALIKE)
         if not isinstance(schedule, Schedule) or narrowest < _LEAST_ALIKE:
             return outlined(), extents
-        key = ("outline", scope.names, scope.outputs, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
-        return self.tiling.problem.shared_by_sizes(key, outlined), extents
+        problem = self.tiling.problem
+        likeness, exchanged = run_likeness(problem, scope.names, any_size=True), tuple(sorted(segment.to_host))
+        key = ("outline", likeness, exchanged, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
+        return problem.shared_by_sizes(key, outlined, weight=_WEIGHT_OF_OUTLINE + len(scope.names)), extents
 
     def _state_share(self, frontier: Ints, kept: Ints, place_of: Ints, row_bytes: Ints, carried: Ints, gained: Ints) -> Floats:
         """Bytes of the states as a walk back counts them, of those of the closed form, [policy]; ones where counting takes too long."""

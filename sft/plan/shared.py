@@ -9,23 +9,34 @@ __all__ = ["Shared"]
 
 MadeT = TypeVar("MadeT")
 
-#: Things that are kept; those that nobody has asked for longest are forgotten.
-_MOST = 512
+#: What is kept weighs so much at most; those things that nobody has asked for longest are forgotten.
+_MOST = 1 << 16
 
 
 class Shared:
-    """Remembers what was made under a key, up to a number of things."""
+    """Remembers what was made under a key, up to a weight of all things together."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Any] = {}
+        self._known: dict[Hashable, tuple[int, Any]] = {}
+        self._weight = 0
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def remembered(self, key: Hashable, make: Callable[[], MadeT]) -> MadeT:
-        """What ``make`` returned when it was asked for under this key."""
-        found: MadeT = self._known.pop(key) if key in self._known else make()
-        while len(self._known) >= _MOST:
-            del self._known[next(iter(self._known))]
-        self._known[key] = found
+    def remembered(self, key: Hashable, make: Callable[[], MadeT], weight: int = 1) -> MadeT:
+        """What ``make`` returned when it was asked for under this key.
+
+        Args:
+            key: what it is remembered by.
+            make: makes it.
+            weight: the larger, the fewer others are kept beside it.
+        """
+        known = self._known.pop(key, None)
+        if known is None:
+            known = (weight, make())
+            self._weight += weight
+        while self._known and self._weight > _MOST:
+            self._weight -= self._known.pop(next(iter(self._known)))[0]
+        self._known[key] = known
+        found: MadeT = known[1]
         return found

@@ -25,15 +25,15 @@ import numpy.typing as npt
 
 from sft.analysis.segment import cut_positions
 from sft.options import Options
-from sft.plan.boundaries import stream_seconds, streamable, streaming
-from sft.plan.build import borders
+from sft.plan.boundaries import streamable, streaming
+from sft.plan.crossing import Crossings, held_whole
 from sft.plan.peaks import suffix_peaks
 from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
 from sft.plan.reads import source_bytes
 from sft.plan.sampling import MOST_RESTORED, Floats, RunSampler, SampledRun, TiledPart, halo_shares
-from sft.plan.tiling import ALL_KEPT, Tiling
+from sft.plan.tiling import Tiling
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
 
@@ -41,7 +41,6 @@ __all__ = ["Candidate", "Survey"]
 
 #: Numbers of states to hold where even a state at every square root of the strips is too much.
 _SLOTS = (16, 12, 8, 6, 4, 3, 2)
-_READ_BUFFERS = 2
 #: Strip heights that are sampled besides the lowest and the whole image, in strides, of images below so many strides.
 _SAMPLED: tuple[tuple[float, tuple[int, ...]], ...] = (
     (16, (1, 2, 4)),
@@ -185,26 +184,25 @@ class Survey:
         runs = {i: sampler.run(self._phases[i].streamed, self._cuts[i], whole.forward_flops, whole.flops) for i in tiled}
         before, num_done = TiledPart.nothing(shape[1:]), 0
         grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
-        for p, (last, index) in enumerate(self.positions):
+        crossings = Crossings(problem, self.tiling, self.strip_rows, streams=self.streams)
+        held_behind = held_whole(problem, cut_at)
+        for p, ((last, index), crossed) in enumerate(zip(self.positions, crossings.until(cut_at), strict=True)):
             for i in range(num_done, last):
                 before = before.and_run(self._tiled(runs[i], len(runs[i].cuts) - 1, whole)) if i in runs else before
             num_done = last
             is_begun = last in runs and runs[last].cuts[index] > 0
             tiled_part = before.and_run(self._tiled(runs[last], index, whole)) if is_begun else before
             states, num_runs = tiled_part.states, len(tiled_part.peaks)
-            makes = self._cut_bytes(self.positions[p]) if num_runs else []
-            exchanged = self._exchanged_bytes(self.positions[p]) if num_runs and self.streams else []
-            behind = whole.peak[p] + self._held_whole(order[cut_at[p] :])
-            held = problem.border_bytes + sum(makes) + states
+            behind = whole.peak[p] + held_behind[p].source_bytes + held_behind[p].exchanged_bytes
+            held = problem.border_bytes + crossed.made_bytes.sum() + states
             peak, head = held + behind, np.broadcast_to(held, shape[1:])
             if num_runs:
-                running = np.cumsum(makes)[:, None] + np.stack(tiled_part.peaks) + (np.stack(exchanged) if exchanged else 0.0)
+                running = np.cumsum(crossed.made_bytes)[:, None] + np.stack(tiled_part.peaks) + crossed.strip_bytes
                 head = np.maximum(head, problem.border_bytes + states + grads + running.max(axis=0)[:, None])
                 head = np.where(tiled_part.is_wanted, head, np.inf)
             cost = self.plain_flops + whole.overhead[p] + tiled_part.cost
-            if num_runs and self.streams:
-                cost = cost + self._link_cost(self.positions[p])
-            read_bytes = tiled_part.read_bytes + (1 + problem.training) * source_bytes(problem, order[cut_at[p] :])
+            cost = cost + crossed.link_seconds * self._rates.flops_per_second
+            read_bytes = tiled_part.read_bytes + (1 + problem.training) * held_behind[p].source_bytes
             cost = self._with_reading(cost, read_bytes)
             self.peak_bytes[p], self.cost[p] = np.maximum(peak, head), cost
             self.head_peak_bytes[p], self.head_bytes[p] = head, held
@@ -280,71 +278,11 @@ class Survey:
             flops=flops[1],
         )
 
-    def _held_whole(self, names: Sequence[str]) -> int:
-        """Bytes of what operators that are kept whole read of sources and exchange with the host.
-
-        Of an output that they make first the value is on the device, later its gradient; of one that they read the gradient is loaded
-        before their backward pass adds to it.
-        """
-        problem = self.problem
-        operands = {operand for name in names for operand in problem.graph[name].operands}
-        made = problem.host_outputs.intersection(names)
-        loaded = (problem.host_outputs & operands & problem.requires_grad) - made
-        held = [max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made]
-        return source_bytes(problem, names) + sum(held) + sum(map(problem.grad_bytes, loaded))
-
     def _param_grad_bytes(self, order: Sequence[str]) -> int:
         """Bytes of the new parameter gradients."""
         problem = self.problem
         leaves = {o for name in order for o in problem.graph[name].operands if o in problem.resident_leaves}
         return sum(problem.grad_bytes(o) for o in leaves & problem.requires_grad - problem.phases.streamed)
-
-    def _cut_bytes(self, position: tuple[int, int]) -> list[int]:
-        """Bytes of what each tiled segment hands on; outputs aside, which are at the border or leave, unless they are read again too."""
-        # What crosses where is the same for all ways to tile.
-        key = ("cut bytes", position, self.streams)
-        return self.problem.remembered(key, lambda: self._new_cut_bytes(position))
-
-    def _new_cut_bytes(self, position: tuple[int, int]) -> list[int]:
-        problem, (last, index) = self.problem, position
-        if problem.host_outputs or self.streams:
-            choices = self._choices(position, 1, ALL_KEPT)
-            streamed = streamable(problem, choices) if self.streams else ()
-            read = problem.host_outputs.intersection(name for reads, _ in borders(problem.graph, choices) for name in reads)
-        else:
-            streamed, read = (), frozenset[str]()
-        outputs = {*(set(problem.graph.results) - read), *streamed}
-        cuts = [len(phase.streamed) for phase in self._phases[:last]] + [self._cuts[last][index]]
-        tiled = [phase.streamed[:cut] for phase, cut in zip(self._phases, cuts, strict=False) if cut]
-        return [sum(problem.value_bytes(name) for name in self._handed_on(names) if name not in outputs) for names in tiled]
-
-    def _handed_on(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return self.problem.remembered(("handed on", names), lambda: self.problem.graph.handed_on(names))
-
-    def _exchanged_bytes(self, position: tuple[int, int]) -> list[Floats]:
-        """For each tiled segment the strips of streamed cuts, and of their gradients, that are on the device while one runs, [height]."""
-        problem = self.problem
-        choices = self._choices(position, 1, ALL_KEPT)
-        names = set(streamable(problem, choices))
-        share = self.tiling.batch_tile / problem.num_batch
-        found = []
-        for choice, (reads, makes) in zip(choices, borders(problem.graph, choices), strict=True):
-            if choice.mode != "tiled":
-                continue
-            rows = np.array([self.tiling.rows_of(choice.nodes, rows) for rows in self.strip_rows], dtype=np.float64)
-            total = np.zeros(len(rows))
-            for name in names.intersection((*reads, *makes)):
-                strips = np.minimum(1.0, rows / problem.run_height(choice.nodes)) * problem.value_bytes(name) * share
-                # A reader has two buffers in the host's memory; the strip's gradient is in both cases the device's.
-                total += strips * ((_READ_BUFFERS if problem.on_host else 1) + problem.training if name in reads else 1)
-            found.append(total)
-        return found
-
-    def _link_cost(self, position: tuple[int, int]) -> float:
-        """What it costs to stream all that can be."""
-        choices = self._choices(position, 1, ALL_KEPT)
-        seconds = stream_seconds(self.problem, streaming(choices, streamable(self.problem, choices)))
-        return seconds * self._rates.flops_per_second
 
     @property
     def last(self) -> Candidate:

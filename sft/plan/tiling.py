@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -85,8 +85,12 @@ class Tiling:
 
     def rows_of(self, names: Sequence[str], strip_rows: int) -> int:
         """The strip height of a run whose sources are smaller than the tallest."""
+        return self.heights_of(names, (strip_rows,))[0]
+
+    def heights_of(self, names: Sequence[str], strip_rows: Iterable[int]) -> tuple[int, ...]:
+        """The same for several strip heights."""
         height = self.problem.run_height(names)
-        return min(height, max(1, round(strip_rows * height / self.height)))
+        return tuple(min(height, max(1, round(rows * height / self.height))) for rows in strip_rows)
 
     def cols_of(self, names: Sequence[str]) -> int:
         """The panel width of a run whose sources are narrower than the widest."""

@@ -6,7 +6,6 @@ alone. (Those before a place: ``sft.plan.outline``.)
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -27,46 +26,34 @@ def suffix_peaks(instructions: Sequence[Instruction], place: Mapping[str, int], 
         place: where each operator stands.
         cuts: places.
     """
-    owners = np.array([place[i.owner] for i in instructions], dtype=np.int64)
-    num_bytes: dict[int, int] = {}
-    owner_of: dict[int, int] = {}
-    cuts = list(cuts)
-    events = _Events(cuts, len(instructions))
-    for time, instruction in enumerate(instructions):
-        owner = place[instruction.owner]
-        for out in instruction.outputs:
-            if out is not None and out.root == out.number:
-                num_bytes[out.number], owner_of[out.number] = out.num_bytes, owner
-                events.made(owner, time, out.num_bytes)
-        for number in instruction.frees:
-            if number in num_bytes:
-                events.freed(owner_of[number], time, num_bytes[number])
-    everything = events.before(len(place) + 1)
-    return np.array([_most(everything - events.before(cut), owners >= cut) for cut in cuts])
-
-
-class _Events:
-    """Bytes made and freed at times, by the first place at which they count; of places only those between two cuts are told apart."""
-
-    def __init__(self, cuts: Iterable[int], num_times: int) -> None:
-        self._cuts = sorted(set(cuts))
-        self._bytes = np.zeros((len(self._cuts) + 1, 2 * num_times))
-        self._sums: Floats | None = None
-
-    def made(self, start: int, time: int, num_bytes: int) -> None:
-        self._bytes[bisect_right(self._cuts, start), 2 * time] += num_bytes
-
-    def freed(self, start: int, time: int, num_bytes: int) -> None:
-        self._bytes[bisect_right(self._cuts, start), 2 * time + 1] -= num_bytes
-
-    def before(self, cut: int) -> Floats:
-        """What is made less what is freed at each time, of what counts before a cut (or, behind the last one, of all)."""
-        if self._sums is None:
-            self._sums = np.cumsum(self._bytes, axis=0)
-        found: Floats = self._sums[bisect_left(self._cuts, cut)]
-        return found
-
-
-def _most(changes: Floats, runs: npt.NDArray[np.bool_]) -> float:
-    """Most bytes alive at an instruction that runs."""
-    return float(np.cumsum(changes)[::2][runs].max(initial=0.0))
+    cuts = np.array(list(cuts), dtype=np.int64)
+    #: of each storage its operator's place and its bytes; and when it comes or goes, the storage, come or gone
+    owners: list[int] = []
+    sizes: list[int] = []
+    number_of: dict[int, int] = {}
+    changes: list[tuple[int, int, int]] = []
+    # What is alive grows when something comes; what goes has gone when something comes the next time.
+    times: list[int] = []
+    for instruction in instructions:
+        made = [out for out in instruction.outputs if out is not None and out.root == out.number]
+        if made:
+            times.append(place[instruction.owner])
+        for out in made:
+            number_of[out.number] = len(owners)
+            changes.append((len(times) - 1, len(owners), 1))
+            owners.append(place[instruction.owner])
+            sizes.append(out.num_bytes)
+        changes += [(len(times), number_of[number], -1) for number in instruction.frees if number in number_of]
+    if not times:
+        return np.zeros(len(cuts))
+    at, storages, signs = np.array(changes, dtype=np.int64).T
+    starts = np.array(owners, dtype=np.int64)[storages]
+    # Of places only those between two cuts are told apart; what is made behind a cut counts from the cut on.
+    ends = np.unique(cuts)
+    cells = np.searchsorted(ends, starts, side="right") * (len(times) + 1) + at
+    weights = signs * np.array(sizes, dtype=np.float64)[storages]
+    alive = np.bincount(cells, weights=weights, minlength=(len(ends) + 1) * (len(times) + 1)).reshape(len(ends) + 1, -1)[1:, :-1]
+    alive = np.cumsum(np.cumsum(alive[::-1], axis=0)[::-1], axis=1)
+    alive[np.array(times)[None, :] < ends[:, None]] = 0.0  # it is made by an operator that does not run
+    found: Floats = alive.max(axis=1)[np.searchsorted(ends, cuts)]
+    return found

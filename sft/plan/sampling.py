@@ -43,6 +43,8 @@ Ints = npt.NDArray[np.int64]
 _NUM_HALO_SAMPLES = 8
 #: States are counted where all have no more values than this; where they are held in slots, where there are no more strips than this.
 _MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**17, 512
+#: So many values' rows are counted one by one.
+_FEW_VALUES = 4
 #: Groups of strips that are looked at, from the last one on.
 _NUM_GROUPS = 4
 #: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
@@ -161,7 +163,14 @@ class RunSampler:
     policies: Sequence[Checkpoints]
 
     def run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> SampledRun:
-        """Lower a run's largest strip at the sampled heights, and fill in the others."""
+        """Lower a run's largest strip at the sampled heights, and fill in the others; equal runs are sampled once."""
+        problem, tiling = self.tiling.problem, replace(self.tiling.choice(names, 1), nodes=(), restart=False)
+        heights = (tuple(self.strip_rows), tuple(self.sampled))
+        likeness = run_likeness(problem, names, any_size=False)
+        key = ("run", likeness, cuts, tiling, self.tiling.num_panels, self.tiling.num_stores, heights, tuple(self.policies), self.rates)
+        return replace(problem.remembered(key, lambda: self._run(names, cuts, forward_flops, flops)), names=names)
+
+    def _run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> SampledRun:
         problem = self.tiling.problem
         strip_rows = self.tiling.heights_of(names, self.strip_rows)
         sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in self.sampled]
@@ -287,27 +296,38 @@ class RunSampler:
             return shares
         # Values whose rows come and go alike are counted as one.
         row_bytes = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)).astype(np.int64)
-        begins = first_block_rows(frontier, kept)
+        # Of few values the rows are counted, which runs of other channels have in common, of many their bytes.
+        is_few = len(frontier) <= _FEW_VALUES
+        counted, factors = (np.eye(len(frontier), dtype=np.int64), row_bytes) if is_few else (row_bytes[None], np.ones(1, dtype=np.int64))
+        key = ("rows of states", frontier.shape, frontier.tobytes(), kept.tobytes(), counted.tobytes(), tuple(self.policies))
+        for index, held in self.tiling.problem.remembered(key, lambda: self._held(frontier, kept, counted)).items():
+            if closed[index]:
+                shares[index] = (factors @ held).max() / closed[index]
+        return shares
 
-        def held(states: Iterable[int]) -> int:
+    def _held(self, frontier: Ints, kept: Ints, row_bytes: Ints) -> dict[int, Ints]:
+        """Bytes that are held for states at some moments of a walk, [..., moment], by index of the policy; none that take too long.
+
+        Arguments are arrays of [value, state], and the bytes of a row, [..., value].
+        """
+        num_steps, begins = frontier.shape[1] - 1, first_block_rows(frontier, kept)
+        found: dict[int, Ints] = {}
+
+        def held(states: Iterable[int]) -> Ints:
             at = sorted(states)
             below = np.concatenate([np.zeros((len(frontier), 1), dtype=np.int64), frontier[:, at[:-1]]], axis=1)
-            return int((row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0)).sum())
+            rows: Ints = row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0).sum(axis=1)
+            return rows
 
         for index, policy in enumerate(self.policies):
-            if not closed[index]:
-                continue
             if not policy.slots:
                 # The last group may be short, and at an image's end states become small: groups before it may need more.
                 last = (num_steps - 1) // policy.every * policy.every
                 ends = [last - behind * policy.every for behind in range(_NUM_GROUPS)] if policy.every > 1 else []
-                counted = max(held(policy.kept(end)) for end in (num_steps, *ends) if end > 0)
+                found[index] = np.stack([held(policy.kept(end)) for end in (num_steps, *ends) if end > 0], axis=-1)
             elif num_steps <= _MOST_COUNTED_STEPS and policy.num_restored(num_steps) <= MOST_RESTORED * num_steps:
-                counted = int(alive_at(policy, row_bytes, frontier, begins).max())
-            else:
-                continue
-            shares[index] = counted / closed[index]
-        return shares
+                found[index] = alive_at(policy, row_bytes, frontier, begins)
+        return found
 
     def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
         """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice.

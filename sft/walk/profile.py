@@ -217,11 +217,11 @@ def _alive_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> In
 
 
 def alive_at(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: Ints) -> Ints:
-    """Bytes in the store before each action of the backward walk.
+    """Bytes in the store before each action of the backward walk, [..., action].
 
     Args:
         checkpoints: which states are held.
-        row_bytes: of a row of each value.
+        row_bytes: of a row of each value, [..., value].
         frontier: rows that are there at each state, [value, state].
         begins: what :func:`first_block_rows` finds.
     """
@@ -230,9 +230,9 @@ def alive_at(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: 
         row_bytes @ (frontier[:, state] - np.maximum(begins[:, state], frontier[:, below])).clip(0)
         for below, state in zip(_chunks(belows), _chunks(above), strict=True)
     ]
-    change = np.zeros(num_actions + 1, dtype=np.int64)
-    np.add.at(change, at, sign * np.concatenate(sizes))
-    found: Ints = np.cumsum(change)[:-1]
+    change = np.zeros((*row_bytes.shape[:-1], num_actions + 1), dtype=np.int64)
+    np.add.at(change.T, at, (sign * np.concatenate(sizes, axis=-1)).T)
+    found: Ints = np.cumsum(change, axis=-1)[..., :-1]
     return found
 
 

@@ -2,15 +2,13 @@
 
 Between multiples of the run's stride a steady strip's live bytes at each instruction are affine in its height. Their maximum is convex, so
 interpolating between sampled heights errs on the safe side. A strip is lowered once for images of all sizes that have it
-(``sft.plan.outline``). The bytes of the states have a closed form. Value ``v`` carries ``c`` rows and
-gains ``n`` a strip; one state in ``k`` kept holds ``min(c, k n)`` rows that the one before does not, and a group of ``k`` strips has
-``(k - 1) min(c, n)`` more of its own. That takes all strips for those of the middle. At a sampled height the rows are counted state by
+(``sft.plan.outline``). The bytes of the states have a closed form (``sft.plan.states``); at a sampled height the rows are counted state by
 state, and what the closed form is off by there is interpolated, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,55 +18,31 @@ import numpy.typing as npt
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import Schedule
-from sft.analysis.tile import TileSchedule, tile_lengths_at
+from sft.analysis.tile import tile_lengths_at
 from sft.lower.step import emit_strip
 from sft.plan.build import build_region
 from sft.plan.likeness import run_likeness
 from sft.plan.outline import Extents, StripOutline
 from sft.plan.problem import Problem
 from sft.plan.rates import Rates
+from sft.plan.states import alike, closed_rows, state_shares
 from sft.plan.tiling import Tiling
 from sft.sources.readahead import reader_bytes
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.layout import Walk
-from sft.walk.profile import alive_at, first_block_rows
 from sft.walk.segments import TiledSegment
 
-__all__ = ["MOST_RESTORED", "Floats", "RunSampler", "SampledRun", "TiledPart", "halo_shares"]
+__all__ = ["Floats", "RunSampler", "SampledRun", "TiledPart", "halo_shares"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 #: At how many cuts, about, it is counted what tiles compute twice.
 _NUM_HALO_SAMPLES = 8
-#: States are counted where all have no more values than this; where they are held in slots, where there are no more strips than this.
-_MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**17, 512
-#: So many values' rows are counted one by one.
-_FEW_VALUES = 4
-#: Groups of strips that are looked at, from the last one on.
-_NUM_GROUPS = 4
 #: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
 _LEAST_ALIKE = 8
 #: Of an outline besides its operators, in operators.
 _WEIGHT_OF_OUTLINE = 16
-#: A strip restored more often than this, on average, is no plan that anybody wants.
-MOST_RESTORED = 6.0
-
-
-def _alike(schedule: Schedule | TileSchedule, names: Sequence[str]) -> tuple[Ints, Ints, Ints]:
-    """Frontiers and first rows kept, [row, state], of values that differ in them, and for each value which row is its own."""
-    places: dict[tuple[int, int], int] = {}
-    pairs: list[tuple[Ints, Ints]] = []
-    place_of = np.empty(len(names), dtype=np.int64)
-    for number, name in enumerate(names):
-        pair = schedule.frontier[name], schedule.kept[name]
-        place = place_of[number] = places.setdefault((id(pair[0]), id(pair[1])), len(pairs))
-        if place == len(pairs):
-            pairs.append(pair)
-    if not pairs:
-        nothing = np.zeros((0, schedule.num_steps + 1), dtype=np.int64)
-        return nothing, nothing, place_of
-    return np.stack([front for front, _ in pairs]), np.stack([low for _, low in pairs]), place_of
 
 
 def halo_shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
@@ -187,7 +161,7 @@ class RunSampler:
         row_bytes = np.asarray(sampled[0]["row_bytes"], dtype=np.float64)
         places = np.asarray(sampled[0]["places"])
         num_steps = np.ceil(problem.run_height(names) / wanted) + spread("extra_steps")
-        rows = self._closed_rows(carried, gained, num_steps)
+        rows = closed_rows(self.policies, carried, gained, num_steps, training=problem.training)
         held = row_bytes[:, None, None] * rows * spread("state_share").T * self.tiling.num_stores
         # A prefix carries the values before its cut, except the one that crosses it.
         inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
@@ -204,16 +178,6 @@ class RunSampler:
             restored_share=np.array([[policy.num_restored(int(n)) / n for policy in self.policies] for n in num_steps]),
         )
 
-    def _closed_rows(self, carried: Floats, gained: Floats, num_steps: Floats) -> Floats:
-        """Rows of values that are held for states, if all strips were as those of the middle, [value, height, policy]."""
-        every = np.minimum(np.array([policy.every for policy in self.policies], dtype=np.float64), num_steps[:, None])  # [height, policy]
-        slots = np.array([policy.slots for policy in self.policies])
-        spaced = np.minimum(carried[..., None], gained[..., None] * every)
-        inner = np.minimum(carried, gained)[..., None] * (every - 1)
-        rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
-        found: Floats = np.where(slots > 0, carried[..., None] * (slots + 1), rows)
-        return found if self.tiling.problem.training else np.broadcast_to(carried[..., None] * 2, rows.shape)
-
     def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.tiling.problem
         choice = replace(self.tiling.choice(names, 1), nodes=(), restart=False)
@@ -229,7 +193,7 @@ class RunSampler:
         walk = Walk(segment.chunks[0], len(segment.panels) // 2)
         own = [name for name in names if name in problem.phases.streamed]
         row_bytes = np.array([segment.row_bytes(name, walk) for name in own], dtype=np.int64)
-        frontier, kept, place_of = _alike(schedule, own)
+        frontier, kept, place_of = alike(schedule, own)
         held = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)) @ (frontier[:, 1:] - kept[:, :-1])
         index = int(held.argmax()) if self.tiling.halo == "carry" else schedule.num_steps // 2
         place = {name: i for i, name in enumerate(names)}
@@ -252,7 +216,7 @@ class RunSampler:
             "places": places,
             "carried": carried,
             "gained": gained,
-            "state_share": self._state_share(frontier, kept, place_of, row_bytes, carried, gained),
+            "state_share": state_shares(problem, self.policies, (frontier, kept, place_of), row_bytes, carried, gained),
             "extra_steps": 0 if self.tiling.halo == "recompute" else schedule.num_steps - least,
             "peak": outline.peaks(extents) + incoming,
             "overhead": passes * outline.overheads(extents, self.rates),
@@ -286,48 +250,6 @@ class RunSampler:
         likeness, exchanged = run_likeness(problem, scope.names, any_size=True), tuple(sorted(segment.to_host))
         key = ("outline", likeness, exchanged, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
         return problem.shared_by_sizes(key, outlined, weight=_WEIGHT_OF_OUTLINE + len(scope.names)), extents
-
-    def _state_share(self, frontier: Ints, kept: Ints, place_of: Ints, row_bytes: Ints, carried: Ints, gained: Ints) -> Floats:
-        """Bytes of the states as a walk back counts them, of those of the closed form, [policy]; ones where counting takes too long."""
-        num_steps, shares = frontier.shape[1] - 1, np.ones(len(self.policies))
-        rows = self._closed_rows(carried[:, None].astype(np.float64), gained[:, None].astype(np.float64), np.array([float(num_steps)]))
-        closed = row_bytes @ rows[:, 0, :]
-        if not self.tiling.problem.training or not len(place_of) or len(place_of) * num_steps > _MOST_COUNTED_VALUES:
-            return shares
-        # Values whose rows come and go alike are counted as one.
-        row_bytes = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)).astype(np.int64)
-        # Of few values the rows are counted, which runs of other channels have in common, of many their bytes.
-        is_few = len(frontier) <= _FEW_VALUES
-        counted, factors = (np.eye(len(frontier), dtype=np.int64), row_bytes) if is_few else (row_bytes[None], np.ones(1, dtype=np.int64))
-        key = ("rows of states", frontier.shape, frontier.tobytes(), kept.tobytes(), counted.tobytes(), tuple(self.policies))
-        for index, held in self.tiling.problem.remembered(key, lambda: self._held(frontier, kept, counted)).items():
-            if closed[index]:
-                shares[index] = (factors @ held).max() / closed[index]
-        return shares
-
-    def _held(self, frontier: Ints, kept: Ints, row_bytes: Ints) -> dict[int, Ints]:
-        """Bytes that are held for states at some moments of a walk, [..., moment], by index of the policy; none that take too long.
-
-        Arguments are arrays of [value, state], and the bytes of a row, [..., value].
-        """
-        num_steps, begins = frontier.shape[1] - 1, first_block_rows(frontier, kept)
-        found: dict[int, Ints] = {}
-
-        def held(states: Iterable[int]) -> Ints:
-            at = sorted(states)
-            below = np.concatenate([np.zeros((len(frontier), 1), dtype=np.int64), frontier[:, at[:-1]]], axis=1)
-            rows: Ints = row_bytes @ (frontier[:, at] - np.maximum(begins[:, at], below)).clip(0).sum(axis=1)
-            return rows
-
-        for index, policy in enumerate(self.policies):
-            if not policy.slots:
-                # The last group may be short, and at an image's end states become small: groups before it may need more.
-                last = (num_steps - 1) // policy.every * policy.every
-                ends = [last - behind * policy.every for behind in range(_NUM_GROUPS)] if policy.every > 1 else []
-                found[index] = np.stack([held(policy.kept(end)) for end in (num_steps, *ends) if end > 0], axis=-1)
-            elif num_steps <= _MOST_COUNTED_STEPS and policy.num_restored(num_steps) <= MOST_RESTORED * num_steps:
-                found[index] = alive_at(policy, row_bytes, frontier, begins)
-        return found
 
     def _with_halos(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: Sequence[int], flops: Mapping[str, int]) -> Floats:
         """FLOPs of the operators before each cut at each height, [cut, height], with what tiles in the middle compute twice.

@@ -32,7 +32,8 @@ from sft.plan.problem import Problem
 from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
 from sft.plan.reads import source_bytes
-from sft.plan.sampling import MOST_RESTORED, Floats, RunSampler, SampledRun, TiledPart, halo_shares
+from sft.plan.sampling import Floats, RunSampler, SampledRun, TiledPart, halo_shares
+from sft.plan.states import MOST_RESTORED
 from sft.plan.tiling import Tiling
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints

@@ -27,6 +27,7 @@ from sft.analysis.deterministic import any_algorithm
 from sft.analysis.exported import guards_of, module_path_of
 from sft.analysis.functional import FunctionalProgram, functional
 from sft.analysis.gradmodes import grad_modes_followed
+from sft.analysis.gridshapes import grid_samples_by_shape
 from sft.analysis.intricate import intricate_sizes_refused
 from sft.analysis.leftovers import nothing_left
 from sft.analysis.likelihoods import variances_as_they_are
@@ -152,7 +153,7 @@ def _exported(
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
     limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
-    around = (composites_cast(device), norms_by_shape(), any_algorithm())
+    around = (composites_cast(device), norms_by_shape(), grid_samples_by_shape(), any_algorithm())
     with contextlib.ExitStack() as stack:
         stack.enter_context(nothing_left(model))  # an attempt must not find what one before it has left
         stack.enter_context(on_whole_parameters(model, mode))

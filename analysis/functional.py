@@ -127,7 +127,7 @@ _COMPOSITES = frozenset(
         *("linear.default", "matmul.default", "softmax.int", "log_softmax.int", "selu.default", "square.default"),
         *("pad.default", "var.dim", "var_mean.dim", "std.dim", "std_mean.dim", "cosine_similarity.default"),
         *("prelu.default", "relu6.default", "log_sigmoid.default", "scaled_dot_product_attention.default"),
-        *("cross_entropy_loss.default", "kl_div.default", "l1_loss.default", "nll_loss_nd.default"),
+        *("cross_entropy_loss.default", "grid_sampler.default", "kl_div.default", "l1_loss.default", "nll_loss_nd.default"),
         *("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec"),
         *("_upsample_nearest_exact1d.vec", "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d.vec"),
         *("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec", "upsample_bicubic2d.vec"),

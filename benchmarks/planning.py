@@ -3,8 +3,8 @@
 The model lives on the meta device, so nothing is allocated. Timed are a first plan (capture, analysis and solving), a
 second and a third size of the same compiled object (the analysis is done once per model; a size only evaluates it), and VGG-16 at
 100,000 x 100,000 px, where the answer is a plan or the smallest budget that works. Batch norms that train end runs of strips: deep networks
-have hundreds. ResNet-50 is for comparison: images of ordinary size, a budget in which plain PyTorch fits. Each network plans in a process of
-its own; torchvision's are left out, and named, where torchvision is not installed (it is in the ``zoo`` extra).
+have hundreds. ResNet-50 is for comparison: images of ordinary size, a budget in which plain PyTorch fits. Each network plans in a process
+of its own; torchvision's are left out, and named, where torchvision is not installed (it is in the ``zoo`` extra).
 """
 
 from __future__ import annotations

@@ -26,6 +26,11 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import sft
 
+#: Strip heights that a table's cell lists.
+_MOST_LISTED = 3
+#: Segments of a plan that is written down in words.
+_MOST_EXPLAINED = 24
+
 __all__ = ["METHODS", "MODELS", "Built", "Case", "PlanNumbers", "build", "describe_plan", "load_models", "prepare"]
 
 MODELS = ("vgg16", "darknet19", "resnet18")
@@ -103,13 +108,16 @@ class PlanNumbers:
     plain_flops: int
     segments: tuple[SegmentNumbers, ...]
     explained: str
-    """The text of `plan.explain()`."""
+    """The text of `plan.explain()`; nothing where there are many segments, a dozen lines each."""
 
     @property
     def strips(self) -> str:
-        """Strip heights and how often a state is kept, for a table's cell: `64 rows, k=2`."""
-        tiled = {(s.strip_rows, s.state_every) for s in self.segments if s.num_steps > 1}
-        return "; ".join(f"{rows} rows, k={every}" for rows, every in sorted(tiled)) or "whole"
+        """Strip heights and how often a state is kept, for a table's cell: `64 rows, k=2`; of many segments the lowest and the highest."""
+        tiled = sorted({(s.strip_rows, s.state_every) for s in self.segments if s.num_steps > 1})
+        if len(tiled) > _MOST_LISTED:
+            kept = sorted({every for _, every in tiled})
+            return f"{tiled[0][0]} to {tiled[-1][0]} rows, k={', '.join(map(str, kept))}"
+        return "; ".join(f"{rows} rows, k={every}" for rows, every in tiled) or "whole"
 
 
 def load_models() -> ModuleType:
@@ -189,7 +197,7 @@ def describe_plan(plan: sft.Plan) -> PlanNumbers:
             SegmentNumbers(mode=str(s.mode), num_steps=s.num_steps, strip_rows=s.strip_rows, state_every=s.state_every)
             for s in plan.segments
         ),
-        explained=str(plan.explain()),
+        explained=str(plan.explain()) if len(plan.segments) <= _MOST_EXPLAINED else "",
     )
 
 

@@ -6,15 +6,13 @@ result has the image's channels and the grid's extents.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
-from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import FakeTensor
+
+from sft.analysis.byshape import Formula, instead_of
 
 __all__ = ["grid_samples_by_shape"]
 
@@ -23,14 +21,12 @@ _ARGUMENTS = ("a", "grid", "interpolation_mode", "padding_mode", "align_corners"
 _MODES = (0, 1, 2)
 
 
-@contextmanager
-def grid_samples_by_shape() -> Iterator[None]:
+def grid_samples_by_shape() -> AbstractContextManager[None]:
     """A context in which fake tensors are not sampled; all as ever where this torch has another formula."""
-    formula = getattr(decompositions, _FORMULA, None)
-    if formula is None or tuple(inspect.signature(formula).parameters) != _ARGUMENTS:
-        yield
-        return
+    return instead_of(_FORMULA, _ARGUMENTS, _result_of)
 
+
+def _result_of(formula: Formula) -> Formula:
     def result(
         a: Tensor,
         grid: Tensor,
@@ -45,5 +41,4 @@ def grid_samples_by_shape() -> Iterator[None]:
             return found
         return torch.empty((*a.shape[:2], *grid.shape[1:3]), dtype=a.dtype, device=a.device)
 
-    with mock.patch.object(decompositions, _FORMULA, result):
-        yield
+    return result

@@ -6,16 +6,14 @@ tensors with symbolic sizes, which is a third of what capturing a ResNet takes. 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._decomp import decompositions
 from torch._subclasses.fake_tensor import FakeTensor
+
+from sft.analysis.byshape import Formula, instead_of
 
 __all__ = ["norms_by_shape"]
 
@@ -23,14 +21,12 @@ _FORMULA = "native_batch_norm_helper"
 _ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "functional")
 
 
-@contextmanager
-def norms_by_shape() -> Iterator[None]:
+def norms_by_shape() -> AbstractContextManager[None]:
     """A context in which batch norms on fake tensors are not computed; all as ever where this torch has another formula."""
-    formula = getattr(decompositions, _FORMULA, None)
-    if formula is None or tuple(inspect.signature(formula).parameters) != _ARGUMENTS:
-        yield
-        return
+    return instead_of(_FORMULA, _ARGUMENTS, _result_of)
 
+
+def _result_of(formula: Formula) -> Formula:
     def result(
         input: Tensor,
         weight: Tensor | None,
@@ -53,8 +49,7 @@ def norms_by_shape() -> Iterator[None]:
             running_var.copy_(running_var)
         return _like(input), mean, invstd, running_mean, running_var
 
-    with mock.patch.object(decompositions, _FORMULA, result):
-        yield
+    return result
 
 
 def _like(value: Tensor) -> Tensor:

@@ -393,13 +393,13 @@ def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.Monk
     """Each of a network's norms was traced anew, and at each lowering, which took most of the time where there are hundreds."""
     traces = import_module("sft.lower.traces")
     calls: list[Any] = []
-    make = traces._traced
+    make = traces._trace
 
-    def counted(*arguments: Any) -> Any:
+    def counted(*arguments: Any, **keywords: Any) -> Any:
         calls.append(arguments)
-        return make(*arguments)
+        return make(*arguments, **keywords)
 
-    monkeypatch.setattr(traces, "_traced", counted)
+    monkeypatch.setattr(traces, "_trace", counted)
 
     def num_traces(num_blocks: int) -> int:
         calls.clear()

@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from sft.analysis.interval import Interval
 from sft.analysis.schedule import Schedule
@@ -24,6 +28,8 @@ from sft.lower.program import Port, Program, Slot
 from sft.lower.step import StepLowering, StripKind, hand_to_backend
 
 __all__ = ["StripPrograms"]
+
+Ints = npt.NDArray[np.int64]
 
 #: The parts of an operator in one pass have fewer slots than this.
 _SLOTS = 1 << 20
@@ -147,7 +153,6 @@ class StripPrograms:
         inside = frozenset(scope.names)
         self._operators = [self._operator(name, inside) for name in scope.names]
         self._place = {name: place for place, name in enumerate((*scope.names, *scope.sources))}
-        self._readers = {name: [user for user in scope.names if name in scope.graph[user].operands] for name in scope.sources}
         self._ports: dict[Port, int] = {}
         self._rows: dict[str, dict[Hashable, _Rows]] = {name: {} for name in schedule.names}
         #: what is remembered by number: what operators do, buffers with the place of their first row, and gradients
@@ -281,16 +286,15 @@ class StripPrograms:
 
     def _read(self, index: int) -> dict[str, Interval]:
         """The rows of each source that a step reads."""
-        found: dict[str, Interval] = {}
-        for name, readers in self._readers.items():
-            span = Interval(0, 0)
-            for reader in readers:
-                if self.scope.has_columns(reader):
-                    reads = self.schedule.node_rows(reader, index).reads
-                    for read in reads:
-                        if read.operand == name:
-                            span = span.hull(read.rows)
-            found[name] = span
+        return {name: Interval(int(start[index]), int(stop[index])) for name, (start, stop) in self._rows_read.items()}
+
+    @cached_property
+    def _rows_read(self) -> dict[str, tuple[Ints, Ints]]:
+        """The same for all steps."""
+        scope, found = self.scope, {}
+        for name in scope.sources:
+            readers = [user for user in scope.names if name in scope.graph[user].operands and scope.has_columns(user)]
+            found[name] = self.schedule.rows_read(name, readers)
         return found
 
     # -- new parts ----------------------------------------------------------------------------------------------------

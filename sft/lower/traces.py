@@ -10,24 +10,22 @@ only wants the forward drops the ones that nobody reads.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sft.analysis.attributes import told_apart
 from sft.analysis.graph import map_refs
 from sft.analysis.quiet import plain_autograd
 from sft.errors import InternalError
-from sft.lower.functions import FUNCTIONS
+from sft.lower.functions import BY_SHAPE, FUNCTIONS
 from sft.lower.program import DEVICE
+from sft.lower.recording import Recorded, Recording, record
 
 __all__ = ["TINY", "Call", "Exactly", "Placed", "Result", "Trace", "resolve_target", "trace_pointwise", "trace_whole"]
 
@@ -36,6 +34,8 @@ aten = torch.ops.aten
 TINY = (2, 3, 4, 5)
 #: Reshapes that trust the layout of the tensor they were traced with; ours may have another.
 _VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+#: Calls whose result is their operand.
+_SAME = frozenset({aten.detach.default, aten.alias.default})
 
 
 def _in_own_bytes(overload: Any) -> Callable[..., torch.Tensor]:
@@ -105,10 +105,12 @@ def _trace(
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     needs_grad: Sequence[bool],
+    *,
+    by_shape: bool = False,
 ) -> Trace:
     # The caller's modes may be on, and a trace is kept for later calls.
     with torch.inference_mode(False), plain_autograd(), _for_gpus():
-        return _traced(function, shapes, dtypes, needs_grad)
+        return _Numbering(record(function, shapes, dtypes, needs_grad, by_shape=by_shape)).trace()
 
 
 @contextmanager
@@ -130,111 +132,106 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _traced(
-    function: Callable[..., torch.Tensor],
-    shapes: Sequence[tuple[int, ...]],
-    dtypes: Sequence[torch.dtype],
-    needs_grad: Sequence[bool],
-) -> Trace:
-    needs_grad = [need and (dtype.is_floating_point or dtype.is_complex) for need, dtype in zip(needs_grad, dtypes, strict=True)]
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        inputs = [torch.empty(s, dtype=d, device="cpu").requires_grad_(n) for s, d, n in zip(shapes, dtypes, needs_grad, strict=True)]
-        with torch.no_grad():
-            sample = function(*inputs)
+class _Numbering:
+    """Turns what was recorded into a trace: tensors become numbers, and calls that nobody needs are left out."""
 
-    def joint(*args: torch.Tensor) -> list[torch.Tensor | None]:
-        *values, grad = args
-        leaves = [value.detach().requires_grad_(need) for value, need in zip(values, needs_grad, strict=True)]
-        with torch.enable_grad():
-            out = function(*leaves)
-        wanted = [leaf for leaf, need in zip(leaves, needs_grad, strict=True) if need]
-        # Whole numbers have no gradient, and what is cut off from its operands has none either.
-        is_attached = bool(wanted) and out.requires_grad
-        grads = iter(torch.autograd.grad(out, wanted, grad, allow_unused=True) if is_attached else [None] * len(wanted))
-        return [out.detach(), *(next(grads) if need else None for need in needs_grad)]
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._index: dict[int, int] = {}  # the number of each tensor, by its identity: the recording keeps all of them alive
+        self._roots: list[int] = []  # of each number the one whose storage it shares
+        for tensor in (*recording.inputs, recording.grad):
+            self._new(tensor, None)
 
-    with mode:
-        grad = torch.empty_like(sample)
-        traced = make_fx(joint)(*(value.detach() for value in inputs), grad)
-    return _flatten(traced, len(inputs))
+    def trace(self) -> Trace:
+        """The trace."""
+        recording, num_inputs = self._recording, len(self._recording.inputs)
+        calls = [call for recorded in recording.calls if (call := self._call(recorded)) is not None]
+        result = self._index.get(id(recording.output))
+        if result is None:
+            raise InternalError("an operator returns a tensor that none of its calls made")
+        gradients = tuple(None if gradient is None else self._index[id(gradient)] for gradient in recording.gradients)
+        forward: list[Call] = []
+        backward: list[Call] = []
+        from_grad = {num_inputs}
+        for call in _needed(calls, {result, *(gradient for gradient in gradients if gradient is not None)}):
+            if from_grad.isdisjoint(_reads(call)):
+                forward.append(call)
+            else:
+                from_grad.update(made.index for made in call.results if made is not None)
+                backward.append(call)
+        return Trace(tuple(forward), tuple(backward), num_inputs, result, gradients)
 
+    def _new(self, tensor: torch.Tensor, shared: int | None) -> int:
+        number = self._index[id(tensor)] = len(self._roots)
+        self._roots.append(number if shared is None else shared)
+        return number
 
-def _flatten(module: torch.fx.GraphModule, num_inputs: int) -> Trace:
-    index: dict[torch.fx.Node, int] = {}
-    alias: dict[torch.fx.Node, torch.fx.Node] = {}
-    roots: dict[int, int] = {}  # value -> the one whose storage it shares
-    from_grad: set[int] = set()
-    forward: list[Call] = []
-    backward: list[Call] = []
-    result: list[Any] = []
-    placeholders = 0
+    def _call(self, recorded: Recorded) -> Call | None:
+        """A call; ``None`` where its result is its operand."""
+        target = recorded.function
+        arguments = tuple(map(self._converted, recorded.arguments))
+        if target in _SAME:
+            self._index[id(recorded.made)] = arguments[0].index
+            return None
+        keywords = tuple((key, self._converted(item)) for key, item in recorded.keywords.items())
+        if target in _VIEWS and not _only_splits(recorded.given_shape, recorded.made_shapes[0]):
+            target = aten._reshape_copy.default
+        storages = {} if target is aten._reshape_copy.default else self._storages(recorded)
+        results: list[Result | None] = []
+        for position, (tensor, shape) in enumerate(zip(recorded.listed, recorded.made_shapes, strict=True)):
+            if tensor is None:
+                results.append(None)
+                continue
+            if (target, position) in _ONE_MORE:
+                shape = (shape[0] + 1,)
+            shared = storages.get(tensor.untyped_storage()._cdata)
+            results.append(Result(self._new(tensor, shared), shape, tensor.dtype, shared))
+        target, has_many = _ROOMY.get(target, target), recorded.has_many
+        if has_many and len(results) == 1:  # a list of one tensor, as of `unbind`
+            target, has_many = _only(target), False
+        return Call(target, arguments, keywords, tuple(results), has_many)
 
-    def convert(value: Any) -> Any:
-        if isinstance(value, torch.fx.Node):
-            return Placed(index[alias.get(value, value)])
+    def _storages(self, recorded: Recorded) -> dict[int, int]:
+        """The values that own the storages of a call's operands, by storage."""
+        given = _tensors((*recorded.arguments, *recorded.keywords.values()))
+        return {tensor.untyped_storage()._cdata: self._roots[self._index[id(tensor)]] for tensor in given}
+
+    def _converted(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            number = self._index.get(id(value))
+            if number is None:
+                raise InternalError("an operator reads a tensor that is neither its operand nor made by one of its calls")
+            return Placed(number)
         if isinstance(value, (list, tuple)):
-            return tuple(convert(item) for item in value)
+            return tuple(map(self._converted, value))
         return DEVICE if isinstance(value, torch.device) else value
 
-    def root_in(node: torch.fx.Node, storage: int) -> int | None:
-        """The value whose storage a result shares with one of the call's arguments."""
-        for argument in node.all_input_nodes:
-            found = alias.get(argument, argument)
-            value = found.meta["val"]
-            if isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage:
-                return roots[index[found]]
-        return None
 
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            index[node] = placeholders
-            roots[placeholders] = placeholders
-            if placeholders == num_inputs:
-                from_grad.add(placeholders)
-            placeholders += 1
-        elif node.op == "output":
-            # A call may have no such result: the gradient of an operand that needs none.
-            result = [None if item is None else index.get(alias.get(item, item)) for item in node.args[0]]
-        elif node.op == "call_function":
-            if node.target in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
-                alias[node] = alias.get(node.args[0], node.args[0])
-                continue
-            if node.target is operator.getitem:
-                continue  # numbered with the call that it belongs to
-            value, target = node.meta.get("val"), node.target  # a check, as of a matrix for being singular, returns nothing
-            if target in _VIEWS and not _only_splits(node.args[0].meta["val"].shape, value.shape):
-                target = aten._reshape_copy.default
-            target = _ROOMY.get(target, target)
-            has_many = isinstance(value, (tuple, list))
-            made = {user.args[1]: user for user in node.users} if has_many else {0: node}
-            results: list[Result | None] = []
-            for position, tensor in enumerate(value if has_many else () if value is None else (value,)):
-                if position not in made or tensor is None:
-                    results.append(None)
-                    continue
-                number = len(index)
-                index[made[position]] = number
-                storage = tensor.untyped_storage()._cdata
-                shared = None if target is aten._reshape_copy.default else root_in(node, storage)
-                roots[number] = number if shared is None else shared
-                shape = tuple(tensor.shape)
-                if (node.target, position) in _ONE_MORE:
-                    shape = (shape[0] + 1,)
-                results.append(Result(number, shape, tensor.dtype, shared))
-            arguments = tuple(convert(arg) for arg in node.args)
-            keywords = tuple((key, convert(item)) for key, item in node.kwargs.items())
-            if len(results) == 1:  # a list of one tensor, as of `unbind`
-                target, has_many = _only(target) if has_many else target, False
-            call = Call(target, arguments, keywords, tuple(results), has_many)
-            reads = {v.index for v in _values((*arguments, *(item for _, item in keywords)))}
-            if reads & from_grad:
-                from_grad.update(r.index for r in results if r is not None)
-                backward.append(call)
-            else:
-                forward.append(call)
-        else:
-            raise InternalError(f"the trace of an operator holds a {node.op} node: {node}")
-    return Trace(tuple(forward), tuple(backward), num_inputs, result[0], tuple(result[1:]))
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
+    """The calls that make what is wanted, that write into their operands, or make nothing: these are checks.
+
+    Of calls that make several tensors those are left out that nobody wants.
+    """
+    kept = []
+    for call in reversed(calls):
+        made = [result is not None and result.index in wanted for result in call.results]
+        if any(made) or not made or (isinstance(call.function, torch._ops.OpOverload) and call.function._schema.is_mutable):
+            results = tuple(r if is_wanted else None for r, is_wanted in zip(call.results, made, strict=True))
+            kept.append(replace(call, results=results) if call.has_many else call)
+            wanted.update(_reads(call))
+    return kept[::-1]
+
+
+def _reads(call: Call) -> set[int]:
+    return {value.index for value in _values((*call.arguments, *(item for _, item in call.keywords)))}
 
 
 @lru_cache(maxsize=32)
@@ -328,4 +325,4 @@ def trace_whole(
         out: torch.Tensor = made if result is None and isinstance(made, torch.Tensor) else made[result or 0]
         return out
 
-    return _trace(function, shapes, dtypes, needs_grad)
+    return _trace(function, shapes, dtypes, needs_grad, by_shape=target in BY_SHAPE)

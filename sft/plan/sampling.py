@@ -25,7 +25,7 @@ from sft.plan.likeness import run_likeness
 from sft.plan.outline import Extents, StripOutline
 from sft.plan.problem import Problem
 from sft.plan.rates import Rates
-from sft.plan.states import alike, closed_rows, state_shares
+from sft.plan.states import alike, closed_rows, num_restored, state_shares
 from sft.plan.tiling import Tiling
 from sft.sources.readahead import reader_bytes
 from sft.walk.checkpoints import Checkpoints
@@ -41,6 +41,8 @@ Ints = npt.NDArray[np.int64]
 _NUM_HALO_SAMPLES = 8
 #: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
 _LEAST_ALIKE = 8
+#: Of runs of so few operators three heights are lowered, the middle one this: few operators peak one behind the other as strips grow.
+_FEW_OPERATORS, _MIDDLE_OF_FEW = 8, 2
 #: Of an outline besides its operators, in operators.
 _WEIGHT_OF_OUTLINE = 16
 
@@ -146,9 +148,11 @@ class RunSampler:
 
     def _run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> SampledRun:
         problem = self.tiling.problem
-        strip_rows = self.tiling.heights_of(names, self.strip_rows)
-        sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in self.sampled]
-        at = np.array([strip_rows[index] for index in self.sampled], dtype=np.float64)
+        strip_rows, indices = self.tiling.heights_of(names, self.strip_rows), self.sampled
+        if len(names) <= _FEW_OPERATORS:
+            indices = sorted({indices[0], *indices[_MIDDLE_OF_FEW : _MIDDLE_OF_FEW + 1], *indices[-2:]})
+        sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in indices]
+        at = np.array([strip_rows[index] for index in indices], dtype=np.float64)
         wanted = np.array(strip_rows, dtype=np.float64)
 
         def spread(key: str) -> Floats:
@@ -175,7 +179,7 @@ class RunSampler:
             forward_flops=self._with_halos(names, cuts, strip_rows, forward_flops),
             flops=self._with_halos(names, cuts, strip_rows, flops),
             states=states,
-            restored_share=np.array([[policy.num_restored(int(n)) / n for policy in self.policies] for n in num_steps]),
+            restored_share=np.stack([num_restored(tuple(self.policies), int(n)) / n for n in num_steps]),
         )
 
     def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:

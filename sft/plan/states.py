@@ -8,6 +8,7 @@ Counted, state by state, is what a walk back holds.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from sft.plan.problem import Problem
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.profile import alive_at, first_block_rows
 
-__all__ = ["MOST_RESTORED", "alike", "closed_rows", "state_shares"]
+__all__ = ["MOST_RESTORED", "alike", "closed_rows", "num_restored", "state_shares"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -66,6 +67,13 @@ def closed_rows(policies: Sequence[Checkpoints], carried: Floats, gained: Floats
     rows = spaced * np.maximum(0, np.ceil(num_steps[:, None] / every) - 1) + inner
     found: Floats = np.where(slots > 0, carried[..., None] * (slots + 1), rows)
     return found if training else np.broadcast_to(carried[..., None] * 2, rows.shape)
+
+
+# The runs of a network walk images of few heights.
+@lru_cache(maxsize=1024)
+def num_restored(policies: tuple[Checkpoints, ...], num_steps: int) -> Floats:
+    """Of so many strips those that run forward once more to restore states, [policy]."""
+    return np.array([policy.num_restored(num_steps) for policy in policies], dtype=np.float64)
 
 
 def state_shares(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -187,6 +188,7 @@ class Survey:
         grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
         crossings = Crossings(problem, self.tiling, self.strip_rows, streams=self.streams)
         held_behind = held_whole(problem, cut_at)
+        flops_before = [0, *accumulate(whole.flops[name] for name in order)]
         for p, ((last, index), crossed) in enumerate(zip(self.positions, crossings.until(cut_at), strict=True)):
             for i in range(num_done, last):
                 before = before.and_run(self._tiled(runs[i], len(runs[i].cuts) - 1, whole)) if i in runs else before
@@ -207,7 +209,7 @@ class Survey:
             cost = self._with_reading(cost, read_bytes)
             self.peak_bytes[p], self.cost[p] = np.maximum(peak, head), cost
             self.head_peak_bytes[p], self.head_bytes[p] = head, held
-            self.head_cost[p] = cost - whole.overhead[p] - sum(whole.flops[name] for name in order[cut_at[p] :])
+            self.head_cost[p] = cost - whole.overhead[p] - (self.plain_flops - flops_before[cut_at[p]])
         self.least_cost = float(self.cost[-1, :, 0].min())
 
     def _tiled(self, run: SampledRun, cut: int, whole: _Whole) -> TiledPart:

@@ -75,7 +75,7 @@ def reading_order(segment: TiledLayout, direction: Direction, walk: Walk, skippe
 
 
 class _Reads(dict[tuple[StripKind, int], bool]):
-    """Whether strips of a kind read an input; strips of one signature share their program, so each is asked once."""
+    """Whether strips of a kind have the port of an input; strips of one signature share their program, so each is asked once."""
 
     def __init__(self, segment: TiledLayout, walk: Walk, port: Port) -> None:
         super().__init__()
@@ -127,9 +127,10 @@ def strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, w
         walk: the walk.
     """
     total = np.zeros(len(steps), dtype=np.int64)
+    kinds = segment.schedule.kinds[1][steps].tolist()
     for name in sorted(segment.from_source):
         start, stop = _rows_read(segment, walk, name)
-        port = Port(role, name)
-        is_bound = np.array([port in segment.program(kind, int(step), walk).ports for step in steps], dtype=bool)
+        reads = _Reads(segment, walk, Port(role, name))
+        is_bound = np.array([reads[kind, of_step] for of_step in kinds], dtype=bool)
         total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, walk, gradient=role == "grad_source")
     return total

@@ -10,7 +10,7 @@ from typing import Any
 
 from sft.lower.functions import layouts, losses, products, statistics, windows
 
-__all__ = ["FUNCTIONS"]
+__all__ = ["BY_SHAPE", "FUNCTIONS"]
 
 #: By target.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -55,3 +55,17 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten.slice_scatter.default": layouts.slice_scatter,
     "aten.select_scatter.default": layouts.select_scatter,
 }
+
+#: Of them those that call the same operators on any device. A network has many of them at different numbers of channels.
+BY_SHAPE = frozenset(
+    {
+        "sft.moment_mean",
+        "sft.variance",
+        "sft.root",
+        "sft.scale_shift",
+        "sft.affine",
+        "sft.running_mean",
+        "sft.running_var",
+        "sft.inverse_root",
+    }
+)

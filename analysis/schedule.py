@@ -149,6 +149,30 @@ class Schedule:
                     found += (max(0, min(first, extent)) - held, max(0, min(end, extent)) - held, end - first, max(0, -first))
         return np.array(found, dtype=np.int64).tobytes()
 
+    def outline(self, index: int) -> tuple[bytes, tuple[int, ...]]:
+        """The geometry of one step but for how many rows each value gains, and these numbers.
+
+        Steps of one outline do the same, with more rows or fewer: where rows are held, read and kept is counted from the new ones' ends.
+        """
+        found: list[int] = []
+        gained: list[int] = []
+        for name in self.names:
+            start, stop = self.frontier[name][index : index + 2].tolist()
+            base, keeps = self.kept[name][index : index + 2].tolist()
+            gained.append(stop - start)
+            found += (int(stop > start), start - base, stop - keeps)
+            if name in self.own:
+                found += (self.own[name].start - start, self.own[name].stop - stop)
+            if name in self.phases:
+                found.append(int(self.phases[name][index]))
+            for operand, low, high in self.reads.get(name, ()):
+                first, end, extent = int(low[index]), int(high[index]), self.extents[operand]
+                if end > first:
+                    held, last = int(self.kept[operand][index]), int(self.frontier[operand][index + 1])
+                    clipped = max(0, min(first, extent)), max(0, min(end, extent))
+                    found += (clipped[0] - held, last - clipped[1], max(0, -first), max(0, end - extent))
+        return np.array(found, dtype=np.int64).tobytes(), tuple(gained)
+
     def likeness(self) -> bytes:
         """All of the steps that their cost depends on: equal for walks that compute the same elsewhere in an image."""
         return hashlib.sha256(self._signatures.tobytes()).digest()

@@ -27,7 +27,7 @@ from sft.plan.problem import Problem
 from sft.plan.rates import Rates
 from sft.plan.states import alike, closed_rows, num_restored, state_shares
 from sft.plan.tiling import Tiling
-from sft.sources.readahead import reader_bytes
+from sft.sources.readahead import reader_bytes_at
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.layout import Walk
 from sft.walk.segments import TiledSegment
@@ -237,17 +237,22 @@ class RunSampler:
             extents[COLUMNS] = tuple(len(scope.columns[name].new) for name in values)
         geometry: bytes | None = None
         if isinstance(schedule, Schedule):
-            if index or schedule.strip_rows < self.tiling.problem.run_height(scope.names):
-                geometry = schedule.geometry(index)
-            else:  # all rows of the image, whatever their number
+            if not index and schedule.strip_rows >= self.tiling.problem.run_height(scope.names):  # all rows, whatever their number
                 extents[ROWS] = tuple(int(schedule.frontier[name][1]) for name in values)
+            else:
+                geometry, gained = schedule.outline(index)
+                if min((rows for rows in gained if rows), default=0) >= _LEAST_ALIKE:
+                    by_name = dict(zip(schedule.names, gained, strict=True))
+                    extents[ROWS] = tuple(by_name[name] for name in values)
+                else:
+                    geometry = schedule.geometry(index)
 
         def outlined() -> StripOutline:
             # What runs forward holds less than what runs forward and backward: one of the two tells enough.
             emitter = emit_strip(scope, segment.step(index), "joint" if differentiated else "forward")
             return StripOutline(emitter, scope, extents, place, cuts)
 
-        narrowest = min((extent for known in extents.values() for extent in known), default=_LEAST_ALIKE)
+        narrowest = min((extent for known in extents.values() for extent in known if extent), default=_LEAST_ALIKE)
         if not isinstance(schedule, Schedule) or narrowest < _LEAST_ALIKE:
             return outlined(), extents
         problem = self.tiling.problem
@@ -284,8 +289,8 @@ class RunSampler:
         """Bytes that reading adds while a strip of the operators before each cut runs."""
         problem, total = self.tiling.problem, np.zeros(len(cuts), dtype=np.int64)
         for name in sorted(segment.from_source):
-            strips = [Interval(int(a), int(b)) for a, b in zip(*segment.schedule.rows_read(name, names), strict=True)]
-            count, strip_bytes, carry_bytes = reader_bytes(strips, segment.source_row_bytes(name, walk))
+            start, stop = segment.schedule.rows_read(name, names)
+            count, strip_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, walk))
             size = count * strip_bytes + carry_bytes if problem.on_host else strip_bytes
             size += strip_bytes if name in problem.requires_grad else 0
             first = next(i for i, reader in enumerate(names) if name in problem.graph[reader].operands)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -17,12 +16,13 @@ from torch import Tensor
 from sft.analysis.interval import Interval
 from sft.sources.source import Source
 
-__all__ = ["Bytes", "Failure", "Shared", "allocate_bytes", "read_all", "reader_bytes", "row_bytes", "shut_down", "stop"]
+__all__ = ["Bytes", "Failure", "Shared", "allocate_bytes", "read_all", "reader_bytes", "reader_bytes_at", "row_bytes", "shut_down", "stop"]
 
 _JOIN_SECONDS = 5.0
 _EMPTY = Interval(0, 0)
 
 Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
 
 
 def row_bytes(source: Source) -> int:
@@ -42,10 +42,16 @@ def reader_bytes(intervals: Sequence[Interval], num_row_bytes: int, num_buffers:
         num_row_bytes: of one row.
         num_buffers: strips that exist at once, at most.
     """
-    wanted = [rows for rows in intervals if rows]
-    tallest = max(map(len, wanted), default=0)
-    carried_rows = max((len(a.intersect(b)) for a, b in pairwise(wanted)), default=0)
-    return min(num_buffers, len(wanted)), tallest * num_row_bytes, carried_rows * num_row_bytes
+    ends = np.array([(rows.start, rows.stop) for rows in intervals], dtype=np.int64).reshape(-1, 2)
+    return reader_bytes_at(ends[:, 0], ends[:, 1], num_row_bytes, num_buffers)
+
+
+def reader_bytes_at(start: Ints, stop: Ints, num_row_bytes: int, num_buffers: int = 2) -> tuple[int, int, int]:
+    """The same, of strips that begin and end at these rows."""
+    start, stop = start[stop > start], stop[stop > start]
+    tallest = int((stop - start).max(initial=0))
+    carried_rows = int((np.minimum(stop[:-1], stop[1:]) - np.maximum(start[:-1], start[1:])).max(initial=0))
+    return min(num_buffers, len(start)), tallest * num_row_bytes, carried_rows * num_row_bytes
 
 
 def allocate_bytes(num_bytes: int) -> Bytes:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from sft.analysis.axes import ROWS
@@ -21,11 +23,14 @@ from sft.analysis.steps import NodeRows, Step
 from sft.analysis.tile import TileSchedule, kinds_of
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
+from sft.lower.reducing import lower_finish
 from sft.lower.step import StripKind
 from sft.lower.strips import StripPrograms
 from sft.walk.checkpoints import Checkpoints
 
 __all__ = ["TiledLayout", "Walk"]
+
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,8 @@ class TiledLayout:
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
     _rows: dict[tuple[int, int], Mapping[str, Interval]] = field(default_factory=dict, repr=False)
+    _spans: dict[tuple[str, int], tuple[Ints, Ints]] = field(default_factory=dict, repr=False)
+    _finishes: dict[tuple[str, int], Program] = field(default_factory=dict, repr=False)
 
     @cached_property
     def reductions(self) -> tuple[str, ...]:
@@ -131,6 +138,14 @@ class TiledLayout:
             self._rows[key] = self.scope_of(walk).rows_read(step)
         return self._rows[key]
 
+    def rows_read(self, name: str, walk: Walk) -> tuple[Ints, Ints]:
+        """First row, and the one behind the last, that each step of a walk reads of a value."""
+        key = (name, self.panel_kinds[walk.panel])
+        if key not in self._spans:
+            scope = self.scope_of(walk)
+            self._spans[key] = self.schedule.rows_read(name, [reader for reader in scope.names if scope.has_columns(reader)])
+        return self._spans[key]
+
     def row_bytes(self, name: str, walk: Walk) -> int:
         """Bytes of one row of a streamed value in a walk."""
         scope = self.scope_of(walk)
@@ -166,6 +181,13 @@ class TiledLayout:
         if key not in self._programs:
             self._programs[key] = self._lowering(walk).lower(kind, index)
         return self._programs[key]
+
+    def finish(self, name: str, walk: Walk) -> Program:
+        """The program that turns a running reduction of a walk's batch elements into the global value."""
+        key = (name, len(walk.chunk))
+        if key not in self._finishes:
+            self._finishes[key] = lower_finish(self.scope_of(walk), name)
+        return self._finishes[key]
 
     def _lowering(self, walk: Walk) -> StripPrograms:
         """What lowers the strips of walks of one geometry."""

@@ -23,7 +23,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.repeats import Bools
 from sft.lower.program import Port
 from sft.lower.step import StripKind
-from sft.sources.readahead import reader_bytes
+from sft.sources.readahead import reader_bytes_at
 from sft.walk.layout import TiledLayout, Walk
 from sft.walk.machine import Handle, Machine, Strips
 
@@ -33,11 +33,6 @@ Ints = npt.NDArray[np.int64]
 
 #: What a walk is for: results, states alone, or gradients.
 Direction = Literal["forward", "restore", "backward"]
-
-
-def _rows_read(segment: TiledLayout, walk: Walk, name: str) -> tuple[Ints, Ints]:
-    scope = segment.scope_of(walk)
-    return segment.schedule.rows_read(name, [reader for reader in scope.names if scope.has_columns(reader)])
 
 
 def reads_skipped(segment: TiledLayout, direction: Direction) -> bool:
@@ -54,24 +49,37 @@ def reading_order(segment: TiledLayout, direction: Direction, walk: Walk, skippe
         walk: the walk.
         skipped: strips that are left out.
     """
+    found = {}
+    for name, start, stop in _strips_read(segment, direction, walk, skipped):
+        found[name] = tuple(map(Interval, start.tolist(), stop.tolist()))
+    return found
+
+
+def _strips_read(segment: TiledLayout, direction: Direction, walk: Walk, skipped: Bools | None = None) -> Iterator[tuple[str, Ints, Ints]]:
+    """Of each input that is read where its strips begin and end, in order."""
     num_steps = segment.schedule.num_steps
-    events: list[tuple[StripKind, int]]
     if direction == "backward":
         actions = segment.checkpoints.actions(num_steps)
-        events = [("restore" if action.kind == "forward" else "joint", action.strip) for action in actions]
+        steps = np.array([action.strip for action in actions], dtype=np.int64)
+        restores = np.array([action.kind == "forward" for action in actions], dtype=bool)
+        parts: list[tuple[StripKind, Bools]] = [("restore", restores), ("joint", ~restores)]
     else:
-        events = [(direction, index) for index in range(segment.walked(direction))]
+        steps = np.arange(segment.walked(direction))
+        parts = [(direction, np.ones(len(steps), dtype=bool))]
+    stays = np.ones(len(steps), dtype=bool)
     if skipped is not None and not reads_skipped(segment, direction):
-        events = [(kind, index) for kind, index in events if not skipped[index]]
-    found = {}
-    kinds = segment.schedule.kinds[1].tolist()
+        stays = ~skipped[steps]
+    kinds = segment.schedule.kinds[1][steps]
     for name in sorted(segment.from_source):
-        start, stop = (rows.tolist() for rows in _rows_read(segment, walk, name))
+        start, stop = segment.rows_read(name, walk)
         reads = _Reads(segment, walk, Port("source", name))
-        order = tuple(Interval(start[index], stop[index]) for kind, index in events if reads[kind, kinds[index]])
-        if order:
-            found[name] = order
-    return found
+        is_read = np.zeros(len(steps), dtype=bool)
+        for kind, among in parts:
+            for of_step in np.unique(kinds[among & stays]).tolist():
+                is_read |= among & (kinds == of_step) & reads[kind, of_step]
+        is_read &= stays
+        if is_read.any():
+            yield name, start[steps[is_read]], stop[steps[is_read]]
 
 
 class _Reads(dict[tuple[StripKind, int], bool]):
@@ -110,8 +118,8 @@ def opened(
 def reading_bytes(segment: TiledLayout, direction: Direction, walk: Walk) -> int:
     """Bytes of the buffers that reading holds during a walk, where they are in the device's memory."""
     total = 0
-    for name, order in reading_order(segment, direction, walk).items():
-        count, buffer_bytes, carry_bytes = reader_bytes(order, segment.source_row_bytes(name, walk))
+    for name, start, stop in _strips_read(segment, direction, walk):
+        count, buffer_bytes, carry_bytes = reader_bytes_at(start, stop, segment.source_row_bytes(name, walk))
         total += count * buffer_bytes + carry_bytes
     return total
 
@@ -129,7 +137,7 @@ def strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, w
     total = np.zeros(len(steps), dtype=np.int64)
     kinds = segment.schedule.kinds[1][steps].tolist()
     for name in sorted(segment.from_source):
-        start, stop = _rows_read(segment, walk, name)
+        start, stop = segment.rows_read(name, walk)
         reads = _Reads(segment, walk, Port(role, name))
         is_bound = np.array([reads[kind, of_step] for of_step in kinds], dtype=bool)
         total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, walk, gradient=role == "grad_source")

@@ -23,7 +23,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.repeats import Bools
 from sft.analysis.steps import Step
 from sft.lower.program import Port, Program
-from sft.lower.reducing import lower_finish, partial_shape, partial_start
+from sft.lower.reducing import partial_shape, partial_start
 from sft.walk.layout import TiledLayout, Walk
 from sft.walk.machine import Handle, Machine
 from sft.walk.reading import opened, reads_skipped
@@ -65,7 +65,7 @@ class TiledSegment(TiledLayout):
         for name in self.reductions:
             if self.spans_batch(name) == (chunk is None):
                 out = values.by_name[name] if chunk is None else machine.view(values.by_name[name], chunk, None)
-                program = lower_finish(self.scope_of(Walk(self.chunks[0] if chunk is None else chunk, 0)), name)
+                program = self.finish(name, Walk(self.chunks[0] if chunk is None else chunk, 0))
                 machine.run(program, {Port("partial", name): partial.pop(name), Port("out", name): out})
 
     def hands_on(self, keep: bool) -> frozenset[str]:

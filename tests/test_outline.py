@@ -24,7 +24,7 @@ from tests.helpers.dags import dags
 from tests.helpers.problems import problem_of, problems_of
 
 #: A survey takes a tenth of a second.
-_SOME = settings(max_examples=max(5, settings().max_examples // 4))
+_SOME = settings(max_examples=max(5, settings().max_examples // 8))
 _BUILDS: dict[str, Callable[[], nn.Module]] = {
     "vgg16": lambda: vgg16(10),
     "resnet18": lambda: freeze_norm(resnet18(10)),

@@ -134,44 +134,25 @@ class Schedule:
     def geometry(self, index: int) -> bytes:
         """What the signature of one step says, without those of the others."""
         found: list[int] = []
+        ends = {name: self._ends(name, index) for name in self.names}
         for name in self.names:
-            start, stop = self.frontier[name][index : index + 2].tolist()
-            base, keeps = self.kept[name][index : index + 2].tolist()
+            start, stop, base, keeps = ends[name]
             found += (stop - start, start - base, stop - keeps)
             if name in self.own:
                 found += (self.own[name].start - start, self.own[name].stop - start)
             if name in self.phases:
                 found.append(int(self.phases[name][index]))
             for operand, low, high in self.reads.get(name, ()):
-                first, end, extent = int(low[index]), int(high[index]), self.extents[operand]
+                first, end, extent = low.item(index), high.item(index), self.extents[operand]
                 if end > first:
-                    held = int(self.kept[operand][index])
+                    held = ends[operand][2]
                     found += (max(0, min(first, extent)) - held, max(0, min(end, extent)) - held, end - first, max(0, -first))
         return np.array(found, dtype=np.int64).tobytes()
 
-    def outline(self, index: int) -> tuple[bytes, tuple[int, ...]]:
-        """The geometry of one step but for how many rows each value gains, and these numbers.
-
-        Steps of one outline do the same, with more rows or fewer: where rows are held, read and kept is counted from the new ones' ends.
-        """
-        found: list[int] = []
-        gained: list[int] = []
-        for name in self.names:
-            start, stop = self.frontier[name][index : index + 2].tolist()
-            base, keeps = self.kept[name][index : index + 2].tolist()
-            gained.append(stop - start)
-            found += (int(stop > start), start - base, stop - keeps)
-            if name in self.own:
-                found += (self.own[name].start - start, self.own[name].stop - stop)
-            if name in self.phases:
-                found.append(int(self.phases[name][index]))
-            for operand, low, high in self.reads.get(name, ()):
-                first, end, extent = int(low[index]), int(high[index]), self.extents[operand]
-                if end > first:
-                    held, last = int(self.kept[operand][index]), int(self.frontier[operand][index + 1])
-                    clipped = max(0, min(first, extent)), max(0, min(end, extent))
-                    found += (clipped[0] - held, last - clipped[1], max(0, -first), max(0, end - extent))
-        return np.array(found, dtype=np.int64).tobytes(), tuple(gained)
+    def _ends(self, name: str, index: int) -> tuple[int, int, int, int]:
+        """Where a value's new rows begin and end in a step, and where those that it holds begin before and after."""
+        frontier, kept = self.frontier[name], self.kept[name]
+        return frontier.item(index), frontier.item(index + 1), kept.item(index), kept.item(index + 1)
 
     def likeness(self) -> bytes:
         """All of the steps that their cost depends on: equal for walks that compute the same elsewhere in an image."""

@@ -5,7 +5,7 @@ All rows are global: those of the whole image at that layer, whatever strip or b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -98,6 +98,19 @@ class Step:
 
     def __getitem__(self, name: str) -> NodeRows:
         return self._by_name[name]
+
+    @cached_property
+    def signature(self) -> tuple[Hashable, ...]:
+        """For each value what the program depends on of it: positions count from each value's own first row."""
+        first = {node.name: node.held.start for node in self.nodes}
+        return tuple(
+            (
+                (len(node.new), len(node.held), len(node.kept)),
+                node.wanted.shift(-node.new.start) if node.wanted else None,
+                tuple((read.rows.shift(-first[read.operand]), read.pad_low, read.pad_high, read.phase) for read in node.reads),
+            )
+            for node in self.nodes
+        )
 
     @cached_property
     def _by_name(self) -> dict[str, NodeRows]:

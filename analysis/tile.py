@@ -24,7 +24,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 from sft.analysis.steps import NodeRows, Read, Step
 
-__all__ = ["TileSchedule", "kinds_of", "step_signature", "tile_at", "tile_lengths", "tile_lengths_at", "tile_step", "tile_steps"]
+__all__ = ["TileSchedule", "kinds_of", "tile_at", "tile_lengths", "tile_lengths_at", "tile_step", "tile_steps"]
 
 Rows = npt.NDArray[np.int64]
 
@@ -181,28 +181,15 @@ def tile_steps(
     return tuple(steps)
 
 
-def step_signature(step: Step) -> tuple[object, ...]:
-    """All of a step that its program depends on: positions count from each value's own first row."""
-    first = {node.name: node.held.start for node in step.nodes}
-    return tuple(
-        (
-            (len(node.new), len(node.held), len(node.kept)),
-            node.wanted.shift(-node.new.start) if node.wanted else None,
-            tuple((read.rows.shift(-first[read.operand]), read.pad_low, read.pad_high, read.phase) for read in node.reads),
-        )
-        for node in step.nodes
-    )
-
-
 def kinds_of(steps: Sequence[Step]) -> tuple[Rows, Rows]:
     """Indices of steps with pairwise different signatures, and for each step which of them it equals."""
     if len(steps) == 1:
         return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
-    numbers: dict[tuple[object, ...], int] = {}
+    numbers: dict[tuple[Hashable, ...], int] = {}
     first: list[int] = []
     kinds = np.empty(len(steps), dtype=np.int64)
     for index, step in enumerate(steps):
-        number = numbers.setdefault(step_signature(step), len(first))
+        number = numbers.setdefault(step.signature, len(first))
         if number == len(first):
             first.append(index)
         kinds[index] = number
@@ -244,7 +231,7 @@ class TileSchedule:
 
     def signatures(self, index: int) -> Sequence[Hashable]:
         """For each value, in order, what a tile's program depends on of its rows and reads."""
-        return step_signature(self.steps[index])
+        return self.steps[index].signature
 
     @cached_property
     def kinds(self) -> tuple[Rows, Rows]:

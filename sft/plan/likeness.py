@@ -20,10 +20,14 @@ def run_likeness(problem: Problem, names: tuple[str, ...], *, any_size: bool) ->
         names: the run's operators, in order.
         any_size: whether images may differ in their extents along the axes that are tiled, too.
     """
-    return problem.remembered(("likeness of a run", names, any_size), lambda: _likeness(problem, names, any_size))
+    general, values = problem.shared_by_sizes(("likeness of a run", names), lambda: _likeness(problem, names), weight=len(names))
+    if any_size:
+        return general
+    return problem.remembered(("likeness of a run", names), lambda: (general, tuple(problem.shapes[name] for name in values)))
 
 
-def _likeness(problem: Problem, names: tuple[str, ...], any_size: bool) -> bytes:
+def _likeness(problem: Problem, names: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
+    """That for images of any size, and the run's values, those that it reads from outside included."""
     graph, phases, axes = problem.graph, problem.phases, problem.graph.axes
     inputs, outputs, handed_on = frozenset(graph.inputs), frozenset(graph.results), frozenset(graph.handed_on(names))
     weights = frozenset() if problem.weights is None else frozenset(problem.weights.num_bytes)
@@ -34,7 +38,7 @@ def _likeness(problem: Problem, names: tuple[str, ...], any_size: bool) -> bytes
     def add(name: str, *facts: Hashable) -> None:
         shape = problem.shapes[name]
         streamed = name in phases.streamed
-        if any_size and streamed:
+        if streamed:
             shape = axes.with_extent(axes.with_extent(shape, ROWS, 0), COLUMNS, 0)
         where = tuple(name in each for each in (*placed, inputs, outputs, handed_on))
         digest.update(repr((streamed, shape, problem.dtypes[name], problem.grad_dtypes[name], where, facts)).encode())
@@ -47,4 +51,4 @@ def _likeness(problem: Problem, names: tuple[str, ...], any_size: bool) -> bytes
                 add(operand, graph[operand].kind)
         arguments = map_refs(node.arguments, lambda operand: Ref(str(number[operand])))
         add(name, node.target, arguments, node.effect, row.name, row.role)
-    return digest.digest()
+    return digest.digest(), tuple(number)

@@ -41,8 +41,8 @@ Ints = npt.NDArray[np.int64]
 _NUM_HALO_SAMPLES = 8
 #: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
 _LEAST_ALIKE = 8
-#: Of runs of so few operators three heights are lowered, the middle one this: few operators peak one behind the other as strips grow.
-_FEW_OPERATORS, _MIDDLE_OF_FEW = 8, 2
+#: Of runs of so few operators these of the sampled heights are lowered: few operators peak one behind the other as strips grow.
+_FEW_OPERATORS, _SAMPLES_OF_FEW = 8, (0, 2, -2, -1)
 #: Of an outline besides its operators, in operators.
 _WEIGHT_OF_OUTLINE = 16
 
@@ -149,8 +149,8 @@ class RunSampler:
     def _run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> SampledRun:
         problem = self.tiling.problem
         strip_rows, indices = self.tiling.heights_of(names, self.strip_rows), self.sampled
-        if len(names) <= _FEW_OPERATORS:
-            indices = sorted({indices[0], *indices[_MIDDLE_OF_FEW : _MIDDLE_OF_FEW + 1], *indices[-2:]})
+        if len(names) <= _FEW_OPERATORS and len(indices) > len(_SAMPLES_OF_FEW):
+            indices = sorted({indices[sample] for sample in _SAMPLES_OF_FEW})
         sampled = [self._remembered_sample(names, cuts, strip_rows[index]) for index in indices]
         at = np.array([strip_rows[index] for index in indices], dtype=np.float64)
         wanted = np.array(strip_rows, dtype=np.float64)
@@ -237,22 +237,17 @@ class RunSampler:
             extents[COLUMNS] = tuple(len(scope.columns[name].new) for name in values)
         geometry: bytes | None = None
         if isinstance(schedule, Schedule):
-            if not index and schedule.strip_rows >= self.tiling.problem.run_height(scope.names):  # all rows, whatever their number
+            if index or schedule.strip_rows < self.tiling.problem.run_height(scope.names):
+                geometry = schedule.geometry(index)
+            else:  # all rows of the image, whatever their number
                 extents[ROWS] = tuple(int(schedule.frontier[name][1]) for name in values)
-            else:
-                geometry, gained = schedule.outline(index)
-                if min((rows for rows in gained if rows), default=0) >= _LEAST_ALIKE:
-                    by_name = dict(zip(schedule.names, gained, strict=True))
-                    extents[ROWS] = tuple(by_name[name] for name in values)
-                else:
-                    geometry = schedule.geometry(index)
 
         def outlined() -> StripOutline:
             # What runs forward holds less than what runs forward and backward: one of the two tells enough.
             emitter = emit_strip(scope, segment.step(index), "joint" if differentiated else "forward")
             return StripOutline(emitter, scope, extents, place, cuts)
 
-        narrowest = min((extent for known in extents.values() for extent in known if extent), default=_LEAST_ALIKE)
+        narrowest = min((extent for known in extents.values() for extent in known), default=_LEAST_ALIKE)
         if not isinstance(schedule, Schedule) or narrowest < _LEAST_ALIKE:
             return outlined(), extents
         problem = self.tiling.problem

@@ -10,9 +10,7 @@ same in two strips name the same slots, whatever happens elsewhere. The rules ar
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +24,7 @@ from sft.lower.emitter import Emitter
 from sft.lower.parts import Part, PartEmitter, joined, listed
 from sft.lower.program import Port, Program, Slot
 from sft.lower.step import StepLowering, StripKind, hand_to_backend
+from sft.lower.variants import BackwardPart, ForwardPart, Numbers, OperatorParts, RowsOf, StepOf
 
 __all__ = ["StripPrograms"]
 
@@ -33,111 +32,6 @@ Ints = npt.NDArray[np.int64]
 
 #: The parts of an operator in one pass have fewer slots than this.
 _SLOTS = 1 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """What one value does in some steps.
-
-    Attributes:
-        number: that no other value, and no other doing of this one, has.
-        is_idle: whether there is nothing to do.
-        appends: whether rows go to the row store.
-        paddings: borders that it wants of its operands' buffers.
-    """
-
-    number: int
-    is_idle: bool
-    appends: bool
-    paddings: tuple[tuple[str, int, int], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Step:
-    """What all programs of a step have in common.
-
-    Attributes:
-        index: which step.
-        rows: of each value.
-        borders: rows of zeros above and below values.
-        read: the rows that are read of each source.
-        keys: what the work of each operator depends on, in any direction, besides slots; those that are idle have none.
-        nodes: what has been asked for of the schedule.
-    """
-
-    index: int
-    rows: Mapping[str, _Rows]
-    borders: Mapping[str, tuple[int, int]]
-    read: Mapping[str, Interval]
-    keys: Mapping[str, int]
-    nodes: dict[str, NodeRows]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Forward:
-    """An operator's forward part and what it leaves for others.
-
-    Attributes:
-        number: that no other has.
-        part: the instructions, where there are any.
-        value: the number of its value's buffer.
-        whole: a running reduction.
-        context: what its rule has put aside for the backward pass, with the buffers that it wrote into.
-    """
-
-    number: int
-    part: Part | None
-    value: int | None
-    whole: Slot | None
-    context: tuple[dict[str, Any], Slot | None, Slot | None] | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Backward:
-    """An operator's backward part and the gradients of what it reads, as numbers of patches."""
-
-    part: Part | None
-    patches: tuple[tuple[str, int], ...]
-
-
-@dataclass(slots=True)
-class _Operator:
-    """One operator of the segment, with its parts so far.
-
-    Attributes:
-        name: the operator.
-        reads: the streamed values that it reads, each once.
-        reduced: the global values that it reads of operators in the segment.
-        leaves: whether its own output depends on whether outputs are written.
-        needs_grad: whether it is differentiated.
-        does_nothing: whether the panel has nothing for it.
-    """
-
-    name: str
-    reads: tuple[str, ...]
-    reduced: tuple[str, ...]
-    leaves: bool
-    needs_grad: bool
-    does_nothing: bool
-    forward: dict[tuple[Any, ...], _Forward] = field(default_factory=dict)
-    append: dict[tuple[int, int], Part] = field(default_factory=dict)
-    backward: dict[tuple[int, ...], _Backward] = field(default_factory=dict)
-
-
-class _Numbers:
-    """Numbers for things, from 0 on, in the order in which they are first asked for; equal things have one."""
-
-    def __init__(self) -> None:
-        self.things: list[Any] = []
-        self._of: dict[Hashable, int] = {}
-
-    def of(self, thing: Hashable) -> int:
-        """The number of a thing."""
-        number = self._of.get(thing)
-        if number is None:
-            number = self._of[thing] = len(self.things)
-            self.things.append(thing)
-        return number
 
 
 class StripPrograms:
@@ -154,13 +48,13 @@ class StripPrograms:
         self._operators = [self._operator(name, inside) for name in scope.names]
         self._place = {name: place for place, name in enumerate((*scope.names, *scope.sources))}
         self._ports: dict[Port, int] = {}
-        self._rows: dict[str, dict[Hashable, _Rows]] = {name: {} for name in schedule.names}
+        self._rows: dict[str, dict[Hashable, RowsOf]] = {name: {} for name in schedule.names}
         #: what is remembered by number: what operators do, buffers with the place of their first row, and gradients
-        self._works, self._values, self._patches = _Numbers(), _Numbers(), _Numbers()
+        self._works, self._values, self._patches = Numbers(), Numbers(), Numbers()
         self._sources: dict[tuple[str, int, int], tuple[Part, int]] = {}
         self._num_rows = self._num_forward = 0
         self._lowering = StepLowering(scope, whole=False)
-        self._steps: dict[int, _Step] = {}
+        self._steps: dict[int, StepOf] = {}
 
     @property
     def num_parts(self) -> int:
@@ -175,7 +69,7 @@ class StripPrograms:
         parts: list[Part] = []
         values: dict[str, int] = {}
         wholes: dict[str, Slot] = {}
-        done: dict[str, _Forward] = {}
+        done: dict[str, ForwardPart] = {}
         for name in self.scope.sources:
             part, values[name] = self._source(step, name)
             parts.append(part)
@@ -209,7 +103,7 @@ class StripPrograms:
         return emitter.finish()
 
     def _differentiate(
-        self, step: _Step, parts: list[Part], values: Mapping[str, int], wholes: Mapping[str, Slot], done: Mapping[str, _Forward]
+        self, step: StepOf, parts: list[Part], values: Mapping[str, int], wholes: Mapping[str, Slot], done: Mapping[str, ForwardPart]
     ) -> None:
         """Add the backward parts."""
         gradients: dict[str, list[int]] = {}
@@ -232,10 +126,10 @@ class StripPrograms:
 
     # -- what strips have in common -----------------------------------------------------------------------------------
 
-    def _operator(self, name: str, inside: frozenset[str]) -> _Operator:
+    def _operator(self, name: str, inside: frozenset[str]) -> OperatorParts:
         scope = self.scope
         operands = tuple(dict.fromkeys(scope.graph[name].operands))
-        return _Operator(
+        return OperatorParts(
             name=name,
             reads=tuple(operand for operand in operands if operand in scope.streamed),
             reduced=tuple(operand for operand in operands if operand in inside and operand not in scope.streamed),
@@ -244,14 +138,14 @@ class StripPrograms:
             does_nothing=not scope.has_columns(name),
         )
 
-    def _step(self, index: int) -> _Step:
+    def _step(self, index: int) -> StepOf:
         step = self._steps.get(index)
         if step is None:
             step = self._steps[index] = self._new_step(index)
         return step
 
-    def _new_step(self, index: int) -> _Step:
-        rows: dict[str, _Rows] = {}
+    def _new_step(self, index: int) -> StepOf:
+        rows: dict[str, RowsOf] = {}
         nodes: dict[str, NodeRows] = {}
         borders: dict[str, tuple[int, int]] = {}
         for name, signature in zip(self.schedule.names, self.schedule.signatures(index), strict=True):
@@ -270,19 +164,19 @@ class StripPrograms:
                 if borders:
                     work += tuple([borders.get(name) for name in (operator.name, *operator.reads)])
                 keys[operator.name] = self._works.of(work)
-        return _Step(index=index, rows=rows, borders=borders, read=self._read(index), keys=keys, nodes=nodes)
+        return StepOf(index=index, rows=rows, borders=borders, read=self._read(index), keys=keys, nodes=nodes)
 
-    def _new_rows(self, rows: NodeRows) -> _Rows:
+    def _new_rows(self, rows: NodeRows) -> RowsOf:
         name, place = rows.name, self._place[rows.name]
         self._num_rows += 1
         if place >= len(self._operators):
-            return _Rows(self._num_rows, False, False, ())
+            return RowsOf(self._num_rows, False, False, ())
         operator = self._operators[place]
         is_streamed = name in self.scope.streamed
         is_idle = operator.does_nothing or not (rows.held if is_streamed else rows.reads)
         lowering = self._lowering
         lowering.rows = {} if operator.does_nothing else {name: rows}
-        return _Rows(self._num_rows, is_idle, bool(rows.appended), lowering.paddings(name))
+        return RowsOf(self._num_rows, is_idle, bool(rows.appended), lowering.paddings(name))
 
     def _read(self, index: int) -> dict[str, Interval]:
         """The rows of each source that a step reads."""
@@ -299,7 +193,7 @@ class StripPrograms:
 
     # -- new parts ----------------------------------------------------------------------------------------------------
 
-    def _source(self, step: _Step, name: str) -> tuple[Part, int]:
+    def _source(self, step: StepOf, name: str) -> tuple[Part, int]:
         """The part that brings the rows of a source, and the number of its buffer."""
         read, first = step.read[name], self._first(step, name)
         key = (name, read.start - first, read.stop - first)
@@ -312,8 +206,8 @@ class StripPrograms:
         return found
 
     def _new_forward(
-        self, step: _Step, operator: _Operator, writes: bool, values: Mapping[str, int], wholes: Mapping[str, Slot]
-    ) -> _Forward:
+        self, step: StepOf, operator: OperatorParts, writes: bool, values: Mapping[str, int], wholes: Mapping[str, Slot]
+    ) -> ForwardPart:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=False)
         self._give(lowering, step, operator, operator.reads, values, wholes)
@@ -321,7 +215,7 @@ class StripPrograms:
         lowering.forward_of(name)
         self._num_forward += 1
         value, ctx = lowering.values.get(name), lowering.contexts.get(name)
-        return _Forward(
+        return ForwardPart(
             number=self._num_forward,
             part=_part(lowering.emitter),
             value=None if value is None else self._values.of((value[0], value[1] - self._first(step, name))),
@@ -329,7 +223,7 @@ class StripPrograms:
             context=None if ctx is None else (ctx.saved, ctx.destination, ctx.overwrite),
         )
 
-    def _append(self, step: _Step, operator: _Operator, value: int) -> Part:
+    def _append(self, step: StepOf, operator: OperatorParts, value: int) -> Part:
         """The part that hands over the rows that later strips need: what computes them is the same where none are handed over."""
         key = (step.keys[operator.name], value)
         found = operator.append.get(key)
@@ -344,13 +238,13 @@ class StripPrograms:
 
     def _new_backward(
         self,
-        step: _Step,
-        operator: _Operator,
+        step: StepOf,
+        operator: OperatorParts,
         patches: Sequence[int],
         values: Mapping[str, int],
         wholes: Mapping[str, Slot],
-        forward: _Forward,
-    ) -> _Backward:
+        forward: ForwardPart,
+    ) -> BackwardPart:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=True)
         self._give(lowering, step, operator, (name, *operator.reads), values, wholes)
@@ -370,12 +264,12 @@ class StripPrograms:
                 saved={key: dict(value) if isinstance(value, dict) else value for key, value in saved.items()},
             )
         found = lowering.backward_of(name, [self._patch(step, name, number) for number in patches])
-        return _Backward(
+        return BackwardPart(
             part=_part(lowering.emitter),
             patches=tuple((operand, self._patch_number(step, operand, patch)) for operand, patch in found),
         )
 
-    def _enter(self, step: _Step, owner: str, place: int, *, backward: bool) -> StepLowering:
+    def _enter(self, step: StepOf, owner: str, place: int, *, backward: bool) -> StepLowering:
         """The lowering, ready for one operator."""
         lowering, dtype = self._lowering, self.scope.dtype_of(owner)
         lowering.emitter = PartEmitter(dtype=dtype, owner=owner, port_numbers=self._ports, _num_slots=(2 * place + 1 + backward) * _SLOTS)
@@ -386,8 +280,8 @@ class StripPrograms:
     def _give(
         self,
         lowering: StepLowering,
-        step: _Step,
-        operator: _Operator,
+        step: StepOf,
+        operator: OperatorParts,
         names: Sequence[str],
         values: Mapping[str, int],
         wholes: Mapping[str, Slot],
@@ -403,24 +297,24 @@ class StripPrograms:
                 lowering.values[name] = (slot, offset + self._first(step, name))
         lowering.wholes.update({name: wholes[name] for name in operator.reduced if name in wholes})
 
-    def _node(self, step: _Step, name: str) -> NodeRows:
+    def _node(self, step: StepOf, name: str) -> NodeRows:
         """What a value does in a step."""
         rows = step.nodes.get(name)
         if rows is None:
             rows = step.nodes[name] = self.schedule.node_rows(name, step.index)
         return rows
 
-    def _first(self, step: _Step, name: str) -> int:
+    def _first(self, step: StepOf, name: str) -> int:
         """The first row that is held of a value."""
         return self.schedule.first_row(name, step.index)
 
-    def _patch_number(self, step: _Step, name: str, patch: Patch) -> int:
+    def _patch_number(self, step: StepOf, name: str, patch: Patch) -> int:
         """The number of a gradient, its rows counted from the first that is held."""
         if patch.rows is None:
             return self._patches.of(patch)
         return self._patches.of(Patch(patch.slot, patch.rows.shift(-self._first(step, name)), patch.columns, patch.owned, patch.channels))
 
-    def _patch(self, step: _Step, name: str, number: int) -> Patch:
+    def _patch(self, step: StepOf, name: str, number: int) -> Patch:
         """The gradient of that number in this step."""
         patch: Patch = self._patches.things[number]
         if patch.rows is None:

@@ -193,8 +193,10 @@ class _Numbering:
 
     def _storages(self, recorded: Recorded) -> dict[int, int]:
         """The values that own the storages of a call's operands, by storage."""
-        given = _tensors((*recorded.arguments, *recorded.keywords.values()))
-        return {tensor.untyped_storage()._cdata: self._roots[self._index[id(tensor)]] for tensor in given}
+        found: dict[int, int] = {}
+        for tensor in _tensors((*recorded.arguments, *recorded.keywords.values())):
+            found.setdefault(tensor.untyped_storage()._cdata, self._roots[self._index[id(tensor)]])
+        return found
 
     def _converted(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

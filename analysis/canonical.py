@@ -19,7 +19,7 @@ from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
-from sft.analysis.beside import varies
+from sft.analysis.beside import filled, is_constant, varies
 from sft.analysis.elementwise import Elementwise
 from sft.analysis.extents import broadcast, same
 from sft.analysis.following import PERMUTES, RESHAPES, Image
@@ -34,9 +34,6 @@ from sft.analysis.products import PRODUCTS, Factor, letters_of, product
 from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
 
 __all__ = ["REWRITTEN", "canonical"]
-
-#: Constants of a given shape, and their value where that is no argument.
-_CONSTANTS = {"aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.default": None}
 
 _EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 #: Poolings by windows, and the same to a given number of windows.
@@ -349,20 +346,17 @@ class _Rewriting(Elementwise):
         """Values put where labels say; constants that they are put into are an image like the labels."""
         name, index = node.argument("self").name, self.images.get(node.argument("index").name)
         constant = self.nodes.get(name)
-        if name not in self.images and index is not None and constant is not None and self._is_constant_image(constant):
+        if name not in self.images and index is not None and constant is not None and is_constant(constant):
             held = self.shape(index.node)
-            channels, wanted = constant.shape[1], (constant.shape[0], 1, *constant.shape[2:])
-            if len(held) != self.axes.rank or not index.layout.is_plain or not same((held[0], 1, *held[2:]), wanted):
+            if len(constant.shape) != self.axes.rank or len(held) != self.axes.rank or not index.layout.is_plain:
                 return False
-            value = constant.argument("fill_value", _CONSTANTS[constant.target])
-            arguments = (("self", Ref(index.node)), ("channels", channels), ("value", value), ("dtype", constant.dtype))
-            filled, shape = f"{name}__filled", (held[0], channels, *held[2:])
-            self.nodes[filled] = replace(constant, name=filled, target="sft.filled", shape=shape, arguments=arguments)
-            self.images[name] = Image(filled, index.layout)
+            channels, wanted = constant.shape[1], (constant.shape[0], 1, *constant.shape[2:])
+            if not same((held[0], 1, *held[2:]), wanted):
+                return False
+            made = filled(f"{name}__filled", constant, self.nodes[index.node], channels)
+            self.nodes[made.name] = made
+            self.images[name] = Image(made.name, index.layout)
         return self._along(node)
-
-    def _is_constant_image(self, node: Node) -> bool:
-        return node.target in _CONSTANTS and len(node.shape) == self.axes.rank
 
     # -- losses -----------------------------------------------------------------------------------------------------
 

@@ -35,6 +35,8 @@ from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, soft
 
 __all__ = ["REWRITTEN", "canonical"]
 
+#: What an assignment to a part comes to.
+_ASSIGNMENTS = ("aten.slice_scatter.default", "aten.select_scatter.default")
 _EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 #: Poolings by windows, and the same to a given number of windows.
 _POOLINGS = {
@@ -103,6 +105,7 @@ class _Rewriting(Elementwise):
             "aten.broadcast_tensors.default": self._broadcast_tensors,
             "aten.one_hot.default": self._one_hot,
             **dict.fromkeys(("aten.scatter.value", "aten.scatter.src"), self._scatter),
+            **dict.fromkeys(_ASSIGNMENTS, self._assigned),
         }
         return [rewrite for targets, rewrite in families if target in targets] + ([own[target]] if target in own else [])
 
@@ -347,16 +350,50 @@ class _Rewriting(Elementwise):
         name, index = node.argument("self").name, self.images.get(node.argument("index").name)
         constant = self.nodes.get(name)
         if name not in self.images and index is not None and constant is not None and is_constant(constant):
-            held = self.shape(index.node)
-            if len(constant.shape) != self.axes.rank or len(held) != self.axes.rank or not index.layout.is_plain:
+            self._fill_like(constant, index)
+            if name not in self.images:
                 return False
-            channels, wanted = constant.shape[1], (constant.shape[0], 1, *constant.shape[2:])
-            if not same((held[0], 1, *held[2:]), wanted):
-                return False
-            made = filled(f"{name}__filled", constant, self.nodes[index.node], channels)
-            self.nodes[made.name] = made
-            self.images[name] = Image(made.name, index.layout)
         return self._along(node)
+
+    def _fill_like(self, constant: Node, like: Image) -> None:
+        """Make an image of a constant that is as large as one."""
+        held, shape = self.shape(like.node), constant.shape
+        if len(shape) != self.axes.rank or len(held) != self.axes.rank or not like.layout.is_plain:
+            return
+        if same((held[0], *held[2:]), (shape[0], *shape[2:])):
+            made = filled(f"{constant.name}__filled", constant, self.nodes[like.node], shape[1])
+            self.nodes[made.name] = made
+            self.images[constant.name] = Image(made.name, like.layout)
+
+    def _assigned(self, node: Node) -> bool:
+        """Some channels of an image assigned anew."""
+        name, given = node.argument("self").name, node.argument("src").name
+        source, constant = self.images.get(given), self.nodes.get(name)
+        if name not in self.images and source is not None and constant is not None and is_constant(constant):
+            self._fill_like(constant, source)
+        image = self.images.get(name)
+        if image is None or source is None:
+            return False
+        held = self.shape(image.node)
+        place = image.layout.place(node.argument("dim", 0))
+        if place is None or not 1 <= place < len(held) - self.axes.count:
+            return False
+        selects = node.target == "aten.select_scatter.default"
+        if source.layout != (image.layout.without([place]) if selects else image.layout):
+            return False
+        if selects:
+            start = node.argument("index") % held[place]
+            channels = range(start, start + 1)
+        else:
+            channels = range(*slice(*map(node.argument, ("start", "end", "step"))).indices(held[place]))
+        arguments = (
+            ("self", Ref(image.node)),
+            ("src", Ref(source.node)),
+            ("dim", place),
+            *(("start", channels.start), ("stop", channels.stop), ("step", channels.step)),
+            ("selects", selects),
+        )
+        return self.put(replace(node, target="sft.assigned", shape=held, arguments=arguments), image.layout)
 
     # -- losses -----------------------------------------------------------------------------------------------------
 

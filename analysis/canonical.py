@@ -19,6 +19,8 @@ from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
+import sympy as sp
+
 from sft.analysis.beside import filled, is_constant, varies
 from sft.analysis.elementwise import Elementwise
 from sft.analysis.extents import broadcast, same
@@ -381,11 +383,13 @@ class _Rewriting(Elementwise):
         selects = node.target == "aten.select_scatter.default"
         if source.layout != (image.layout.without([place]) if selects else image.layout):
             return False
+        given = [node.argument(name) for name in (("index",) if selects else ("start", "end", "step"))]
+        if any(isinstance(number, sp.Basic) for number in (held[place], *given)):
+            return False  # what the model has among its channels follows the image's size
         if selects:
-            start = node.argument("index") % held[place]
-            channels = range(start, start + 1)
+            channels = range(given[0] % held[place], given[0] % held[place] + 1)
         else:
-            channels = range(*slice(*map(node.argument, ("start", "end", "step"))).indices(held[place]))
+            channels = range(*slice(*given).indices(held[place]))
         arguments = (
             ("self", Ref(image.node)),
             ("src", Ref(source.node)),

@@ -170,10 +170,22 @@ def test_functions_of_the_channels_of_pixels(name: str) -> None:
     assert_exact(model, image(*shape), options=sft.Options(tile=(6, 9)), steps=1)
 
 
+def _shift(y: Tensor, x: Tensor) -> None:
+    """Channels shifted along the image (Yu et al. 2021), which is held with channels last."""
+    y[:, 1:, :, :1], y[:, :, 1:, 1:2] = x[:, :-1, :, :1], x[:, :, :-1, 1:2]
+    y[:, :, 0] = x[:, :, 1]
+
+
 @pytest.mark.parametrize(
     "function",
-    [lambda x: x.sort(2)[0], lambda x: x.roll(1, 3), lambda x: x.roll(1), _assigned(lambda y, x: y[:, :, 2:].mul_(2))],
-    ids=["sort", "roll", "roll of all", "assignment"],
+    [
+        lambda x: x.sort(2)[0],
+        lambda x: x.roll(1, 3),
+        lambda x: x.roll(1),
+        _assigned(lambda y, x: y[:, :, 2:].mul_(2)),
+        _assigned(_shift, last=True),
+    ],
+    ids=["sort", "roll", "roll of all", "assignment", "shift"],
 )
 def test_functions_along_the_image_run_whole(function: Callable[[Tensor], Tensor]) -> None:
     model, shape = seeded(lambda: _OfChannels(function)), (2, 3, 25, 18)

@@ -361,7 +361,8 @@ def _other_axes(num_axes: int, graph: Graph) -> str:
     """What is said of an operator along another number of axes than images have."""
     axes = graph.axes
     remedy = "give frames, or tiles, as samples: [N, channels, height, width]" if (num_axes, axes.count) == (2, 3) else _WHERE_SMALL
-    return f"is for images of {num_axes} axes, and the model's input is read as [N, channels, {', '.join(axes.names)}]; {remedy}"
+    own = "one axis" if num_axes == 1 else f"{num_axes} axes"
+    return f"is for images of {own}, and the model's input is read as [N, channels, {', '.join(axes.names)}]; {remedy}"
 
 
 def rows_of_table() -> dict[str, tuple[Operator, ...]]:

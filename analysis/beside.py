@@ -3,6 +3,9 @@
 Such a value is whole, but an image read in strips needs no more of it than lies beside the strip. ``sft.beside`` makes an image of it: of
 every strip the part that lies there, as a view, repeated where it has one entry and the image has many. Its gradient is the strips',
 summed where it is repeated.
+
+A constant of the image's size (``x.new_zeros(x.shape)``, ``torch.ones(1, 1, height, width)``) is never whole: ``sft.filled`` makes a strip
+of it where one is read.
 """
 
 from __future__ import annotations
@@ -16,7 +19,23 @@ from sft.analysis.extents import same
 from sft.analysis.graph import Node, Ref
 from sft.analysis.layout import Layout
 
-__all__ = ["beside", "varies"]
+__all__ = ["beside", "filled", "is_constant", "varies"]
+
+#: Constants of a given shape, and their value where that is no argument.
+_CONSTANTS = {"aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.default": None}
+
+
+def is_constant(node: Node) -> bool:
+    """Whether all elements of a value are one number that is known."""
+    return node.target in _CONSTANTS
+
+
+def filled(name: str, constant: Node, image: Node, channels: Any) -> Node:
+    """The node ``name``: so many channels of a constant, as large as an image with one dimension of channels."""
+    value = constant.argument("fill_value", _CONSTANTS[constant.target])
+    arguments = (("self", Ref(image.name)), ("channels", channels), ("value", value), ("dtype", constant.dtype))
+    shape = (image.shape[0], channels, *image.shape[2:])
+    return replace(constant, name=name, target="sft.filled", shape=shape, arguments=arguments)
 
 
 def varies(shape: Sequence[Any], layout: Layout, first_axis: int) -> bool:

@@ -19,7 +19,9 @@ from collections.abc import Callable, Container
 from dataclasses import replace
 from typing import Any
 
-from sft.analysis.beside import varies
+import sympy as sp
+
+from sft.analysis.beside import filled, is_constant, varies
 from sft.analysis.elementwise import Elementwise
 from sft.analysis.extents import broadcast, same
 from sft.analysis.following import PERMUTES, RESHAPES, Image
@@ -35,9 +37,8 @@ from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, soft
 
 __all__ = ["REWRITTEN", "canonical"]
 
-#: Constants of a given shape, and their value where that is no argument.
-_CONSTANTS = {"aten.zeros.default": 0, "aten.ones.default": 1, "aten.full.default": None}
-
+#: What an assignment to a part comes to.
+_ASSIGNMENTS = ("aten.slice_scatter.default", "aten.select_scatter.default")
 _EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 #: Poolings by windows, and the same to a given number of windows.
 _POOLINGS = {
@@ -106,6 +107,7 @@ class _Rewriting(Elementwise):
             "aten.broadcast_tensors.default": self._broadcast_tensors,
             "aten.one_hot.default": self._one_hot,
             **dict.fromkeys(("aten.scatter.value", "aten.scatter.src"), self._scatter),
+            **dict.fromkeys(_ASSIGNMENTS, self._assigned),
         }
         return [rewrite for targets, rewrite in families if target in targets] + ([own[target]] if target in own else [])
 
@@ -349,20 +351,53 @@ class _Rewriting(Elementwise):
         """Values put where labels say; constants that they are put into are an image like the labels."""
         name, index = node.argument("self").name, self.images.get(node.argument("index").name)
         constant = self.nodes.get(name)
-        if name not in self.images and index is not None and constant is not None and self._is_constant_image(constant):
-            held = self.shape(index.node)
-            channels, wanted = constant.shape[1], (constant.shape[0], 1, *constant.shape[2:])
-            if len(held) != self.axes.rank or not index.layout.is_plain or not same((held[0], 1, *held[2:]), wanted):
+        if name not in self.images and index is not None and constant is not None and is_constant(constant):
+            self._fill_like(constant, index)
+            if name not in self.images:
                 return False
-            value = constant.argument("fill_value", _CONSTANTS[constant.target])
-            arguments = (("self", Ref(index.node)), ("channels", channels), ("value", value), ("dtype", constant.dtype))
-            filled, shape = f"{name}__filled", (held[0], channels, *held[2:])
-            self.nodes[filled] = replace(constant, name=filled, target="sft.filled", shape=shape, arguments=arguments)
-            self.images[name] = Image(filled, index.layout)
         return self._along(node)
 
-    def _is_constant_image(self, node: Node) -> bool:
-        return node.target in _CONSTANTS and len(node.shape) == self.axes.rank
+    def _fill_like(self, constant: Node, like: Image) -> None:
+        """Make an image of a constant that is as large as one."""
+        held, shape = self.shape(like.node), constant.shape
+        if len(shape) != self.axes.rank or len(held) != self.axes.rank or not like.layout.is_plain:
+            return
+        if same((held[0], *held[2:]), (shape[0], *shape[2:])):
+            made = filled(f"{constant.name}__filled", constant, self.nodes[like.node], shape[1])
+            self.nodes[made.name] = made
+            self.images[constant.name] = Image(made.name, like.layout)
+
+    def _assigned(self, node: Node) -> bool:
+        """Some channels of an image assigned anew."""
+        name, given = node.argument("self").name, node.argument("src").name
+        source, constant = self.images.get(given), self.nodes.get(name)
+        if name not in self.images and source is not None and constant is not None and is_constant(constant):
+            self._fill_like(constant, source)
+        image = self.images.get(name)
+        if image is None or source is None:
+            return False
+        held = self.shape(image.node)
+        place = image.layout.place(node.argument("dim", 0))
+        if place is None or not 1 <= place < len(held) - self.axes.count:
+            return False
+        selects = node.target == "aten.select_scatter.default"
+        if source.layout != (image.layout.without([place]) if selects else image.layout):
+            return False
+        given = [node.argument(name) for name in (("index",) if selects else ("start", "end", "step"))]
+        if any(isinstance(number, sp.Basic) for number in (held[place], *given)):
+            return False  # what the model has among its channels follows the image's size
+        if selects:
+            channels = range(given[0] % held[place], given[0] % held[place] + 1)
+        else:
+            channels = range(*slice(*given).indices(held[place]))
+        arguments = (
+            ("self", Ref(image.node)),
+            ("src", Ref(source.node)),
+            ("dim", place),
+            *(("start", channels.start), ("stop", channels.stop), ("step", channels.step)),
+            ("selects", selects),
+        )
+        return self.put(replace(node, target="sft.assigned", shape=held, arguments=arguments), image.layout)
 
     # -- losses -----------------------------------------------------------------------------------------------------
 

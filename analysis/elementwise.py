@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sft.analysis.beside import beside, varies
+from sft.analysis.beside import beside, filled, is_constant, varies
 from sft.analysis.extents import broadcast, same
 from sft.analysis.following import Following, Image
 from sft.analysis.graph import Node, Ref, map_refs
@@ -88,11 +88,22 @@ class Elementwise(Following):
 
     def image_beside(self, reader: Node, name: str, image: Image) -> str | None:
         """What varies along an image without being one, as an image for ``reader``."""
-        made = beside(f"{reader.name}__{name}", self.nodes[name], image.layout, self.nodes[image.node], self.axes)
-        if made is not None:
-            self.nodes[made.name] = replace(made, module_path=reader.module_path)
-            return made.name
-        return None
+        of = self.nodes[image.node]
+        made = beside(f"{reader.name}__{name}", self.nodes[name], image.layout, of, self.axes)
+        if made is None:
+            return None
+        constant = self._before_expansions(name)
+        if is_constant(constant) and len(of.shape) == self.axes.rank:
+            made = filled(made.name, constant, of, made.shape[1])
+        self.nodes[made.name] = replace(made, module_path=reader.module_path)
+        return made.name
+
+    def _before_expansions(self, name: str) -> Node:
+        """What a value was before it was expanded, in more dimensions, too: for what is the same everywhere."""
+        node = self.nodes[name]
+        while node.target in ("aten.expand.default", "aten.expand_as.default"):
+            node = self.nodes[node.argument("self").name]
+        return node
 
     def unexpanded(self, name: str) -> str:
         """What a value that was expanded to the size of an image was before: what reads it broadcasts it again."""

@@ -240,6 +240,9 @@ class _GraphBuilder:
         if target.startswith("aten.embedding_renorm"):
             path = module_path_of(fx_node) or "(the model itself)"
             self.problems.append(f"{path}: embedding: max_norm writes into its weights; scale them outside, under torch.no_grad")
+        if target in _NEW:
+            target, given = _NEW[target], {"dtype": value.dtype, "device": value.device}
+            arguments = [(name, given.get(name, argument)) for name, argument in arguments if name != "self"]
         if target == REPEAT:
             arguments[-1] = ("which", self._repetitions[arguments[-1][1]])
         if target == "aten.copy.default" and all(_is_like(value, source) for source in fx_node.args[:2]):
@@ -302,6 +305,14 @@ _IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", _ALIAS, 
 
 #: Casts, which change nothing where the type is the same already.
 _CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
+
+#: Constants that have their type and device from a value, which they need no further, and the same without it.
+_NEW = {
+    "aten.new_zeros.default": "aten.zeros.default",
+    "aten.new_ones.default": "aten.ones.default",
+    "aten.new_full.default": "aten.full.default",
+    "aten.new_empty.default": "aten.empty.memory_format",
+}
 
 #: Operators whose first result stands for the operator itself.
 _FIRST_ONLY = frozenset(

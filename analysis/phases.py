@@ -3,7 +3,8 @@
 A reduction over the image (a mean over height and width) is a barrier: whoever reads its result waits for the whole image.
 Operators are therefore sorted into *phases*. Phase ``p`` is a run of streamed operators, which a strip walk may fuse from the
 first to the last, followed by the operators on whole tensors that depend on it (the tail). An operator that mixes a streamed
-value with a global value of phase ``p`` belongs to phase ``p + 1``.
+value with a global value of phase ``p`` belongs to phase ``p + 1``. It may wait for a later one, where less is kept whole then
+(:mod:`sft.analysis.delays`).
 
 An operator that cannot stream runs in the tail of its phase, on whole tensors. If what comes out is an image of the same size, it is
 streamed again from there on: it is a source of the next phase, as an input is of the first.
@@ -20,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
+from sft.analysis.delays import delayed
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators import STATISTICS, WHOLE, Operator, operator_of, refusal
 from sft.errors import UnsupportedError
@@ -153,6 +155,7 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator], r
         strips = rows[node.name].streamed_operands(node, streamed)
         late = [runs[node.name] and not (runs[name] and name in strips) for name in waits_for]
         level[node.name] = max((level[name] + is_late for name, is_late in zip(waits_for, late, strict=True)), default=0)
+    level = delayed(graph, level, runs, streamed, lambda name: rows[name].streamed_operands(graph[name], streamed))
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
     phases = tuple(
         Phase(

@@ -182,6 +182,68 @@ def test_planes_in_a_stack(plane: str) -> None:
     assert any(segment.mode == "tiled" for segment in report.plan.segments)
 
 
+_CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "new_zeros": lambda x: x.new_zeros(x.shape),
+    "new_ones of a plane": lambda x: x.new_ones((1, 1, *x.shape[2:])),
+    "new_full of rows": lambda x: x.new_full((x.shape[2], 1), 0.25),
+    "zeros": lambda x: torch.zeros(x.shape[0], 1, *x.shape[2:], dtype=x.dtype, device=x.device),
+    "full, of whole numbers": lambda x: torch.full(x.shape[2:], 3),
+    "follows the size": lambda x: x.new_full(x.shape, 1 / x.shape[2]),
+    "truth": lambda x: x.new_ones(x.shape, dtype=torch.bool),
+}
+
+
+class _BesideConstant(nn.Module):
+    """A constant of the image's size, added and side by side: the first hidden state of a recurrent layer of convolutions."""
+
+    def __init__(self, constant: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.constant, self.before, self.after = constant, nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(8, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        hidden = self.constant(x)
+        y: Tensor = self.after(torch.cat([torch.tanh(x + hidden), hidden.expand_as(x)], 1))
+        return y
+
+
+@pytest.mark.parametrize("constant", _CONSTANTS)
+def test_a_constant_of_the_image_s_size_is_never_whole(constant: str) -> None:
+    model = seeded(lambda: _BesideConstant(_CONSTANTS[constant]))
+    report = assert_exact(model, image(2, 3, 21, 15), options=sft.Options(tile=(4, 6)), steps=1)
+    assert [segment.mode for segment in report.plan.segments] == ["tiled"] and not report.plan.notes
+    net = sft.compile(model, (2, 3, 21, 15), options=sft.Options(tile=(4, None)))
+    for size in ((19, 15), (12, 30)):
+        x = image(1, 3, *size)
+        torch.testing.assert_close(net(x), model(x))
+
+
+class _BesideFew(nn.Module):
+    """A constant of a few numbers that has its type and place from an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 2, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        y: Tensor = self.after(torch.tanh(x + x.new_full((4, 1, 1), 0.5) * x.new_ones(1) - x.new_empty(4, 1, 1).fill_(0.25)))
+        return y
+
+
+def test_a_constant_needs_no_more_of_an_image_than_its_type() -> None:
+    """The image that it is asked of is not kept whole."""
+    report = assert_exact(seeded(_BesideFew), image(2, 3, 21, 15), options=sft.Options(tile=(4, 6)), steps=1)
+    assert [segment.mode for segment in report.plan.segments] == ["whole", "tiled"] and not report.plan.notes
+    with torch.device("meta"):
+        model = _BesideFew()
+    with pytest.raises(sft.BudgetError) as caught:
+        sft.plan(model, (1, 3, 1024, 1024), budget=1024)
+    whole_bytes = 4 * 4 * 1024 * 1024
+    in_and_out_bytes = 4 * 1024 * 1024 * (3 + 2 + 2)  # with the output's gradient
+    assert caught.value.needed_bytes < in_and_out_bytes + whole_bytes // 16
+
+
 def test_the_embedding_s_gradient_is_in_its_own_type_and_place() -> None:
     model = _Embedded((4, 9, 1), 2, "add").half()
     net = sft.compile(model, (2, 3, 9, 7), options=sft.Options(tile=(2, 3)))

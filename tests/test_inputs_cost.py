@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import sft
 from sft.analysis.interval import Interval
@@ -47,16 +47,35 @@ def _readers(net: Any) -> int:
     return sum(any(graph.inputs[0] in graph[name].operands for name in segment.nodes) for segment in net.plan.segments)
 
 
-@pytest.mark.parametrize("name", ["one segment", "three segments"])
+class _CatFromInput(SkipFromInput):
+    """The last segment reads the input for a concatenation alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norm1(self.first(x)))
+        z = self.norm2(self.second(torch.cat([y, x], 1)))
+        return torch.cat([torch.relu(z), x], 1)
+
+
+_READING: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+    "one segment": (Residual, 1, 1),
+    # The shortcut of the input waits for the segment that adds it, which therefore reads for its weight's gradient, too.
+    "three segments": (SkipFromInput, 3, 3),
+    # A concatenation needs no values to be differentiated, so its segment does not read.
+    "three segments, one of which concatenates": (_CatFromInput, 3, 2),
+}
+
+
+@pytest.mark.parametrize("name", _READING)
 @pytest.mark.parametrize("batch_tile", [1, 2])
 def test_each_row_is_read_once_a_pass(name: str, batch_tile: int) -> None:
     """By every segment that reads it, once forwards and once backwards."""
-    model = seeded(Residual if name == "one segment" else SkipFromInput).train()
+    make, forwards, backwards = _READING[name]
+    model = seeded(make).train()
     source = Watched(image(2, *_SHAPE[1:]))
     net = sft.compile(model, source, options=sft.Options(tile=(4, None), state_every=1, batch_tile=batch_tile))
     y = net(source)
     times = _readers(net)
-    assert times == {"one segment": 1, "three segments": 3}[name]
+    assert times == forwards
     every_row = {(sample, row) for sample in range(2) for row in range(30)}
     assert source.counts == dict.fromkeys(every_row, times)
     reading = net.last_reading
@@ -64,10 +83,8 @@ def test_each_row_is_read_once_a_pass(name: str, batch_tile: int) -> None:
     assert reading.forward.read_bytes == times * 60 * 3 * 20 * 8
     source.counts.clear()
     y.sum().backward()
-    # A concatenation needs no values to be differentiated, so its segment does not read.
-    times -= name == "three segments"
-    assert source.counts == dict.fromkeys(every_row, times)
-    assert reading.backward.num_rows_read == times * 60
+    assert source.counts == dict.fromkeys(every_row, backwards)
+    assert reading.backward.num_rows_read == backwards * 60
     assert 0 <= reading.backward.hidden_fraction <= 1 and reading.forward.read_seconds > 0
     assert "rows" in str(reading)
 

@@ -11,6 +11,7 @@ from sft.analysis.operators.base import Operator
 
 __all__ = [
     "Affine",
+    "AssignedChannels",
     "Beside",
     "Binary",
     "Cast",
@@ -119,6 +120,14 @@ class LookUp(AlongChannels):
         if whole:
             return [f"{node.label}: operand {whole[0]} is not an image of the same size; make it from one (torch.zeros_like)"]
         return AlongChannels.problems(self, node, graph, streamed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignedChannels(LookUp):
+    """Some channels of an image replaced by another image: ``x[:, :2] = y``."""
+
+    def keeps(self, node: Node) -> tuple[bool, bool]:
+        return (False, False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

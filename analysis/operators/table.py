@@ -6,6 +6,7 @@ fit, as in plain PyTorch. Refused is only what would not be the same there: rand
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from sft.analysis.operators.im2col import Col2im, Im2col
 from sft.analysis.operators.pixelwise import (
     Affine,
     AlongChannels,
+    AssignedChannels,
     Beside,
     Binary,
     Cast,
@@ -133,8 +135,18 @@ _UNARY = (
     "special_erfcx",
     "special_log_ndtr",
     "special_ndtri",
+    "zero",
 )
-_UNARY_OVERLOADS = ("pow.Tensor_Scalar", "rsub.Scalar", "div.Scalar", "mul.Scalar", "add.Scalar", "sub.Scalar", "round.decimals")
+_UNARY_OVERLOADS = (
+    "fill.Scalar",
+    "pow.Tensor_Scalar",
+    "rsub.Scalar",
+    "div.Scalar",
+    "mul.Scalar",
+    "add.Scalar",
+    "sub.Scalar",
+    "round.decimals",
+)
 #: Functions of several values, pixel by pixel, or of all channels of a pixel.
 _ROWWISE = (
     "aten.where.self",
@@ -171,6 +183,7 @@ _ROWWISE = (
     "aten.min.other",
     *(f"aten.xlogy.{kind}" for kind in ("Tensor", "Scalar_Other", "Scalar_Self")),
     *(f"aten.special_xlog1py.{kind}" for kind in ("default", "other_scalar", "self_scalar")),
+    "aten.fill.Tensor",
 )
 
 #: Reductions of channels, pixel by pixel.
@@ -191,7 +204,13 @@ _CHANNEL_REDUCTIONS = (
     "mean.dim",
     "all.dim",
     "any.dim",
+    "kthvalue.default",
+    "median.dim",
+    "nanmedian.dim",
+    "mode.default",
 )
+#: Functions of channels that leave their number as it is, or say what it becomes, pixel by pixel.
+_CHANNEL_FUNCTIONS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "glu", "index_select", "sort", "argsort", "topk")
 
 _CONVOLUTION, _MAX_POOL, _AVG_POOL = Convolution(), MaxPool(), AvgPool()
 _INTERPOLATION = Interpolation()
@@ -249,7 +268,8 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     **dict.fromkeys(("aten.layer_norm.default", "aten.rms_norm.default"), OverPixels()),
     **{f"aten.{name}": AlongChannels() for name in _CHANNEL_REDUCTIONS},
     **{f"aten.{name}.int": AlongChannels() for name in ("softmax", "log_softmax", "select")},
-    **{f"aten.{name}.default": AlongChannels() for name in ("cumsum", "cumprod", "glu", "linalg_vector_norm", "index_select")},
+    **{f"aten.{name}.default": AlongChannels() for name in (*_CHANNEL_FUNCTIONS, "linalg_vector_norm")},
+    "sft.assigned": AssignedChannels(),
     "aten.stack.default": AlongChannels(adds=True),
     "aten.slice.Tensor": (AlongChannels(), Slice()),
     "aten.pad.default": (Pad(), ChannelPad()),
@@ -257,7 +277,7 @@ _TABLE: dict[str, Operator | tuple[Operator, ...]] = {
     "sft.wrapped": Wrapped(),
     "sft.expanded": _CHANNELS,
     "aten.repeat.default": RepeatedChannels(),
-    "aten.flip.default": AlongChannels(argument="dims"),
+    **{f"aten.{name}.default": AlongChannels(argument="dims") for name in ("flip", "roll")},
     **{f"aten.adaptive_avg_pool{n}d.default": (_MEAN, Grid(), AdaptiveAverage()) for n in (1, 2, 3)},
     **{f"aten.adaptive_max_pool{n}d.default": AdaptiveMax() for n in (1, 2, 3)},
     "aten.mean.dim": (_MEAN, AlongChannels()),
@@ -280,20 +300,28 @@ _RANDOM = {
 }
 
 
-_NO_STRIPS = "has no rule for strips; it sees the whole image, so put it where the image is small, or leave it out of the compiled model"
+_WHERE_SMALL = "it sees the whole image, so put it where the image is small, or leave it out of the compiled model"
+_NO_STRIPS = f"has no rule for strips; {_WHERE_SMALL}"
 _ATTENTION = "mixes all pixels; attend to a pooled image, or within channels"
+_TRANSFORMS = "mixes all pixels; transform before the compiled model"
+#: In the name of an operator along axes, how many these are.
+_NUM_AXES = re.compile(r"(?:conv|conv_transpose|pool)(\d)d")
 #: What to do about some operators without a row.
 _NO_RULE = {
     **dict.fromkeys(("matmul", "bmm", "einsum", "baddbmm", "scaled_dot_product_attention"), _ATTENTION),
+    **dict.fromkeys(
+        ("slice_scatter", "select_scatter"),
+        "assigns rows, columns or samples; assign channels, or use torch.where",
+    ),
     "roll": "moves rows from one border to the other; pad and crop, or roll before the compiled model",
     "sft.repeat": "runs its blocks one after the other on the whole image, by their own schedule; put it where the image is small",
     "repeat": "repeats an image in another order of dimensions than [N, channels, ...]; repeat its channels before it is permuted",
     "repeat_interleave": "repeats rows, or samples; resize with F.interpolate, or torch.cat channels",
     "flip": "turns the image round; flip it before the compiled model",
     "rot90": "turns the image round; turn it before the compiled model",
-    "grid_sample": "samples anywhere in the image; resize with F.interpolate, or warp before the compiled model",
+    "grid_sampler": "samples anywhere in the image; resize with F.interpolate, or warp before the compiled model",
     "deform_conv2d": "samples anywhere in the image; use a plain convolution",
-    "_fft_r2c": "mixes all pixels; transform before the compiled model",
+    **{f"fft_{kind}{axes}": _TRANSFORMS for kind in ("fft", "ifft", "rfft", "irfft") for axes in ("", "2", "n")},
 }
 
 
@@ -323,7 +351,18 @@ def _no_rule(node: Node, graph: Graph) -> str:
             return f"{node.label}: the model returns an image in another order of dimensions than [N, channels, ...]; permute it outside"
         node = graph[graph.users[node.name][0]]
     namespace, name = node.target.split(".")[:2]
+    along = _NUM_AXES.search(name)
+    if along is not None and int(along[1]) != graph.axes.count:
+        return f"{node.label}: {_other_axes(int(along[1]), graph)}"
     return f"{node.label}: {_NO_RULE.get(f'{namespace}.{name}') or _NO_RULE.get(name, _NO_STRIPS)}"
+
+
+def _other_axes(num_axes: int, graph: Graph) -> str:
+    """What is said of an operator along another number of axes than images have."""
+    axes = graph.axes
+    remedy = "give frames, or tiles, as samples: [N, channels, height, width]" if (num_axes, axes.count) == (2, 3) else _WHERE_SMALL
+    own = "one axis" if num_axes == 1 else f"{num_axes} axes"
+    return f"is for images of {own}, and the model's input is read as [N, channels, {', '.join(axes.names)}]; {remedy}"
 
 
 def rows_of_table() -> dict[str, tuple[Operator, ...]]:
@@ -436,15 +475,13 @@ class Along:
 ALONG: dict[str, Along] = {
     "aten.cat.default": Along(default=0),
     "aten.stack.default": Along(default=0, adds=True),
-    "aten.glu.default": Along(default=-1),
     **{f"aten.{name}.int": Along() for name in ("softmax", "log_softmax")},
-    **{f"aten.{name}.default": Along() for name in ("cumsum", "cumprod")},
+    **{f"aten.{name}.default": Along(default=-1) for name in _CHANNEL_FUNCTIONS},
     **{f"aten.{name}": Along(drops=True) for name in _CHANNEL_REDUCTIONS},
     "aten.linalg_vector_norm.default": Along(drops=True),
-    "aten.flip.default": Along(argument="dims"),
+    **{f"aten.{name}.default": Along(argument="dims") for name in ("flip", "roll")},
     "aten.slice.Tensor": Along(default=0),
     "aten.select.int": Along(drops=True),
-    "aten.index_select.default": Along(),
     **dict.fromkeys(("aten.gather.default", "aten.scatter.value", "aten.scatter.src"), Along()),
 }
 #: Operators of single elements of their operands, which broadcast.

@@ -389,7 +389,8 @@ def _compare(
         torch.manual_seed(seed + step)
         tree_eager = eager(x_eager, *others)
         y_eager = _leaves(tree_eager)
-        gradients = [torch.randn(y.shape, dtype=y.dtype, generator=generator) for y in y_eager]
+        # Whole numbers among the outputs (labels, masks) have no gradient; what is drawn for them is never used.
+        gradients = [torch.randn(y.shape, dtype=y.dtype if y.requires_grad else x.dtype, generator=generator) for y in y_eager]
         _backward(y_eager, gradients)
 
         surroundings = _surroundings(is_first=step == 0, reading=last if step == steps - 1 else None)

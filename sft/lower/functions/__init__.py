@@ -47,6 +47,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "aten.bincount.default": losses.bincount,
     "sft.one_hot": losses.one_hot,
     "sft.filled": layouts.filled,
+    "sft.assigned": layouts.assigned,
     "sft.cross_entropy": losses.cross_entropy,
     "sft.nll": losses.nll,
     "sft.label_weight": losses.label_weight,

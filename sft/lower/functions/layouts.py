@@ -9,6 +9,7 @@ from torch import Tensor
 
 __all__ = [
     "aligned",
+    "assigned",
     "beside",
     "copy",
     "expanded",
@@ -86,6 +87,30 @@ def beside(self: Tensor, like: Tensor, split: Sequence[int], order: Sequence[int
 def filled(self: Tensor, channels: int, value: float, dtype: str) -> Tensor:
     """So many channels of one value, as large as an image."""
     return self.new_full((self.shape[0], channels, *self.shape[2:]), value, dtype=getattr(torch, dtype))
+
+
+def assigned(self: Tensor, src: Tensor, dim: int, start: int, stop: int, step: int, selects: bool) -> Tensor:
+    """An image of which some channels are another's; ``torch.slice_scatter`` copies all that the image is a view of.
+
+    Args:
+        self: the image.
+        src: the other image; without the dimension where ``selects``.
+        dim: of channels.
+        start: the first channel that is replaced.
+        stop: behind the last.
+        step: from one to the next.
+        selects: whether a single channel was named.
+    """
+    given = (src.unsqueeze(dim) if selects else src).to(self.dtype)
+    places = list(range(start, stop, step))
+    if step == 1 and places:
+        parts = [self.narrow(dim, 0, start), given, self.narrow(dim, stop, self.shape[dim] - stop)]
+    else:
+        ends = [*places, self.shape[dim]]
+        parts = [self.narrow(dim, 0, ends[0])]
+        for at, place in enumerate(places):
+            parts += [given.narrow(dim, at, 1), self.narrow(dim, place + 1, ends[at + 1] - place - 1)]
+    return torch.cat([part for part in parts if part.shape[dim]], dim)
 
 
 def copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:

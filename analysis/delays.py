@@ -32,7 +32,7 @@ def delayed(
     graph: Graph,
     level: Mapping[str, int],
     runs: Mapping[str, bool],
-    images: Collection[str],
+    images: frozenset[str],
     in_strips: Callable[[str], Collection[str]],
 ) -> dict[str, int]:
     """The level of each value once operators have moved.
@@ -57,7 +57,7 @@ class _Delays:
         graph: Graph,
         level: dict[str, int],
         runs: Mapping[str, bool],
-        images: Collection[str],
+        images: frozenset[str],
         in_strips: Callable[[str], Collection[str]],
     ) -> None:
         self.graph, self.level, self._runs, self._images, self._in_strips = graph, level, runs, images, in_strips
@@ -66,8 +66,10 @@ class _Delays:
         self._extents: dict[Any, float] = {}
 
     def may_move(self, name: str) -> bool:
-        """Whether a value is made in strips and read in the model alone."""
-        return self._runs.get(name, False) and self.level[name] >= 0 and name not in self._results and bool(self.graph.users[name])
+        """Whether a value is made in strips, or of small values, and read in the model alone."""
+        if name not in self._runs or self.level[name] < 0 or name in self._results or not self.graph.users[name]:
+            return False
+        return self._runs[name] or self._images.isdisjoint((name, *self.graph[name].operands))
 
     def consider(self, name: str) -> None:
         """Move an operator, and some of those that only it and its like read, to its latest phase if less crosses then."""
@@ -107,8 +109,8 @@ class _Delays:
             if not self.may_move(moved) or self.level[moved] >= latest or len(found) > _MOST_TOGETHER:
                 return {}
             early = [user for user in self.graph.users[moved] if user not in group and self._needed_by(user, moved) < latest]
-            if any(moved not in self._in_strips(user) for user in early):
-                return {}
+            if any(self._runs[user] and moved not in self._in_strips(user) for user in early):
+                return {}  # it would have to be there a phase before
             waiting += [user for user in early if user not in found]
             found.update(dict.fromkeys(early))
         return found

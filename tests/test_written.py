@@ -129,3 +129,13 @@ def test_writes_through_views_that_torch_does_not_follow_are_refused(name: str) 
 
     with pytest.raises(sft.UnsupportedError, match=words):
         sft.compile(_Writing(function), (1, 3, 20, 22))
+
+
+def test_pixels_that_a_mask_picks_are_refused_with_the_operator_to_take() -> None:
+    def function(conv: Any, x: Tensor) -> Any:
+        y = conv(x).clone()
+        y[y < 0] *= 0.1
+        return y
+
+    with pytest.raises(sft.UnsupportedError, match=r"where a mask says what changes, write torch\.where\(mask, new, old\)"):
+        sft.compile(_Writing(function), (1, 3, 20, 22))

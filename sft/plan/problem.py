@@ -370,7 +370,10 @@ def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
         return extent
     value = sp.sympify(sp.sympify(extent).xreplace(dict(symbols)))  # a symbol alone is replaced by a plain number
     if not value.is_number:
-        raise UnsupportedError([f"{node.label}: its size {extent} depends on the values of the image; keep it outside the compiled model"])
+        remedy = "keep it outside the compiled model"
+        if node.target == "aten.index.Tensor":
+            remedy = f"where a mask says what changes, write torch.where(mask, new, old); else {remedy}"
+        raise UnsupportedError([f"{node.label}: its size {extent} depends on the values of the image; {remedy}"])
     return int(value)
 
 

@@ -108,9 +108,10 @@ class _Delays:
             moved = waiting.pop()
             if not self.may_move(moved) or self.level[moved] >= latest or len(found) > _MOST_TOGETHER:
                 return {}
-            early = [user for user in self.graph.users[moved] if user not in group and self._needed_by(user, moved) < latest]
+            early = [user for user in self.graph.users[moved] if user in group or self._needed_by(user, moved) < latest]
             if any(self._runs[user] and moved not in self._in_strips(user) for user in early):
                 return {}  # it would have to be there a phase before
+            early = [user for user in early if user not in group]
             waiting += [user for user in early if user not in found]
             found.update(dict.fromkeys(early))
         return found

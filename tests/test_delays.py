@@ -131,6 +131,30 @@ def test_labels_become_channels_where_they_are_compared() -> None:
     assert _phase_of(phases, "sft.one_hot") == [len(phases.phases) - 1]
 
 
+class _Pyramid(nn.Module):
+    """Levels of a pyramid, each normalised and enlarged as often as it is small, and summed (Kirillov et al. 2019)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(nn.Conv2d(3, 4, 3, stride, padding=1) for stride in (1, 2, 4))
+        self.convs = nn.ModuleList(nn.ModuleList(nn.Conv2d(4, 4, 3, padding=1) for _ in range(1 + level)) for level in range(3))
+        self.norms = nn.ModuleList(nn.ModuleList(nn.GroupNorm(2, 4) for _ in range(1 + level)) for level in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.new_zeros(1)
+        levels: Any = zip(self.levels, self.convs, self.norms, strict=True)
+        for first, convs, norms in levels:
+            y = first(x)
+            for conv, norm in zip(convs, norms, strict=True):
+                y = F.interpolate(torch.relu(norm(conv(y))), scale_factor=2.0, mode="bilinear")
+            total = total + F.interpolate(y, size=x.shape[2:], mode="nearest")
+        return total
+
+
+def test_what_is_read_whole_is_there_a_phase_before() -> None:
+    assert_exact(seeded(_Pyramid), image(2, 3, 24, 16), options=sft.Options(tile=(4, 6)))
+
+
 def test_ties_stay() -> None:
     """An operator that makes no more than it reads runs as early as it can."""
     builder = GraphBuilder()

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import Node, Ref
 from sft.lower.context import NodeContext, Scope
 from sft.lower.program import Slot
@@ -121,6 +122,8 @@ def _norm_of(scope: Scope, affine: Node) -> WholeBatchNorm | None:
         return None
     if any(name in scope.outputs for name in (moments.name, scale_shift.name)) or any(name not in scope.outputs for name in nexts):
         return None
+    if len(scope.shapes[affine.name]) not in CHANNELS_LAST:
+        return None  # torch's kernel lays its result out anew, which projections do not see where others keep an operand's layout
     operands = [scale_shift.argument(key) for key in ("weight", "bias")]
     running = tuple((by_target[target], nexts[by_target[target]].argument("running")) for target in sorted(by_target))
     tensors = [image.name, *(value.name for value in operands if value is not None), *(value.name for _, value in running)]

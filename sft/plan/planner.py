@@ -17,6 +17,7 @@ from sft.plan.stages import StagedModel
 from sft.plan.strategy_auto import AutoSearch
 from sft.plan.strategy_chain import RECOMPUTING, solve
 from sft.plan.strategy_sft import grids, least_bytes, partition_choices
+from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
 
 __all__ = ["check_device", "check_host", "plan_segments"]
@@ -67,6 +68,11 @@ def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Plann
 def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> Planned:
     """The published schedule of that name."""
     room_bytes = budget_bytes - problem.occupied_bytes
+    if problem.training and problem.weights is None and problem.operators:
+        # Where nothing need be given up nothing is: stages part what runs faster, and in less, as one (``sft.lower.wholenorms``).
+        plain = carry_out(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
+        if plain.projection.peak_bytes <= room_bytes:
+            return plain
     staged = StagedModel(problem, rates)
     if not problem.training or len(staged.stages) < 2:  # there is nothing to recompute
         planned = carry_out(problem, staged.choices)

@@ -68,15 +68,12 @@ def _fused_tiled(problem: Problem, budget_bytes: int, options: Options) -> Plann
 def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> Planned:
     """The published schedule of that name."""
     room_bytes = budget_bytes - problem.occupied_bytes
-    if problem.training and problem.weights is None and problem.operators:
-        # Where nothing need be given up nothing is: stages part what runs faster, and in less, as one (``sft.lower.wholenorms``).
-        plain = carry_out(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
-        if plain.projection.peak_bytes <= room_bytes:
-            return plain
     staged = StagedModel(problem, rates)
     if not problem.training or len(staged.stages) < 2:  # there is nothing to recompute
         planned = carry_out(problem, staged.choices)
         fits = planned.projection.peak_bytes <= room_bytes
+    elif (plain := _just_fits(staged, room_bytes)) is not None:
+        return plain
     else:
         found, fits = solve(staged, name, room_bytes)
         planned = scheduled_plan(staged, found)
@@ -84,6 +81,15 @@ def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> 
         check_host(planned, problem.host_budget_bytes)
         raise _too_small(problem, planned, budget_bytes)
     return planned
+
+
+def _just_fits(staged: StagedModel, room_bytes: int) -> Planned | None:
+    """The model as plain PyTorch runs it, where it fits and its stages, which part norms, do not (``sft.lower.wholenorms``)."""
+    problem = staged.problem
+    if problem.weights is not None or carry_out(problem, staged.choices).projection.peak_bytes <= room_bytes:
+        return None
+    plain = carry_out(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
+    return plain if plain.projection.peak_bytes <= room_bytes else None
 
 
 def check_host(planned: Planned, host_budget_bytes: int | None) -> None:

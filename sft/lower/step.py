@@ -19,7 +19,6 @@ from sft.lower.program import Program, Slot, load_rows
 from sft.lower.rules import rule_of
 from sft.lower.rules.base import Rule
 from sft.lower.rules.windowed import Convolution, column_padding
-from sft.lower.wholenorms import whole_batch_norms
 
 __all__ = [
     "StepLowering",
@@ -103,9 +102,7 @@ class StepLowering:
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
         self.contexts: dict[str, NodeContext] = {}
-        norms = whole_batch_norms(scope) if whole else {}
-        self._rules: dict[str, Rule] = {**norms}
-        self._left_out = frozenset[str]().union(*(norm.parts for norm in norms.values()))
+        self._rules: dict[str, Rule] = {}
         self._inside = frozenset(scope.names)
 
     @classmethod
@@ -164,8 +161,6 @@ class StepLowering:
 
     def forward_of(self, name: str) -> None:
         """Compute one operator's new rows."""
-        if name in self._left_out:
-            return
         node = self.scope.graph[name]
         self._enter(name)
         if name in self.scope.streamed:

@@ -17,7 +17,6 @@ from sft.plan.stages import StagedModel
 from sft.plan.strategy_auto import AutoSearch
 from sft.plan.strategy_chain import RECOMPUTING, solve
 from sft.plan.strategy_sft import grids, least_bytes, partition_choices
-from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
 
 __all__ = ["check_device", "check_host", "plan_segments"]
@@ -72,8 +71,6 @@ def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> 
     if not problem.training or len(staged.stages) < 2:  # there is nothing to recompute
         planned = carry_out(problem, staged.choices)
         fits = planned.projection.peak_bytes <= room_bytes
-    elif (plain := _just_fits(staged, room_bytes)) is not None:
-        return plain
     else:
         found, fits = solve(staged, name, room_bytes)
         planned = scheduled_plan(staged, found)
@@ -81,15 +78,6 @@ def _scheduled(problem: Problem, budget_bytes: int, name: str, rates: Rates) -> 
         check_host(planned, problem.host_budget_bytes)
         raise _too_small(problem, planned, budget_bytes)
     return planned
-
-
-def _just_fits(staged: StagedModel, room_bytes: int) -> Planned | None:
-    """The model as plain PyTorch runs it, where it fits and its stages, which part norms, do not (``sft.lower.wholenorms``)."""
-    problem = staged.problem
-    if problem.weights is not None or carry_out(problem, staged.choices).projection.peak_bytes <= room_bytes:
-        return None
-    plain = carry_out(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
-    return plain if plain.projection.peak_bytes <= room_bytes else None
 
 
 def check_host(planned: Planned, host_budget_bytes: int | None) -> None:

@@ -24,7 +24,7 @@ import sympy as sp
 from sft.analysis.beside import filled, is_constant, varies
 from sft.analysis.elementwise import Elementwise
 from sft.analysis.extents import broadcast, same
-from sft.analysis.following import PERMUTES, RESHAPES, Image
+from sft.analysis.following import EXPANDS, PERMUTES, RESHAPES, Image
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
 from sft.analysis.im2col import col2im, im2col, windows_of_axis
 from sft.analysis.layernorms import LAYER_NORMS, layer_norm
@@ -39,7 +39,6 @@ __all__ = ["REWRITTEN", "canonical"]
 
 #: What an assignment to a part comes to.
 _ASSIGNMENTS = ("aten.slice_scatter.default", "aten.select_scatter.default")
-_EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 #: Poolings by windows, and the same to a given number of windows.
 _POOLINGS = {
     f"aten.{kind}_pool{count}d.default": f"aten.adaptive_{kind}_pool{count}d.default" for kind in ("avg", "max") for count in (1, 2, 3)
@@ -47,7 +46,7 @@ _POOLINGS = {
 
 #: Operators that are followed, or become others.
 _WINDOWS = ("aten.im2col.default", "aten.col2im.default", "aten.unfold.default")
-REWRITTEN = tuple(sorted({*PERMUTES, *RESHAPES, *_EXPANDS, *LAYER_NORMS, *REDUCTIONS, *PRODUCTS, *_WINDOWS, "aten.linear.default"}))
+REWRITTEN = tuple(sorted({*PERMUTES, *RESHAPES, *EXPANDS, *LAYER_NORMS, *REDUCTIONS, *PRODUCTS, *_WINDOWS, "aten.linear.default"}))
 
 
 def canonical(graph: Graph) -> Graph:
@@ -102,7 +101,7 @@ class _Rewriting(Elementwise):
             **dict.fromkeys(_POOLINGS, self._pool_of_all),
             **dict.fromkeys(_WINDOWS, self._windows),
             "aten.pad.default": self._pad,
-            **dict.fromkeys(_EXPANDS, self._expand),
+            **dict.fromkeys(EXPANDS, self._expand),
             **dict.fromkeys(PRODUCTS, self._product),
             "aten.broadcast_tensors.default": self._broadcast_tensors,
             "aten.one_hot.default": self._one_hot,
@@ -349,30 +348,26 @@ class _Rewriting(Elementwise):
 
     def _scatter(self, node: Node) -> bool:
         """Values put where labels say; constants that they are put into are an image like the labels."""
-        name, index = node.argument("self").name, self.images.get(node.argument("index").name)
-        constant = self.nodes.get(name)
-        if name not in self.images and index is not None and constant is not None and is_constant(constant):
-            self._fill_like(constant, index)
-            if name not in self.images:
-                return False
+        self._fill_like(node.argument("self").name, self.images.get(node.argument("index").name))
         return self._along(node)
 
-    def _fill_like(self, constant: Node, like: Image) -> None:
-        """Make an image of a constant that is as large as one."""
+    def _fill_like(self, name: str, like: Image | None) -> None:
+        """Make an image of a constant that is as large as another; anything else stays what it is."""
+        constant = self.nodes.get(name)
+        if name in self.images or like is None or constant is None or not is_constant(constant):
+            return
         held, shape = self.shape(like.node), constant.shape
         if len(shape) != self.axes.rank or len(held) != self.axes.rank or not like.layout.is_plain:
             return
         if same((held[0], *held[2:]), (shape[0], *shape[2:])):
-            made = filled(f"{constant.name}__filled", constant, self.nodes[like.node], shape[1])
+            made = filled(f"{name}__filled", constant, self.nodes[like.node], shape[1])
             self.nodes[made.name] = made
-            self.images[constant.name] = Image(made.name, like.layout)
+            self.images[name] = Image(made.name, like.layout)
 
     def _assigned(self, node: Node) -> bool:
         """Some channels of an image assigned anew."""
-        name, given = node.argument("self").name, node.argument("src").name
-        source, constant = self.images.get(given), self.nodes.get(name)
-        if name not in self.images and source is not None and constant is not None and is_constant(constant):
-            self._fill_like(constant, source)
+        name, source = node.argument("self").name, self.images.get(node.argument("src").name)
+        self._fill_like(name, source)
         image = self.images.get(name)
         if image is None or source is None:
             return False
@@ -383,7 +378,7 @@ class _Rewriting(Elementwise):
         selects = node.target == "aten.select_scatter.default"
         if source.layout != (image.layout.without([place]) if selects else image.layout):
             return False
-        given = [node.argument(name) for name in (("index",) if selects else ("start", "end", "step"))]
+        given = [node.argument(key) for key in (("index",) if selects else ("start", "end", "step"))]
         if any(isinstance(number, sp.Basic) for number in (held[place], *given)):
             return False  # what the model has among its channels follows the image's size
         if selects:

@@ -142,5 +142,5 @@ class _Delays:
         if isinstance(extent, int):
             return float(extent)
         if extent not in self._extents:
-            self._extents[extent] = float(sp.sympify(extent).subs(dict.fromkeys(extent.free_symbols, _TYPICAL_PX)))
+            self._extents[extent] = float(extent.xreplace(dict.fromkeys(extent.free_symbols, sp.Integer(_TYPICAL_PX))))
         return self._extents[extent]

@@ -14,7 +14,7 @@ from typing import Any
 
 from sft.analysis.beside import beside, filled, is_constant, varies
 from sft.analysis.extents import broadcast, same
-from sft.analysis.following import Following, Image
+from sft.analysis.following import EXPANDS, Following, Image
 from sft.analysis.graph import Node, Ref, map_refs
 from sft.analysis.layout import Layout
 
@@ -101,7 +101,7 @@ class Elementwise(Following):
     def _before_expansions(self, name: str) -> Node:
         """What a value was before it was expanded, in more dimensions, too: for what is the same everywhere."""
         node = self.nodes[name]
-        while node.target in ("aten.expand.default", "aten.expand_as.default"):
+        while node.target in EXPANDS:
             node = self.nodes[node.argument("self").name]
         return node
 

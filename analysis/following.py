@@ -18,7 +18,7 @@ from sft.analysis.extents import divided, split_factors
 from sft.analysis.graph import Graph, Node, Ref, map_refs
 from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
 
-__all__ = ["PERMUTES", "RESHAPES", "Following", "Image"]
+__all__ = ["EXPANDS", "PERMUTES", "RESHAPES", "Following", "Image"]
 
 RESHAPES = frozenset(
     {
@@ -35,6 +35,7 @@ RESHAPES = frozenset(
         "aten.reshape_as.default",
     }
 )
+EXPANDS = frozenset({"aten.expand.default", "aten.expand_as.default"})
 PERMUTES = frozenset({"aten.permute.default", "aten.transpose.int", "aten.t.default", "aten.movedim.int", "aten.swapaxes.default"})
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from harness.report import Table, add_common_arguments, environment, result_stem, write_results
+from harness.report import Table, add_common_arguments, environment, positive_int, result_stem, write_results
 from harness.workers import WorkerError, call_in_process
 from rich.console import Console
 from torch import Tensor, nn
@@ -102,7 +102,7 @@ def answer(question: Question) -> Measured:
 def main() -> int:
     """Run the benchmark; 1 when a network fails."""
     parser = argparse.ArgumentParser(description="Time of a step where plain PyTorch fits.")
-    parser.add_argument("--rounds", type=int, default=15, help=f"rounds that count, after {_NUM_WARMUPS} warm-up")
+    parser.add_argument("--rounds", type=positive_int, default=15, help=f"rounds that count, after {_NUM_WARMUPS} warm-up")
     add_common_arguments(parser)
     args = parser.parse_args()
     console = Console()

@@ -9,7 +9,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -37,7 +37,6 @@ def _surveys(name: str, shapes: Sequence[tuple[int, int]], num_panels: int, shar
     return [Survey(replace(problem, shared=shared), sft.Options(), "cpu", num_panels) for problem in problems]
 
 
-@settings(max_examples=max(5, settings().max_examples // 4))
 @given(
     name=st.sampled_from(sorted(_BUILDS)),
     heights=st.tuples(st.integers(260, 900), st.integers(260, 900)),

@@ -1,8 +1,7 @@
 """What torch calls while a function runs forward and backward, as a list.
 
 A dispatch mode sees every call below autograd, those of the derivative included. It stands in front of fake tensors, so nothing is
-computed. ``make_fx`` sees the same, and takes six times as long: it makes a proxy, a name and a line of code of each call, for a module
-that nobody runs.
+computed. ``make_fx`` sees the same, but makes a proxy, a name and a line of code of each call, for a module that nobody runs.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ def record(
         shapes: of its tensors.
         dtypes: likewise.
         needs_grad: likewise.
-        by_shape: whether it calls the same on all devices. Then plain tensors without numbers do; fake ones, which know that they stand
-            for a CPU's, take eight times as long.
+        by_shape: whether it calls the same on all devices. Then plain tensors without numbers do, which take a fraction of the time of
+            fake ones, which know that they stand for a CPU's.
     """
     with contextlib.nullcontext() if by_shape else FakeTensorMode(allow_non_fake_inputs=True):
         device = "meta" if by_shape else "cpu"

@@ -10,7 +10,6 @@ same in two strips name the same slots, whatever happens elsewhere. The rules ar
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -55,12 +54,19 @@ class StripPrograms:
         self._num_rows = self._num_forward = 0
         self._lowering = StepLowering(scope, whole=False)
         self._steps: dict[int, StepOf] = {}
+        self._spans: dict[str, tuple[Ints, Ints]] = {}
 
     @property
     def num_parts(self) -> int:
         """How many parts the rules have been asked for."""
         own = (len(operator.forward) + len(operator.append) + len(operator.backward) for operator in self._operators)
         return len(self._sources) + sum(own)
+
+    def rows_read(self, name: str) -> tuple[Ints, Ints]:
+        """First row, and the one behind the last, that each step reads of a source."""
+        if name not in self._spans:
+            self._spans[name] = self.schedule.rows_read(name, [reader for reader in self.scope.names if self.scope.has_columns(reader)])
+        return self._spans[name]
 
     def lower(self, kind: StripKind, index: int) -> Program:
         """The program of a strip; see :func:`sft.lower.step.lower_strip`, which makes the same of one alone."""
@@ -180,16 +186,8 @@ class StripPrograms:
 
     def _read(self, index: int) -> dict[str, Interval]:
         """The rows of each source that a step reads."""
-        return {name: Interval(int(start[index]), int(stop[index])) for name, (start, stop) in self._rows_read.items()}
-
-    @cached_property
-    def _rows_read(self) -> dict[str, tuple[Ints, Ints]]:
-        """The same for all steps."""
-        scope, found = self.scope, {}
-        for name in scope.sources:
-            readers = [user for user in scope.names if name in scope.graph[user].operands and scope.has_columns(user)]
-            found[name] = self.schedule.rows_read(name, readers)
-        return found
+        spans = {name: self.rows_read(name) for name in self.scope.sources}
+        return {name: Interval(int(start[index]), int(stop[index])) for name, (start, stop) in spans.items()}
 
     # -- new parts ----------------------------------------------------------------------------------------------------
 

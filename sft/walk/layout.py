@@ -77,7 +77,6 @@ class TiledLayout:
     _steps: dict[int, Step] = field(default_factory=dict, repr=False)
     _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
     _rows: dict[tuple[int, int], Mapping[str, Interval]] = field(default_factory=dict, repr=False)
-    _spans: dict[tuple[str, int], tuple[Ints, Ints]] = field(default_factory=dict, repr=False)
     _finishes: dict[tuple[str, int], Program] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -139,12 +138,8 @@ class TiledLayout:
         return self._rows[key]
 
     def rows_read(self, name: str, walk: Walk) -> tuple[Ints, Ints]:
-        """First row, and the one behind the last, that each step of a walk reads of a value."""
-        key = (name, self.panel_kinds[walk.panel])
-        if key not in self._spans:
-            scope = self.scope_of(walk)
-            self._spans[key] = self.schedule.rows_read(name, [reader for reader in scope.names if scope.has_columns(reader)])
-        return self._spans[key]
+        """First row, and the one behind the last, that each step of a walk reads of a source."""
+        return self._lowering(walk).rows_read(name)
 
     def row_bytes(self, name: str, walk: Walk) -> int:
         """Bytes of one row of a streamed value in a walk."""

@@ -11,6 +11,7 @@ import copy
 import gc
 import statistics
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,7 +71,8 @@ class Measured:
         ratios = self.ratios
         scatter = f"{statistics.median(ratios):.2f} [{min(ratios):.2f}, {max(ratios):.2f}]"
         where = f"{self.question.batch} x {self.question.side}²"
-        return [self.question.network, where, f"{1000 * plain:.0f}", f"{1000 * own:.0f}", scatter, ", ".join(self.segments)]
+        plan = ", ".join(f"{count} {mode}" for mode, count in Counter(self.segments).items())
+        return [self.question.network, where, f"{1000 * plain:.0f}", f"{1000 * own:.0f}", scatter, plan]
 
 
 def _seconds(model: nn.Module, x: Tensor) -> float:

@@ -63,6 +63,15 @@ class Emitter:
             self.results[key] = self.call(torch.zeros_like, like, shape=shape, dtype=dtype, keywords={"dtype": dtype})
         return self.results[key]
 
+    def give_side_gradient(self, name: str, first: Slot, owned: bool, value_dtype: torch.dtype) -> None:
+        """The same, begun with what would be added first: ``owned`` says that its storage is nobody else's."""
+        key = Port("grad_side", name)
+        if owned and len(first.shape) == 1 and self.owns(first):
+            self.results[key] = first  # there is but one layout
+            return
+        like = self.port("side", name, first.shape, value_dtype)
+        self.results[key] = self.call(_laid_out_like, first, like, shape=first.shape, dtype=first.dtype)
+
     def result(self, role: str, name: str, slot: Slot) -> None:
         """Hand a slot to the caller."""
         self.results[Port(role, name)] = slot
@@ -243,6 +252,11 @@ class Emitter:
             saved = tuple(sorted(made & {slot.number for used in slots[turn:] for slot in used}))
         first = _program(placed[:turn], slots[:turn], self.ports, self.results, saved)
         return first, _program(placed[turn:], slots[turn:], self.ports, self.results, ())
+
+
+def _laid_out_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides of another tensor."""
+    return torch.empty_like(like, dtype=value.dtype).copy_(value)
 
 
 def _program(

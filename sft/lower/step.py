@@ -15,10 +15,11 @@ from sft.analysis.steps import NodeRows, Step
 from sft.lower.context import NodeContext, Patch, Scope
 from sft.lower.emitter import Emitter
 from sft.lower.patches import add_patches, patch_slot, sum_of_patches
-from sft.lower.program import Program, Slot, load_rows
+from sft.lower.program import Port, Program, Slot, load_rows
 from sft.lower.rules import rule_of
 from sft.lower.rules.base import Rule
 from sft.lower.rules.windowed import Convolution, column_padding
+from sft.lower.wholenorms import whole_batch_norms
 
 __all__ = [
     "StepLowering",
@@ -102,7 +103,10 @@ class StepLowering:
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
         self.contexts: dict[str, NodeContext] = {}
-        self._rules: dict[str, Rule] = {}
+        norms = whole_batch_norms(scope) if whole else {}
+        self._rules: dict[str, Rule] = {**norms}
+        self._left_out = frozenset[str]().union(*(norm.left_out for norm in norms.values()))
+        self._instead = {norm.moments: name for name, norm in norms.items()}
         self._inside = frozenset(scope.names)
 
     @classmethod
@@ -161,6 +165,9 @@ class StepLowering:
 
     def forward_of(self, name: str) -> None:
         """Compute one operator's new rows."""
+        if name in self._left_out:
+            return
+        name = self._instead.get(name, name)
         node = self.scope.graph[name]
         self._enter(name)
         if name in self.scope.streamed:
@@ -322,8 +329,17 @@ class StepLowering:
                 self._add_to_source(operand, patch)
             else:
                 assert ctx is not None
-                self.emitter.add_into(ctx.side_gradient(operand), patch_slot(self.emitter, patch))
+                self._add_to_side(ctx, operand, patch)
         return inside
+
+    def _add_to_side(self, ctx: NodeContext, name: str, patch: Patch) -> None:
+        """Add to the gradient of a tensor from outside that is not streamed, or begin it."""
+        e, scope, slot = self.emitter, self.scope, patch_slot(self.emitter, patch)
+        is_first = self.whole and Port("grad_side", name) not in e.results
+        if is_first and slot.shape == scope.side_shape(name) and slot.dtype == scope.grad_dtype(name):
+            e.give_side_gradient(name, slot, patch.owned and patch.channels is None, scope.dtype_of(name))
+        else:
+            e.add_into(ctx.side_gradient(name), slot)
 
     def _give_gradients(self, gradients: Mapping[str, list[Patch]]) -> None:
         """Hand the gradients of what is read from outside to the caller; those that nothing was added to are zeros."""

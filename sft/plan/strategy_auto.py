@@ -94,10 +94,10 @@ class AutoSearch:
         """Plans that fit, and what they cost; no other that is known to fit costs less than the cheapest."""
         problem, rates = self._problem, self._rates
         plain = self._plain(room_bytes)
-        if plain is not None:
+        if plain is not None and self._could_hardly_cost_less:
             return [plain]
         surveys: list[Survey] = []
-        fitting: list[tuple[float, Planned]] = []
+        fitting: list[tuple[float, Planned]] = [] if plain is None else [plain]
         for survey in self._surveys():
             looks_at_tiles, expected = self._may_tile and not surveys, survey.least_cost_within(room_bytes)
             if looks_at_tiles:
@@ -128,33 +128,41 @@ class AutoSearch:
         return fitting
 
     def _plain(self, room_bytes: int) -> tuple[float, Planned] | None:
-        """The model as plain PyTorch runs it, and its cost, where it fits and whatever else was found could hardly cost less."""
-        problem, cost = self._problem, self._plain_cost
+        """The model as plain PyTorch runs it, and its cost, where it may run so and fits."""
+        problem, costs = self._problem, self._plain_costs
         # Outputs are among what its programs make.
-        if cost is None or problem.resident_input_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes:
+        if costs is None or problem.resident_input_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes:
             return None
         planned = carry_out(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
-        return (cost, planned) if planned.projection.peak_bytes <= room_bytes else None
+        return (costs[0], planned) if planned.projection.peak_bytes <= room_bytes else None
+
+    @property
+    def _could_hardly_cost_less(self) -> bool:
+        """Whether no plan costs much less than plain PyTorch."""
+        return self._plain_costs is not None and self._plain_costs[0] <= _WORTH_LOOKING * self._plain_costs[1]
 
     @cached_property
-    def _plain_cost(self) -> float | None:
-        """What plain PyTorch costs, if no plan could cost much less.
+    def _plain_costs(self) -> tuple[float, float] | None:
+        """What plain PyTorch costs, and what any plan does at least; ``None`` where it is not what is asked for, or not what it seems.
 
-        Nothing computes less, and strips call at least as many operators. What they may spare is to touch large fresh buffers, and to
-        read inputs, run repeats, or wait for weights and outputs one after the other.
+        Nothing computes less, and strips call at least as many operators. What they may spare is to touch large fresh buffers, those of
+        parameters' gradients aside, and to read inputs, run repeats, or wait for weights and outputs one after the other.
         """
         problem, options = self._problem, self._options
         is_asked = options.tile or options.halo != "auto" or options.state_every or options.state_slots or options.batch_tile
         elsewhere = problem.from_source or problem.host_outputs or problem.weights is not None or problem.skips_repeats
-        listed = [instruction for program in plain_programs(problem) for instruction in program.instructions]
+        programs = plain_programs(problem)
+        listed = [instruction for program in programs for instruction in program.instructions]
         if options.strategy != "auto" or is_asked or elsewhere or not listed:
             return None
+        gradients = {slot.root for program in programs for port, slot in program.results.items() if port.role == "grad_side"}
         flops = sum(instruction.flops for instruction in listed)
         calls = np.array([num_calls(instruction) for instruction in listed], dtype=np.float64)
         num_bytes = np.array([instruction.num_bytes for instruction in listed], dtype=np.float64)
+        needed = [any(out is not None and out.root in gradients for out in instruction.outputs) for instruction in listed]
         cost = flops + float(self._rates.overheads(calls, num_bytes).sum())
-        least = flops + float(self._rates.overheads(calls, np.zeros_like(num_bytes)).sum())
-        return cost if cost <= _WORTH_LOOKING * least else None
+        least = flops + float(self._rates.overheads(calls, np.where(needed, num_bytes, 0.0)).sum())
+        return cost, least
 
     def _surveys(self) -> Iterator[Survey]:
         """All surveys, those first that were made before."""

@@ -82,12 +82,16 @@ class WholeSegment:
         return machine.buffers_of(saved, self._own)
 
     def reads_back(self, reads: Sequence[str]) -> Sequence[str]:
-        """Of the values that it reads those that its backward pass needs: what its program binds, and what saved tensors are views of."""
+        """Of the values that it reads those that its backward pass needs: what its program binds, and what saved tensors are views of.
+
+        Also those whose gradients it makes: who takes the gradient of a streamed weight updates the weight.
+        """
         forward, backward = self.programs(True)
         assert backward is not None
         viewed = _roots_of(forward, forward.saved)
         bound = {port.name for port in backward.ports if port.role in ("source", "side")}
         bound |= {port.name for port, slot in forward.ports.items() if port.role in ("source", "side") and slot.root in viewed}
+        bound |= {port.name for port in backward.results if port.role == "grad_side"}
         return [name for name in reads if name in bound]
 
     def forward(self, machine: Machine, values: Values, *, keep: bool) -> Saved:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -149,3 +150,40 @@ def test_any_mixture_is_exact(shape: tuple[int, int, int, int], kinds: list[str]
     norms = [nn.BatchNorm2d(4, **made[kind]) for kind in kinds]
     options = sft.Options() if tile is None else sft.Options(tile=tile)
     assert_exact(seeded(lambda: _net(*norms)), image(*shape), budget="1GiB", options=options)
+
+
+class _Block(nn.Module):
+    """A residual block whose shortcut has a norm, too; its affine map waits for the addition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, padding=1)
+        self.short = nn.Conv2d(3, 4, 1, 2)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.norms[0](self.first(x)))
+        return torch.relu(self.norms[1](self.second(y)) + self.norms[2](self.short(x)))
+
+
+@pytest.mark.parametrize("strategy", ["sqrt", "revolve", "optimal", "acg"])
+def test_plans_in_stages_compute_the_same_bits(strategy: str) -> None:
+    """A stage that runs twice has running statistics once, and every norm is torch's call there as in the whole model."""
+    make = seeded(lambda: chain(_Block(), nn.Conv2d(4, 3, 1), _Block(), nn.Conv2d(4, 3, 1), _Block(), nn.Conv2d(4, 3, 1)))
+    make = make.float().train()
+    options = sft.Options(strategy=strategy)
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.plan(make, (2, 3, 64, 48), budget=1, options=options)
+    found = []
+    for budget, chosen in ((refusal.value.needed_bytes, options), ("1GiB", sft.Options())):
+        model = copy.deepcopy(make)
+        net = sft.compile(model, (2, 3, 64, 48), budget=budget, options=chosen)
+        torch.manual_seed(1)
+        x = torch.randn(2, 3, 64, 48)
+        y = net(x)
+        y.square().sum().backward()
+        gradients = [param.grad for param in model.parameters()]
+        found.append((len(net.plan.segments), [y.detach(), *model.buffers(), *gradients]))
+    (num_stages, staged), (num_whole, whole) = found
+    assert num_stages > num_whole == 1
+    assert all(torch.equal(one, other) for one, other in zip(staged, whole, strict=True))

@@ -122,6 +122,8 @@ def _norm_of(scope: Scope, affine: Node) -> WholeBatchNorm | None:
     image, scale_shift = affine.argument("self"), graph[affine.argument("scale_shift").name]
     if type(image) is not Ref or scale_shift.target != "sft.scale_shift" or graph.users[scale_shift.name] != (affine.name,):
         return None
+    if not scope.streamed.issuperset((affine.name, image.name)):
+        return None  # images of another number of samples
     moments = graph[scale_shift.argument("moments").name]
     if moments.target != "sft.moments" or moments.argument("self") != image or moments.argument("per_sample"):
         return None

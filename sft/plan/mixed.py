@@ -72,8 +72,7 @@ class Mixed:
         problem = staged.problem
         self._made_bytes = sum(map(problem.value_bytes, problem.graph.handed_on(problem.phases.prologue)))
         self._bucket_bytes = max(1, -(-room_bytes // _NUM_BUCKETS))
-        stages = {place: stage for stage, place in enumerate(staged.places)}
-        at = [[stages.get(staged.num_main(head)) for head in survey.heads] for survey in surveys]
+        at = [[staged.stage_behind(head) for head in survey.heads] for survey in surveys]
         #: (survey, position, stage behind it)
         self._ends = [(s, p, stage) for s, row in enumerate(at) for p, stage in enumerate(row) if stage or (stage == 0 and p == 0)]
         self._tried: set[tuple[_Place, int]] = set()

@@ -7,7 +7,7 @@ estimated: its two programs are lowered, and they are the ones that run.
 Cuts. A place that one large value crosses is a cut (others of at most a tenth of its bytes may go with it: the statistics of a norm, a
 gate). Where such places are far apart, as in a network of long skips, places that up to eight values cross are taken, too; a skip then
 counts once for each cut that it crosses, so the chain needs more than the model does. Two cuts without a FLOP between them are one: the
-place that fewer bytes cross, so that a stage ends behind its activation and its pool.
+place that fewer bytes cross, so that a stage ends behind its activation and its pool. None is within a norm.
 
 Operators that only make buffers' next values (running statistics) are asides: they run once, behind their stage, and never again. Those of
 repeated blocks are made where the blocks run, and stay with them.
@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 
+from sft.analysis.graph import Graph
 from sft.lower.program import Program, slots_of
 from sft.plan.build import build_region
 from sft.plan.chain.chain import Chain, Stage
@@ -63,7 +64,7 @@ class StagedModel:
         # What follows its operand is made where that is.
         rows, graph = problem.phases.rows, problem.graph
         needed = graph.ancestors([*graph.outputs, *(name for name in names if rows[name].follows)])
-        self._main = tuple(name for name in names if name in needed)
+        self._main = _with_norms_together(graph, [name for name in names if name in needed])
         cuts = _Cuts(problem, self._main).found
         self.stages = tuple(self._main[a:b] for a, b in pairwise((0, *(cut.place for cut in cuts), len(self._main))))
         self._cut_values = (*(cut.values for cut in cuts), ())
@@ -105,9 +106,15 @@ class StagedModel:
         """How many operators lie before each stage, asides and prologue left out."""
         return tuple(accumulate(map(len, self.stages[:-1]), initial=0))
 
-    def num_main(self, names: Collection[str]) -> int:
-        """How many of these operators are in stages."""
-        return len(self._in_stages.intersection(names))
+    def stage_behind(self, head: Collection[str]) -> int | None:
+        """The stage that begins behind these operators, asides and prologue among them or not; ``None`` where they end within one."""
+        inside = self._in_stages.intersection(head)
+        stage = self._stage_at.get(len(inside))
+        return stage if stage is not None and inside.issuperset(self._main[: len(inside)]) else None
+
+    @cached_property
+    def _stage_at(self) -> dict[int, int]:
+        return {place: stage for stage, place in enumerate(self.places)}
 
     @cached_property
     def _in_stages(self) -> frozenset[str]:
@@ -218,6 +225,23 @@ class StagedModel:
     def ordered(self, order: Order) -> Region:
         """The region in that order; programs are shared with all others of this model."""
         return replace(self.region, order=order)
+
+
+def _with_norms_together(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:
+    """The operators with the affine maps of norms right behind what they are made of.
+
+    Elsewhere they wait for the phase that reads them (``sft.analysis.delays``). A norm is one operator where all of it is in a segment
+    (``sft.lower.wholenorms``), and its image is read no more.
+    """
+    place = {name: number for number, name in enumerate(names)}
+    affine: dict[str, str] = {}
+    for name in names:
+        if graph[name].target == "sft.affine":
+            behind = graph[name].argument("scale_shift").name
+            if behind in place and all(place.get(operand, -1) <= place[behind] for operand in graph[name].operands):
+                affine.setdefault(behind, name)
+    moved = frozenset(affine.values())
+    return tuple(each for name in names if name not in moved for each in ((name, affine[name]) if name in affine else (name,)))
 
 
 def _peak_without_saving(forward: Program) -> int:

@@ -155,10 +155,9 @@ def least_schedule(tail: Tail, name: str) -> Schedule:
 
 def _ends(staged: StagedModel, surveys: Sequence[Survey]) -> Iterator[tuple[Survey, int, int]]:
     """Where heads end, and the stage behind each; a head of no stage, or of all of them, has no tail."""
-    stages = {place: stage for stage, place in enumerate(staged.places)}
     for survey in surveys:
         for position, head in enumerate(survey.heads):
-            stage = stages.get(staged.num_main(head))
+            stage = staged.stage_behind(head)
             if stage and _cut_is_made(staged, survey, position, stage):
                 yield survey, position, stage
 

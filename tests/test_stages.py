@@ -33,23 +33,25 @@ def test_what_a_stage_holds_that_saves_nothing_is_read_off_the_one_that_saves(bu
 def test_no_stage_ends_within_a_norm() -> None:
     """Also not where its affine map waits for another phase: torch's own call does all of it, whatever the plan."""
     staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=in_terms_of_the_table), Rates("cpu"))
-    graph = staged.problem.graph
+    graph, asides = staged.problem.graph, {name for nodes in staged.asides for name in nodes}
     stage_of = {name: number for number, nodes in enumerate(staged.stages) for name in nodes}
     affine = [name for name in stage_of if graph[name].target == "sft.affine"]
     assert affine
     for name in affine:
         scale_shift = graph[graph[name].argument("scale_shift").name]
         assert stage_of[name] == stage_of[scale_shift.name] == stage_of[scale_shift.argument("moments").name]
-    assert sorted(stage_of) == sorted(staged._main)
-    place = {name: number for number, name in enumerate(staged._main)}
+    # Nothing is lost, and everything stands behind what it reads.
+    assert {*stage_of, *asides, *staged.problem.phases.prologue} == set(staged.problem.operators)
+    place = {name: number for number, name in enumerate(stage_of)}
     assert all(place[operand] < place[name] for name in place for operand in graph[name].operands if operand in place)
 
 
 def test_the_stage_behind_a_head_is_that_of_all_its_operators() -> None:
     staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=in_terms_of_the_table), Rates("cpu"))
+    main = [name for nodes in staged.stages for name in nodes]
     for stage, place in enumerate(staged.places):
-        head = [*staged.problem.phases.prologue, *staged._main[:place]]
+        head = [*staged.problem.phases.prologue, *main[:place]]
         assert staged.stage_behind(head) == stage
         if place:
-            assert staged.stage_behind([*head[:-1], staged._main[-1]]) is None  # as many, but not these
+            assert staged.stage_behind([*head[:-1], main[-1]]) is None  # as many, but not these
             assert staged.stage_behind([*head, *staged.asides[stage - 1]]) == stage

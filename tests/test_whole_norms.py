@@ -169,14 +169,13 @@ class _Block(nn.Module):
 @pytest.mark.parametrize("strategy", ["sqrt", "revolve", "optimal", "acg"])
 def test_plans_in_stages_compute_the_same_bits(strategy: str) -> None:
     """A stage that runs twice has running statistics once, and every norm is torch's call there as in the whole model."""
-    make = seeded(lambda: chain(_Block(), nn.Conv2d(4, 3, 1), _Block(), nn.Conv2d(4, 3, 1), _Block(), nn.Conv2d(4, 3, 1)))
-    make = make.float().train()
+    original = seeded(lambda: chain(*(part for _ in range(3) for part in (_Block(), nn.Conv2d(4, 3, 1))))).float().train()
     options = sft.Options(strategy=strategy)
     with pytest.raises(sft.BudgetError) as refusal:
-        sft.plan(make, (2, 3, 64, 48), budget=1, options=options)
+        sft.plan(original, (2, 3, 64, 48), budget=1, options=options)
     found = []
     for budget, chosen in ((refusal.value.needed_bytes, options), ("1GiB", sft.Options())):
-        model = copy.deepcopy(make)
+        model = copy.deepcopy(original)
         net = sft.compile(model, (2, 3, 64, 48), budget=budget, options=chosen)
         torch.manual_seed(1)
         x = torch.randn(2, 3, 64, 48)

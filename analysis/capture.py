@@ -270,6 +270,11 @@ def outputs_channels_last(
     return tuple(is_channels_last(out) for out in outputs if isinstance(out, torch.Tensor))
 
 
+def is_in_layout(value: torch.Tensor) -> bool:
+    """Whether a tensor lies in memory as programs lay theirs: images channels last, others in order."""
+    return value.is_contiguous(memory_format=CHANNELS_LAST.get(value.dim(), torch.contiguous_format))
+
+
 def is_channels_last(value: torch.Tensor) -> bool:
     """Whether an image is laid out channels last, and not channels first at the same time."""
     layout = CHANNELS_LAST.get(value.dim())

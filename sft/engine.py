@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from sft.alone import alone
 from sft.analysis.bands import Shares
-from sft.analysis.capture import is_channels_last
+from sft.analysis.capture import is_channels_last, is_in_layout
 from sft.analysis.deterministic import needs_order
 from sft.analysis.graph import Graph
 from sft.analysis.phases import Phases
@@ -337,6 +337,7 @@ class Engine:
             ),
             channels_last=channels_last,
             weights_last=weights_last,
+            weights_in_layout=tuple(is_in_layout(p) for p in self.model.parameters()),
             requires_grad=weights if with_grad else (),
             input_grads=input_grads if with_grad else (),
             with_grad=with_grad,

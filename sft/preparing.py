@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from sft.alone import alone
-from sft.analysis.capture import Capture, attribute_of, outputs_channels_last
+from sft.analysis.capture import Capture, attribute_of, is_in_layout, outputs_channels_last
 from sft.analysis.gradients import reached_by_gradients
 from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
@@ -66,6 +66,7 @@ class CallKind:
     traced: Traced
     channels_last: tuple[bool, ...]
     weights_last: tuple[bool, ...]
+    weights_in_layout: tuple[bool, ...]
     requires_grad: tuple[bool, ...]
     input_grads: tuple[bool, ...]
     with_grad: bool
@@ -194,6 +195,7 @@ class Preparation:
             phases=phases,
             requires_grad=self._requires_grad(kind, phases, captured.capture),
             channels_last=self._channels_last(kind, graph, captured) - self._in_files(graph),
+            weights_in_layout=self._weights_in_layout(graph),
             resident_bytes=search.resident_bytes(),
             from_source=frozenset(name for name, is_read in zip(inputs, kind.from_source, strict=True) if is_read),
             outputs_on_host=self.destination.on_host,
@@ -308,6 +310,11 @@ class Preparation:
         # Where eager PyTorch cannot be asked, the outputs follow the inputs.
         outputs = graph.outputs if found is None and given else [n for n, last in zip(graph.outputs, found or (), strict=False) if last]
         return frozenset((*given, *outputs))
+
+    def _weights_in_layout(self, graph: Graph) -> frozenset[str]:
+        """Parameters that lie in memory as their gradients are made."""
+        weights = [node for node in graph.nodes if node.kind == "parameter"]
+        return frozenset(node.name for node in weights if is_in_layout(held(self.model, node.target)))
 
     def _in_files(self, graph: Graph) -> frozenset[str]:
         """Outputs that go to files, which are in C order."""

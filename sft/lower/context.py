@@ -78,11 +78,13 @@ class Scope:
         requires_grad: values that need a gradient.
         outputs: the segment's values that others need.
         sources: streamed values from outside.
-        in_layout: sources that already are channels last.
+        in_layout: sources that already are channels last, and tensors that are not streamed whose gradients are wanted as they are made:
+            in order, those of two or three axes channels last (other than parameters it is all, nobody asks how theirs lie).
         batch: batch elements to a walk.
         per_sample: global values with an entry for each batch element, in their first dimension.
         columns: what the panel computes and reads along the width, for every streamed value and operator of the segment. A panel
             carries nothing: it computes its own halo.
+        leaves_layouts: whether images are laid out as torch lays them; else all are made channels last. Of segments that run whole.
         backend: runs parts of programs in its own way; ``None`` for ATen alone.
         deterministic: whether sums must be made in an order that ATen's own derivatives do not keep on the device.
     """
@@ -99,6 +101,7 @@ class Scope:
     batch: int
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
+    leaves_layouts: bool = False
     backend: Backend | None = None
     deterministic: bool = False
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)

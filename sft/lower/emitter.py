@@ -16,7 +16,7 @@ from sft.analysis.capture import CHANNELS_LAST
 from sft.errors import InternalError
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot, live_instructions, slots_of
 
-__all__ = ["Emitter"]
+__all__ = ["Emitter", "laid_out_like"]
 
 _SLICE = torch.ops.aten.slice.Tensor
 
@@ -28,12 +28,15 @@ class Emitter:
     Attributes:
         dtype: element type of new slots, unless told otherwise; that of the owner's value.
         owner: the operator of the graph that the next instructions belong to.
+        leaves_layouts: whether images are laid out as torch lays them, in order unless they are made of others that are not; else channels
+            last.
         makes_gradients: whether gradients of side tensors are made where they are first added to, and come out as results; else they are
             ports.
     """
 
     dtype: torch.dtype
     owner: str = ""
+    leaves_layouts: bool = False
     makes_gradients: bool = False
     instructions: list[Instruction] = field(default_factory=list)
     ports: dict[Port, Slot] = field(default_factory=dict)
@@ -64,13 +67,13 @@ class Emitter:
         return self.results[key]
 
     def give_side_gradient(self, name: str, first: Slot, owned: bool, value_dtype: torch.dtype) -> None:
-        """The same, begun with what would be added first: ``owned`` says that its storage is nobody else's."""
+        """The same, begun with what would be added first: ``owned`` says that it may be handed on, if all of its storage is made here."""
         key = Port("grad_side", name)
-        if owned and len(first.shape) == 1 and self.owns(first):
-            self.results[key] = first  # there is but one layout
+        if owned and self.owns(first):
+            self.results[key] = first
             return
         like = self.port("side", name, first.shape, value_dtype)
-        self.results[key] = self.call(_laid_out_like, first, like, shape=first.shape, dtype=first.dtype)
+        self.results[key] = self.call(laid_out_like, first, like, shape=first.shape, dtype=first.dtype)
 
     def result(self, role: str, name: str, slot: Slot) -> None:
         """Hand a slot to the caller."""
@@ -136,9 +139,9 @@ class Emitter:
         self.instructions.append(Instruction(function, arguments, {}, outputs, writes, flops, own, scratch, self.owner))
 
     def empty(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
-        """An uninitialised buffer, channels last where it has four or five dimensions."""
+        """An uninitialised buffer, of images channels last unless layouts are left to torch."""
         shape = tuple(shape)
-        layout = CHANNELS_LAST.get(len(shape), torch.contiguous_format)
+        layout = torch.contiguous_format if self.leaves_layouts else CHANNELS_LAST.get(len(shape), torch.contiguous_format)
         keywords = {"dtype": dtype or self.dtype, "device": DEVICE, "memory_format": layout}
         return self.call(torch.empty, shape, shape=shape, dtype=dtype, keywords=keywords)
 
@@ -254,7 +257,7 @@ class Emitter:
         return first, _program(placed[turn:], slots[turn:], self.ports, self.results, ())
 
 
-def _laid_out_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def laid_out_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy with the strides of another tensor."""
     return torch.empty_like(like, dtype=value.dtype).copy_(value)
 

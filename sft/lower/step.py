@@ -96,7 +96,8 @@ class StepLowering:
     def __init__(self, scope: Scope, *, whole: bool, keeps: bool = False) -> None:
         self.scope, self.whole, self.keeps = scope, whole, keeps
         self.write_outputs = self.write_rows = False
-        self.emitter = Emitter(dtype=scope.dtype_of(scope.names[0]), makes_gradients=whole)
+        dtype = scope.dtype_of(scope.names[0])
+        self.emitter = Emitter(dtype, leaves_layouts=scope.leaves_layouts, makes_gradients=whole)
         self.rows: dict[str, NodeRows] = {}
         self.read: Mapping[str, Interval] = {}
         self.borders: Mapping[str, tuple[int, int]] = {}
@@ -182,6 +183,10 @@ class StepLowering:
         slot = e.port("source", name, shape, self.scope.dtype_of(name))
         # A panel's columns of a wider image are no strip of memory either.
         layout = CHANNELS_LAST.get(len(shape))
+        if self.scope.leaves_layouts:
+            layout = None
+            if self.scope.graph[name].kind == "input":  # some views are in no layout at all; of what lies in order nothing is copied
+                slot = e.call(aten.contiguous.default, slot, shape=shape, dtype=slot.dtype)
         narrow = len(self.scope.columns[name].new) < self.scope.extent(name, COLUMNS)
         if rows and layout is not None and (name not in self.scope.in_layout or narrow):
             slot = e.call(aten.clone.default, slot, shape=shape, dtype=slot.dtype, keywords={"memory_format": layout})
@@ -337,7 +342,8 @@ class StepLowering:
         e, scope, slot = self.emitter, self.scope, patch_slot(self.emitter, patch)
         is_first = self.whole and Port("grad_side", name) not in e.results
         if is_first and slot.shape == scope.side_shape(name) and slot.dtype == scope.grad_dtype(name):
-            e.give_side_gradient(name, slot, patch.owned and patch.channels is None, scope.dtype_of(name))
+            is_theirs = patch.owned and patch.channels is None and (len(slot.shape) == 1 or name in scope.in_layout)
+            e.give_side_gradient(name, slot, is_theirs, scope.dtype_of(name))
         else:
             e.add_into(ctx.side_gradient(name), slot)
 

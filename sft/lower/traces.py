@@ -139,6 +139,7 @@ class _Numbering:
         self._recording = recording
         self._index: dict[int, int] = {}  # the number of each tensor, by its identity: the recording keeps all of them alive
         self._roots: list[int] = []  # of each number the one whose storage it shares
+        self._transposed: dict[int, int] = {}  # of what a transposition made that which it transposed
         for tensor in (*recording.inputs, recording.grad):
             self._new(tensor, None)
 
@@ -173,6 +174,9 @@ class _Numbering:
         if target in _SAME:
             self._index[id(recorded.made)] = arguments[0].index
             return None
+        if target is aten.t.default and arguments[0].index in self._transposed:  # twice, as gradients of products are: as it was
+            self._index[id(recorded.made)] = self._transposed[arguments[0].index]
+            return None
         keywords = tuple((key, self._converted(item)) for key, item in recorded.keywords.items())
         if target in _VIEWS and not _only_splits(recorded.given_shape, recorded.made_shapes[0]):
             target = aten._reshape_copy.default
@@ -186,6 +190,8 @@ class _Numbering:
                 shape = (shape[0] + 1,)
             shared = storages.get(tensor.untyped_storage()._cdata)
             results.append(Result(self._new(tensor, shared), shape, tensor.dtype, shared))
+        if target is aten.t.default and results[0] is not None:
+            self._transposed[results[0].index] = arguments[0].index
         target, has_many = _ROOMY.get(target, target), recorded.has_many
         if has_many and len(results) == 1:  # a list of one tensor, as of `unbind`
             target, has_many = _only(target), False

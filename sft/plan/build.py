@@ -143,10 +143,11 @@ def _new_segment(
             name
             for name in sources
             if name in problem.channels_last | problem.from_source or (name not in inputs and name not in problem.graph.outputs)
-        ),
+        ).union(name for name in sides if name in problem.weights_in_layout or problem.graph[name].kind == "operator"),
         batch=choice.batch_tile if tiled else problem.num_batch,
         per_sample=problem.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
+        leaves_layouts=not tiled and problem.leaves_layouts,
         backend=problem.backend,
         deterministic=problem.deterministic,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,9 @@ from sft.walk.weights import StreamedWeights
 
 __all__ = ["Problem", "at_size", "with_numbers"]
 
+#: Rows of the table whose operators slide a weight over an image.
+_CONVOLUTIONS = ("convolution", "transposed_convolution")
+
 MadeT = TypeVar("MadeT")
 
 
@@ -37,6 +41,7 @@ class Problem:
         phases: the sorted graph at that size.
         requires_grad: values that need a gradient; empty for inference.
         channels_last: model inputs and outputs that are laid out channels last.
+        weights_in_layout: parameters that lie in memory as programs lay what they make (:func:`sft.analysis.capture.is_in_layout`).
         resident_bytes: parameters, their gradients, buffers and optimizer state.
         overhead_bytes: what the device is known to take besides all tensors: an allocator's rounding, libraries' workspaces.
         from_source: model inputs that are read strip by strip, and never resident.
@@ -58,6 +63,7 @@ class Problem:
     requires_grad: frozenset[str]
     channels_last: frozenset[str]
     resident_bytes: int
+    weights_in_layout: frozenset[str] = frozenset()
     overhead_bytes: int = 0
     from_source: frozenset[str] = frozenset()
     outputs_on_host: bool = False
@@ -109,9 +115,29 @@ class Problem:
                 shape = axes.with_extent(axes.with_extent(self.shapes[node.name], ROWS, 0), COLUMNS, 0)
             nodes.update(repr((node.name, node.target, node.arguments, node.dtype, shape)).encode())
         weights = None if self.weights is None else frozenset(self.weights.num_bytes)
-        facts = (self.requires_grad, self.channels_last, self.from_source, self.outputs_on_host, self.on_host, self.deterministic)
+        laid_out = (self.channels_last, self.weights_in_layout, self.leaves_layouts)
+        facts = (self.requires_grad, *laid_out, self.from_source, self.outputs_on_host, self.on_host, self.deterministic)
         # A method is the same where its object is.
         return (nodes.digest(), *facts, weights, None if self.backend is None else self.backend.rewrite)
+
+    @cached_property
+    def leaves_layouts(self) -> bool:
+        """Whether segments that run whole leave layouts to torch, instead of making images channels last.
+
+        Kernels like channels last best, but of each weight of a convolution that lies in order torch then makes two copies a step on
+        the CPU, and one of its gradient. Where nobody asks for channels last, and these weights are more numbers than the images that
+        convolutions read and write, the copies take longer than they save. It holds for all plans at a size: they compute the same bits.
+        """
+        if not self.on_host or self.backend is not None or self.channels_last:
+            return False
+        copied = touched = 0
+        for node in self.graph.operators:
+            if self.phases.rows[node.name].name in _CONVOLUTIONS:
+                image, weight = (next(refs_in(node.argument(key))) for key in ("input", "weight"))
+                touched += math.prod(self.shapes[image]) + math.prod(self.shapes[node.name])
+                if self.graph[weight].kind == "parameter" and weight not in self.weights_in_layout:
+                    copied += math.prod(self.shapes[weight])
+        return copied > touched
 
     def forget(self) -> None:
         """Drop what has been derived, most of which refers to the problem itself: else it lies about until somebody looks for cycles."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from sft.analysis.annotate import annotated
-from sft.analysis.capture import capture
+from sft.analysis.capture import capture, is_in_layout
 from sft.analysis.graph import Graph
 from sft.analysis.phases import find_phases
 from sft.plan.problem import Problem, at_size
@@ -34,10 +35,14 @@ def problems_of(
     for node in phases.graph.nodes if training else ():
         if node.kind == "parameter" or any(name in requires_grad for name in node.operands):
             requires_grad.add(node.name)
+    laid_out = frozenset(
+        node.name for node in phases.graph.nodes if node.kind == "parameter" and is_in_layout(model.get_parameter(node.target))
+    )
     problems = []
     for shape in shapes:
         symbols = found.bind([shape])
         assert symbols is not None
         sized = at_size(phases, symbols, {found.graph.inputs[0]: shape})
-        problems.append(Problem(phases=sized, requires_grad=frozenset(requires_grad), channels_last=frozenset(), resident_bytes=0))
+        problem = Problem(phases=sized, requires_grad=frozenset(requires_grad), channels_last=frozenset(), resident_bytes=0)
+        problems.append(replace(problem, weights_in_layout=laid_out))
     return problems

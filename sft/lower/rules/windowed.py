@@ -24,6 +24,11 @@ __all__ = ["AvgPool", "Convolution", "Pool", "column_padding", "spread", "squeez
 
 aten = torch.ops.aten
 
+#: A vector of AVX-512 has so many numbers. Of images with fewer channels, channels last, oneDNN's gradient of the weight of a strided
+#: pointwise convolution (``jit_1x1:avx512_core`` in torch 2.13) gathers the pixels that are read by whole vectors, and writes behind its
+#: scratchpad: the process is lost.
+_CHANNELS_OF_A_VECTOR = 16
+
 #: Padding before and behind, for each axis.
 Padding = Sequence[tuple[int, int]]
 
@@ -135,20 +140,40 @@ class Convolution(_Windowed):
             total = e.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})
             ctx.add_grad(bias, total, owned=True)
             mask[2] = False
-        if not any(mask):
-            return
-        out = tuple(
-            e.slot(shape) if wanted else None
-            for wanted, shape in zip(mask, (padded.shape, weight_slot.shape, (weight_slot.shape[0],)), strict=True)
-        )
+        calls = [(padded, self._geometry(ctx), mask)]
+        if mask[1] and self._gathers_few_channels(ctx):
+            calls = [(padded, self._geometry(ctx), [mask[0], False, False]), (*self._gathered(ctx), [False, *mask[1:]])]
         sizes = None if bias is None else [weight_slot.shape[0]]
-        e.call_many(aten.convolution_backward.default, (grad, padded, weight_slot, sizes, *self._geometry(ctx), mask), out)
-        if out[0] is not None:
-            ctx.add_grad(image, self.unpadded(ctx, operand, out[0]), owned=True)
-        if out[1] is not None:
-            ctx.add_grad(weight, out[1], owned=True)
-        if out[2] is not None:
-            ctx.add_grad(bias, out[2], owned=True)
+        for read, geometry, wanted in calls:
+            if not any(wanted):
+                continue
+            shapes = (read.shape, weight_slot.shape, (weight_slot.shape[0],))
+            out = tuple(e.slot(shape) if is_wanted else None for is_wanted, shape in zip(wanted, shapes, strict=True))
+            e.call_many(aten.convolution_backward.default, (grad, read, weight_slot, sizes, *geometry, wanted), out)
+            if out[0] is not None:
+                ctx.add_grad(image, self.unpadded(ctx, operand, out[0]), owned=True)
+            if out[1] is not None:
+                ctx.add_grad(weight, out[1], owned=True)
+            if out[2] is not None:
+                ctx.add_grad(bias, out[2], owned=True)
+
+    @staticmethod
+    def _gathers_few_channels(ctx: NodeContext) -> bool:
+        """Whether it is one of the convolutions whose weights' gradient oneDNN gathers pixels for, and fails to (see above)."""
+        windows, weight = windows_of(ctx), ctx.operand_slot(ctx.node.argument("weight"))
+        is_pointwise = all(window.kernel == 1 for window in windows) and not any(ctx.saved["padding"])
+        return is_pointwise and any(window.stride > 1 for window in windows) and weight.shape[1] < _CHANNELS_OF_A_VECTOR
+
+    def _gathered(self, ctx: NodeContext) -> tuple[Slot, tuple[Any, ...]]:
+        """The pixels that a strided pointwise convolution reads, and what it is on these."""
+        read: Slot = ctx.saved["padded"]
+        strides, *others = self._geometry(ctx)
+        lead = len(read.shape) - len(strides)
+        for dim, stride in enumerate(strides, lead):
+            shape = (*read.shape[:dim], -(-read.shape[dim] // stride), *read.shape[dim + 1 :])
+            read = ctx.emitter.call(aten.slice.Tensor, read, dim, 0, read.shape[dim], stride, shape=shape, view_of=read)
+        copy = ctx.emitter.call(aten.clone.default, read, shape=read.shape, dtype=read.dtype)
+        return copy, ([1] * len(strides), *others)
 
 
 def spread(ctx: NodeContext, slot: Slot) -> Slot:

@@ -22,6 +22,7 @@ from sft.analysis.questions import Modes
 from sft.bands.mesh import LiveMesh, MeshShape, refuse_on_mesh
 from sft.bands.party import Party
 from sft.captured import Shape, Traced
+from sft.contents import Contents
 from sft.deep.parameters import StreamedParameters
 from sft.errors import InputError
 from sft.execute.function import Leaves, run_region
@@ -94,21 +95,23 @@ class Engine:
         self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None, input_grads: tuple[bool, ...] | None = None
     ) -> Plan:
         """The plan for inputs of these shapes on the model's device; ``None`` for a dtype is the model's."""
-        own, device = self._dtype_and_device()
+        contents = Contents(self.model)
+        own, device = self._dtype(contents), self._device(contents)
         no, lacking = (False,) * len(shapes), lacking_channels(shapes)
         given = tuple(own if dtype is None else dtype for dtype in dtypes or (None,) * len(shapes))
         held = tuple((shape[0], 1, *shape[1:]) if lacks else shape for shape, lacks in zip(shapes, lacking, strict=True))
-        return self.preparation.prepare(self._kind(held, given, device, no, input_grads or no, lacking)).plan
+        return self.preparation.prepare(self._kind(contents, held, given, device, no, input_grads or no, lacking), contents).plan
 
     @alone()
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
         """The plan that a call with these inputs would use."""
-        return self.preparation.prepare(self._kind_of(*self._resolve(inputs, input_grad))).plan
+        contents = Contents(self.model)
+        return self.preparation.prepare(self._kind_of(contents, *self._resolve(contents, inputs, input_grad)), contents).plan
 
     def planned_again(self, budget_bytes: int, options: Options) -> Plan:
         """The plan for what was planned last, had the question been this one; the capture is shared, and nothing here changes."""
         kind = next(reversed(self.preparation.ready))
-        return self.preparation.with_question(budget_bytes, options).prepare(kind).plan
+        return self.preparation.with_question(budget_bytes, options).prepare(kind, Contents(self.model)).plan
 
     def phases(self) -> Phases:
         """The sorted graph of what was planned last."""
@@ -131,7 +134,7 @@ class Engine:
             is_planned = self.last_plan is not None and self.last_plan.streamed_weights > 0
             if taken is not None or not is_planned:
                 return taken
-        return StreamedParameters.of(self.model, self._dtype_and_device()[1], options.weights_file)
+        return StreamedParameters.of(self.model, self._device(Contents(self.model)), options.weights_file)
 
     def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
         """The model's output."""
@@ -166,13 +169,13 @@ class Engine:
         if not isinstance(self.mesh, LiveMesh):
             raise InputError("this model was compiled for a mesh without processes: it only plans; give a DeviceMesh to run it")
         if self.party is None:
-            self.party = Party(self.mesh, self._dtype_and_device()[1])
+            self.party = Party(self.mesh, self._device(Contents(self.model)))
         return self.party
 
     def _run(self, inputs: Sequence[Any], input_grad: Any) -> Any:
         # Ranks wait for each other while they make ready, and have one thread that does.
         with alone() if self.party is None else contextlib.nullcontext():
-            ready, leaves, generator_state = self._made_ready(inputs, input_grad)
+            ready, leaves, contents, generator_state = self._made_ready(inputs, input_grad)
         self.last_reading = leaves.reading if leaves.sources else None
         self.last_skipping = leaves.skipping if ready.plan.skips_repeats else None
         graph = ready.captured.capture.graph
@@ -191,27 +194,28 @@ class Engine:
             raise
         with torch.no_grad():  # nothing can fail any more
             for (_, path), update in zip(graph.updates, updates, strict=True):
-                self.model.get_buffer(path).copy_(update)
+                contents.tensors[path].copy_(update)
         returned: list[Any] = [*results]
         for place, value in ready.beside:
             returned.insert(place, value)
         return pytree.tree_unflatten(returned, ready.captured.capture.out_spec)
 
-    def _made_ready(self, inputs: Sequence[Any], input_grad: Any) -> tuple[Ready, Leaves, torch.Tensor]:
-        """What a call runs, on which tensors, and the state of torch's generator before it drew the call's seed."""
+    def _made_ready(self, inputs: Sequence[Any], input_grad: Any) -> tuple[Ready, Leaves, Contents, torch.Tensor]:
+        """What a call runs, on which tensors, what the model holds, and the state of torch's generator before it drew the call's seed."""
         if self.preparation.options.streams_weights:
             self.stream_weights()
         if self.streamed_weights is not None:
             self.streamed_weights.check()
+        contents = Contents(self.model)
         with alone():
-            given, lacking = self._resolve(inputs, input_grad)
-            kind = self._kind_of(given, lacking)
+            given, lacking = self._resolve(contents, inputs, input_grad)
+            kind = self._kind_of(contents, given, lacking)
         if self.party is not None:
             traced = kind.traced
             same = (kind.shapes, kind.requires_grad, kind.input_grads, kind.from_source, traced.dtypes, traced.training_flags)
             modes = (traced.autocast, traced.default_dtype, kind.deterministic)
             self.party.agree((*same, *modes), "call all ranks of one image with the same inputs and modes")
-        ready = self.preparation.prepare(kind)
+        ready = self.preparation.prepare(kind, contents)
         if self.party is not None:  # where a run is cut, and so what is sent, depends on the budget
             cuts = [(segment.mode, segment.nodes[-1]) for segment in ready.plan.segments]
             rows = ready.plan.mesh and [rank.rows for rank in ready.plan.mesh.ranks]
@@ -223,10 +227,10 @@ class Engine:
             assert taken is not None
             self.preparation.ready[self.preparation.answered(replace(kind, weights_revision=taken.revision))] = ready
         generator_state = torch.get_rng_state()
-        return ready, self._bind(ready, given), generator_state
+        return ready, self._bind(ready, contents, given), contents, generator_state
 
     @alone()
-    def _bind(self, ready: Ready, inputs: Sequence[Given]) -> Leaves:
+    def _bind(self, ready: Ready, contents: Contents, inputs: Sequence[Given]) -> Leaves:
         graph = ready.captured.phases.graph
         by_name = dict(zip(graph.inputs, inputs, strict=True))
         tensors: dict[str, torch.Tensor] = {}
@@ -235,10 +239,8 @@ class Engine:
                 tensor = by_name[node.name].tensor
                 if tensor is not None:
                     tensors[node.name] = tensor
-            elif node.kind == "parameter":
-                tensors[node.name] = held(self.model, node.target)
-            elif node.kind == "buffer":
-                tensors[node.name] = self.model.get_buffer(node.target)
+            elif node.kind in ("parameter", "buffer"):
+                tensors[node.name] = contents.tensors[node.target]
             elif node.kind == "seed":
                 seed = _signed(draw_seed())
                 tensors[node.name] = seed if self.party is None else self.party.shared_seed(seed)
@@ -249,7 +251,7 @@ class Engine:
         return Leaves(
             names=tuple(tensors),
             tensors=tuple(tensors.values()),
-            device=self._dtype_and_device()[1],
+            device=self._device(contents),
             updated=frozenset(node.name for node in graph.nodes if node.kind == "buffer" and node.target in paths),
             sources={name: value.source for name, value in by_name.items() if value.source is not None},
             witnesses=tuple(value.witness for value in inputs if value.witness is not None),
@@ -279,32 +281,28 @@ class Engine:
             raise InputError(f"{', '.join(replaced)}: streamed weights are not replaced for a call (functional_call); use the plain model")
         return BoundWeights.of(taken, paths)
 
-    def _dtype_and_device(self) -> tuple[torch.dtype, torch.device]:
-        tensors = [*self.model.parameters(), *self.model.buffers()]
-        first = next((t for t in tensors if t.is_floating_point()), None)
-        if first is not None and self.streamed_weights is not None:
-            return first.dtype, self.streamed_weights.device
-        return (first.dtype, first.device) if first is not None else (torch.get_default_dtype(), torch.device("cpu"))
+    def _dtype(self, contents: Contents) -> torch.dtype:
+        return torch.get_default_dtype() if contents.dtype is None else contents.dtype
 
-    @property
-    def _has_dtype(self) -> bool:
-        """Whether the model has numbers of its own."""
-        return any(tensor.is_floating_point() for tensor in (*self.model.parameters(), *self.model.buffers()))
+    def _device(self, contents: Contents) -> torch.device:
+        has_numbers = contents.dtype is not None
+        return self.streamed_weights.device if has_numbers and self.streamed_weights is not None else contents.device
 
-    def _resolve(self, inputs: Sequence[Any], input_grad: Any) -> tuple[tuple[Given, ...], tuple[bool, ...]]:
+    def _resolve(self, contents: Contents, inputs: Sequence[Any], input_grad: Any) -> tuple[tuple[Given, ...], tuple[bool, ...]]:
         """The inputs as images, and which of them lacked channels."""
-        dtype, device = self._dtype_and_device()
-        if not self._has_dtype:  # what comes in says it, as in eager PyTorch
+        dtype, device = self._dtype(contents), self._device(contents)
+        if contents.dtype is None:  # what comes in says it, as in eager PyTorch
             dtype = next((value.dtype for value in inputs if isinstance(value, torch.Tensor) and value.is_floating_point()), dtype)
         given = resolve_inputs(inputs, input_grad, dtype, device, casts=_autocast_dtype(device) is not None)
         lacking = lacking_channels([value.shape for value in given])
         return with_channels(given, lacking), lacking
 
-    def _kind_of(self, inputs: Sequence[Given], lacking: tuple[bool, ...]) -> CallKind:
+    def _kind_of(self, contents: Contents, inputs: Sequence[Given], lacking: tuple[bool, ...]) -> CallKind:
         kind = self._kind(
+            contents,
             tuple(value.shape for value in inputs),
             tuple(value.dtype for value in inputs),
-            self._dtype_and_device()[1],
+            self._device(contents),
             tuple(value.is_channels_last for value in inputs),
             tuple(value.needs_grad for value in inputs),
             lacking,
@@ -314,6 +312,7 @@ class Engine:
 
     def _kind(
         self,
+        contents: Contents,
         shapes: tuple[Shape, ...],
         dtypes: tuple[torch.dtype, ...],
         device: torch.device,
@@ -322,8 +321,8 @@ class Engine:
         lacking_channels: tuple[bool, ...],
     ) -> CallKind:
         with_grad = torch.is_grad_enabled()
-        weights = tuple(p.requires_grad for p in self.model.parameters())
-        weights_last = tuple(is_channels_last(p) for p in self.model.parameters() if p.dim() == 4)
+        weights = tuple(p.requires_grad for p in contents.parameters)
+        weights_last = tuple(is_channels_last(p) for p in contents.parameters if p.dim() == 4)
         return CallKind(
             shapes=shapes,
             traced=Traced(
@@ -332,12 +331,12 @@ class Engine:
                 device=device,
                 autocast=_autocast_dtype(device),
                 default_dtype=torch.get_default_dtype(),
-                training_flags=tuple(module.training for module in self.model.modules()),
-                fingerprint=fingerprint(self.model),
+                training_flags=tuple(module.training for module in contents.modules.values()),
+                fingerprint=fingerprint(contents),
             ),
             channels_last=channels_last,
             weights_last=weights_last,
-            weights_in_layout=tuple(is_in_layout(p) for p in self.model.parameters()),
+            weights_in_layout=tuple(is_in_layout(p) for p in contents.parameters),
             requires_grad=weights if with_grad else (),
             input_grads=input_grads if with_grad else (),
             with_grad=with_grad,

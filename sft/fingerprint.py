@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from sft.analysis.attributes import PLAIN, own_attributes, told_apart
+from sft.contents import Contents
 
 __all__ = ["Fingerprint", "fingerprint"]
 
@@ -30,23 +31,26 @@ Fingerprint = tuple[Any, ...]
 #: Arrays that are looked at at each call.
 _MOST_BYTES = 1 << 16
 
+#: Types of which equal values are the same where their type is.
+_AS_THEY_ARE = frozenset({bool, int, type(None), str})
+
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
 
 
-def fingerprint(model: nn.Module) -> Fingerprint:
-    """Types, plain attributes, tensor shapes and sharing of all modules of ``model``.
+def fingerprint(contents: Contents) -> Fingerprint:
+    """Types, plain attributes, tensor shapes and sharing of all modules of a model.
 
     Of containers, dataclasses and namespaces also what they hold, tensors and modules among it; of NumPy arrays the numbers, or of large
     ones which array it is. Attributes that are none of these, nor numbers, strings, functions or types, are not looked at.
 
     >>> model = nn.BatchNorm2d(3)
-    >>> before = fingerprint(model)
+    >>> before = fingerprint(Contents(model))
     >>> model.momentum = 0.2
-    >>> fingerprint(model) == before
+    >>> fingerprint(Contents(model)) == before
     False
     """
-    reader = _Reader({id(module) for module in model.modules()})
-    return tuple(reader.of_module(path, module) for path, module in model.named_modules(remove_duplicate=False))
+    reader = _Reader({id(module) for module in contents.modules.values()})
+    return tuple(reader.of_module(path, module) for path, module in contents.places)
 
 
 class _Reader:
@@ -74,8 +78,13 @@ class _Reader:
         return (*found, tensor.data_ptr()) if is_loose and type(tensor) in (torch.Tensor, nn.Parameter) else found
 
     def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
+        kind = type(value)
+        if kind in _AS_THEY_ARE:  # most are
+            return kind, value
+        if kind is tuple and _AS_THEY_ARE.issuperset(map(type, value)):
+            return kind, tuple(map(type, value)), value
         if isinstance(value, (*PLAIN, *_CALLABLES, Enum)):
-            return value if isinstance(value, (str, *_CALLABLES)) else told_apart(value)
+            return value if isinstance(value, _CALLABLES) else told_apart(value)
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value, is_loose=is_loose)
         if isinstance(value, nn.Module):

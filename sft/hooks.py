@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from sft.analysis.preparation import COMPUTING_WEIGHTS, is_gathering
+from sft.contents import Contents
 from sft.errors import UnsupportedError
 
 __all__ = ["refuse_hooks"]
@@ -19,15 +20,15 @@ __all__ = ["refuse_hooks"]
 _KINDS = {"forward": "forward hook", "forward_pre": "forward pre-hook", "backward": "backward hook", "backward_pre": "backward pre-hook"}
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks that eager PyTorch would run inside of this model.
+def refuse_hooks(contents: Contents) -> None:
+    """Refuse hooks that eager PyTorch would run inside of a model that holds this.
 
     Raises:
         UnsupportedError: naming all of them.
     """
     problems = [
         f"{name}: {type(module).__name__} has a {what}; hooks on submodules do not run inside a compiled model, remove it"
-        for name, module in model.named_modules()
+        for name, module in contents.modules.items()
         if name
         for kind, what in _KINDS.items()
         if any(not isinstance(hook, COMPUTING_WEIGHTS) and not is_gathering(hook) for hook in vars(module)[f"_{kind}_hooks"].values())

@@ -28,6 +28,7 @@ from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
 from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
 from sft.captured import Captured, Captures, Shape, Traced
+from sft.contents import Contents
 from sft.errors import InputError, UnsupportedError
 from sft.execute.costs import table_folders
 from sft.execute.function import autocast_off
@@ -157,13 +158,13 @@ class Preparation:
         return other
 
     @alone()
-    def prepare(self, kind: CallKind) -> Ready:
-        """The plan for a kind of call, made at the first.
+    def prepare(self, kind: CallKind, contents: Contents) -> Ready:
+        """The plan for a kind of call of a model that holds this, made at the first.
 
         Raises:
             UnsupportedError, BudgetError, InputError: as :func:`sft.compile`.
         """
-        refuse_hooks(self.model)
+        refuse_hooks(contents)
         kind = self.answered(kind)
         ready = self.ready.get(kind)
         if ready is None:

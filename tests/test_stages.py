@@ -9,6 +9,7 @@ from torch import nn
 
 from examples.models import resnet18, unet
 from sft.analysis.passes import in_terms_of_the_table
+from sft.plan.project import plain_programs
 from sft.plan.rates import Rates
 from sft.plan.stages import StagedModel
 from sft.walk.whole import WholeSegment
@@ -28,6 +29,17 @@ def test_what_a_stage_holds_that_saves_nothing_is_read_off_the_one_that_saves(bu
         saving, alone = segment.programs(True)[0], segment.programs(False)[0]
         needed = max(0, saving.peak_bytes - saving.end_bytes, alone.peak_bytes - sum(alone.result_bytes.values()))
         assert chain.stage(number).forward_workspace_bytes == needed
+
+
+@pytest.mark.parametrize("build", [lambda: resnet18(10), lambda: unet(1)], ids=["norms in training", "unet"])
+def test_stages_together_seem_no_cheaper_than_the_whole_model(build: Callable[[], nn.Module]) -> None:
+    """What runs once behind a stage, as running statistics do, is counted with it."""
+    problem = problem_of(build(), (1, 3, 96, 64), training=True, passes=in_terms_of_the_table)
+    rates = Rates("cpu")
+    stages = StagedModel(problem, rates).chain.stages
+    together = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+    whole = sum(map(rates.seconds, plain_programs(problem)))
+    assert whole * (1 - 1e-9) <= together <= 1.05 * whole
 
 
 def test_no_stage_ends_within_a_norm() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sft.alone import alone
 from sft.analysis.repeated import Capturing, capturing
+from sft.contents import Contents
 from sft.deep.access import StackedAccess
 from sft.deep.calls import function_of
 from sft.deep.function import Call, infer, run_chain
@@ -299,7 +300,7 @@ class Repeat(nn.Module):
         buffers |= {name: Shape.of(buffer) for name, buffer in shared_buffers(self.block).items()}
         modes = tuple(module.training for module in self.block.modules())
         own = Shape(shape=tuple(x.shape), dtype=x.dtype)
-        of_block = (tuple(params.items()), tuple(buffers.items()), modes, fingerprint(self.block))
+        of_block = (tuple(params.items()), tuple(buffers.items()), modes, fingerprint(Contents(self.block)))
         key = (own, x.device, autocast, torch.get_default_dtype(), *of_block)
         if key not in self._known.programs:
             with alone():

@@ -157,7 +157,7 @@ class StagedModel:
         loaded = sum(map(problem.value_bytes, segment.from_source))  # for each pass
         return Stage(
             forward_seconds=self.rates.with_reading(self.rates.seconds(forward), loaded),
-            backward_seconds=self.rates.with_reading(self.rates.seconds(backward), loaded),
+            backward_seconds=self.rates.with_reading(self.rates.seconds(backward), loaded) + self._once_seconds(number),
             output_bytes=sum(map(problem.value_bytes, values)),
             grad_bytes=sum(problem.grad_bytes(name) for name in values if name in problem.requires_grad),
             saved_bytes=max(int(segment.saves), saved),  # what it saves may be a view, of no bytes, but it must have run
@@ -165,6 +165,16 @@ class StagedModel:
             forward_workspace_bytes=loaded + max(0, forward.peak_bytes - forward.end_bytes, _peak_without_saving(forward) - results),
             backward_workspace_bytes=loaded + max(0, backward.peak_bytes - _source_gradients(backward)),
         )
+
+    def _once_seconds(self, number: int) -> float:
+        """What runs once for a stage besides its backward pass, however often its forward pass does: what it has aside.
+
+        Of the first stage also what is made of parameters alone.
+        """
+        firsts = [nodes[0] for nodes in (self.asides[number], *([self.problem.phases.prologue] if number == 0 else [])) if nodes]
+        segments = [segment for first in firsts if isinstance(segment := self.region.segments[self._index_of[first]], WholeSegment)]
+        programs = [program for segment in segments for program in segment.programs(True) if program is not None]
+        return sum(map(self.rates.seconds, programs))
 
     def order(
         self,

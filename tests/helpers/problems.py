@@ -11,6 +11,7 @@ from torch import nn
 from sft.analysis.annotate import annotated
 from sft.analysis.capture import capture, is_in_layout
 from sft.analysis.graph import Graph
+from sft.analysis.operators import differentiable_operands
 from sft.analysis.phases import find_phases
 from sft.plan.problem import Problem, at_size
 
@@ -33,7 +34,7 @@ def problems_of(
     phases = find_phases(passes(found.graph))
     requires_grad: set[str] = set()
     for node in phases.graph.nodes if training else ():
-        if node.kind == "parameter" or any(name in requires_grad for name in node.operands):
+        if node.kind == "parameter" or any(name in requires_grad for name in differentiable_operands(node)):
             requires_grad.add(node.name)
     laid_out = frozenset(
         node.name for node in phases.graph.nodes if node.kind == "parameter" and is_in_layout(model.get_parameter(node.target))

@@ -95,13 +95,17 @@ def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
 
 def running_mean(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
     """The running mean after this step: it follows the mean, which is that over the samples where each has its own."""
-    return _towards(running, moments[..., 0].mean(0), _momentum(momentum, num_batches, num_calls))
+    return _towards(running, _over_samples(moments[..., 0]), _momentum(momentum, num_batches, num_calls))
 
 
 def running_var(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
     """The running variance after this step: it follows the unbiased variance."""
     variance, count = moments[..., 1], moments[..., 2]
-    return _towards(running, (variance * (count / (count - 1))).mean(0), _momentum(momentum, num_batches, num_calls))
+    return _towards(running, _over_samples(variance * (count / (count - 1))), _momentum(momentum, num_batches, num_calls))
+
+
+def _over_samples(value: Tensor) -> Tensor:
+    return value[0] if len(value) == 1 else value.mean(0)
 
 
 def _momentum(momentum: float, num_batches: Tensor | None, num_calls: int) -> float | Tensor:
@@ -111,7 +115,9 @@ def _momentum(momentum: float, num_batches: Tensor | None, num_calls: int) -> fl
 
 def _towards(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
     wide = _wide(running)
-    return (wide + momentum * (value.to(wide.dtype) - wide)).to(running.dtype)
+    value = value.to(wide.dtype)
+    found = torch.lerp(wide, value, momentum) if isinstance(momentum, float) else wide + momentum * (value - wide)
+    return found.to(running.dtype)
 
 
 def _wide(value: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from sft.lower.rules.products import Contracted
 from sft.lower.rules.reductions import LogSumExp, Mean, Sum, WholeMean
 from sft.lower.rules.repeated import NextValue, RepeatedBlocks
 from sft.lower.rules.resample import Grid, Nearest, Resampling
+from sft.lower.rules.running import RunningStatistic
 from sft.lower.rules.traced import TracedPointwise, TracedWhole
 from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
 from sft.lower.rules.windowed import AvgPool, Convolution
@@ -71,6 +72,8 @@ _EVERYWHERE: dict[str, Rule] = {
     "sft.dropout": Dropout(),
     "sft.mask": Mask(),
     "sft.noise": Noise(),
+    "sft.running_mean": RunningStatistic(),
+    "sft.running_var": RunningStatistic(),
     REPEAT: RepeatedBlocks(),
     NEXT: NextValue(),
 }

@@ -12,7 +12,9 @@ from sft.lower.emitter import Emitter
 from sft.lower.pieces import Span, add_parts, spans_of
 from sft.lower.program import Slot
 
-__all__ = ["add_patches", "patch_slot", "sum_of_patches"]
+__all__ = ["add_patches", "patch_slot", "sum_of_patches", "sum_of_wholes"]
+
+aten = torch.ops.aten
 
 
 def patch_slot(e: Emitter, patch: Patch) -> Slot:
@@ -56,3 +58,19 @@ def _place_of(scope: Scope, name: str, target: Slot, rows: Interval, patch: Patc
     assert patch.rows is not None and patch.columns is not None
     first_row, first_column = patch.rows.start - rows.start, patch.columns.start - scope.columns[name].new.start
     return spans_of(scope.axes, target, first_row, len(patch.rows), first_column, len(patch.columns))
+
+
+def sum_of_wholes(e: Emitter, parts: Sequence[tuple[Slot, bool]]) -> tuple[Slot, bool]:
+    """The sum of tensors of one shape, of each of which is known whether its storage may be written to; likewise of the sum."""
+    first, *others = sorted(parts, key=lambda part: -part[0].dtype.itemsize)  # the wide ones first, so that the sum is wide
+    if not others:
+        return first
+    base = next((part for part in (first, *others) if part[1] and part[0].dtype == first[0].dtype), None)
+    if base is None:
+        total = e.call(aten.add.Tensor, first[0], others[0][0], shape=first[0].shape, dtype=first[0].dtype)
+        rest = others[1:]
+    else:
+        total, rest = base[0], [part for part in (first, *others) if part is not base]
+    for slot, _ in rest:
+        e.add_into(total, slot)
+    return total, True

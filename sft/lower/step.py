@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar, Literal, Self
 
 import torch
 
@@ -14,12 +14,11 @@ from sft.analysis.interval import Interval
 from sft.analysis.steps import NodeRows, Step
 from sft.lower.context import NodeContext, Patch, Scope
 from sft.lower.emitter import Emitter
-from sft.lower.patches import add_patches, patch_slot, sum_of_patches
-from sft.lower.program import Port, Program, Slot, load_rows
+from sft.lower.patches import add_patches, patch_slot, sum_of_patches, sum_of_wholes
+from sft.lower.program import Program, Slot, load_rows
 from sft.lower.rules import rule_of
 from sft.lower.rules.base import Rule
 from sft.lower.rules.windowed import Convolution, column_padding
-from sft.lower.wholenorms import whole_batch_norms
 
 __all__ = [
     "StepLowering",
@@ -27,7 +26,6 @@ __all__ = [
     "emit_strip",
     "hand_to_backend",
     "lower_strip",
-    "lower_whole",
 ]
 
 aten = torch.ops.aten
@@ -47,25 +45,12 @@ def lower_strip(scope: Scope, step: Step, kind: StripKind) -> Program:
 
 def emit_strip(scope: Scope, step: Step, kind: StripKind) -> Emitter:
     """The same before dead instructions are dropped and frees placed."""
-    lowering = StepLowering.of(scope, step, whole=False)
+    lowering = StepLowering.of(scope, step)
     lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
     if kind == "joint":
         lowering.backward()
     hand_to_backend(scope, lowering.emitter)
     return lowering.emitter
-
-
-def lower_whole(scope: Scope, step: Step, *, training: bool) -> tuple[Program, Program | None]:
-    """The two programs of a segment that keeps everything: forward and, when training, backward."""
-    lowering = StepLowering.of(scope, step, whole=True, keeps=training)
-    lowering.forward(write_outputs=True, write_rows=False)
-    if not training:
-        hand_to_backend(scope, lowering.emitter)
-        return lowering.emitter.finish(), None
-    turn = len(lowering.emitter.instructions)
-    lowering.backward()
-    turn = hand_to_backend(scope, lowering.emitter, turn) or turn
-    return lowering.emitter.split(turn)
 
 
 def hand_to_backend(scope: Scope, emitter: Emitter, turn: int | None = None) -> int | None:
@@ -93,30 +78,30 @@ class StepLowering:
         contexts: operators that have been lowered forwards.
     """
 
-    def __init__(self, scope: Scope, *, whole: bool, keeps: bool = False) -> None:
-        self.scope, self.whole, self.keeps = scope, whole, keeps
+    #: Whether the step is all of a segment that runs whole (``sft.lower.wholes``).
+    whole: ClassVar[bool] = False
+
+    def __init__(self, scope: Scope, *, keeps: bool = False) -> None:
+        self.scope, self.keeps = scope, keeps
         self.write_outputs = self.write_rows = False
         dtype = scope.dtype_of(scope.names[0])
-        self.emitter = Emitter(dtype, leaves_layouts=scope.leaves_layouts, makes_gradients=whole)
+        self.emitter = Emitter(dtype, leaves_layouts=scope.leaves_layouts, makes_gradients=self.whole)
         self.rows: dict[str, NodeRows] = {}
         self.read: Mapping[str, Interval] = {}
         self.borders: Mapping[str, tuple[int, int]] = {}
         self.values: dict[str, tuple[Slot, int]] = {}
         self.wholes: dict[str, Slot] = {}
         self.contexts: dict[str, NodeContext] = {}
-        norms = whole_batch_norms(scope) if whole else {}
-        self._rules: dict[str, Rule] = {**norms}
-        self._left_out = frozenset[str]().union(*(norm.left_out for norm in norms.values()))
-        self._instead = {norm.moments: name for name, norm in norms.items()}
+        self._rules: dict[str, Rule] = {}
         self._inside = frozenset(scope.names)
 
     @classmethod
-    def of(cls, scope: Scope, step: Step, *, whole: bool, keeps: bool = False) -> StepLowering:
+    def of(cls, scope: Scope, step: Step, *, keeps: bool = False) -> Self:
         """For all operators of a step."""
-        lowering = cls(scope, whole=whole, keeps=keeps)
+        lowering = cls(scope, keeps=keeps)
         lowering.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
         lowering.read = scope.rows_read(step)
-        if not whole:
+        if not lowering.whole:
             borders: dict[str, tuple[int, int]] = {}
             for name in scope.names:
                 lowering.widen_borders(borders, lowering.paddings(name))
@@ -166,9 +151,6 @@ class StepLowering:
 
     def forward_of(self, name: str) -> None:
         """Compute one operator's new rows."""
-        if name in self._left_out:
-            return
-        name = self._instead.get(name, name)
         node = self.scope.graph[name]
         self._enter(name)
         if name in self.scope.streamed:
@@ -314,8 +296,10 @@ class StepLowering:
             if name in scope.requires_grad:
                 for operand, patch in self.backward_of(name, gradients.pop(name, [])):
                     gradients.setdefault(operand, []).append(patch)
-        if self.whole:
-            self._give_gradients(gradients)
+        self.give_gradients(gradients)
+
+    def give_gradients(self, gradients: Mapping[str, Sequence[Patch]]) -> None:
+        """Hand gradients of sources to the caller; strips have added theirs to the caller's by now."""
 
     def backward_of(self, name: str, patches: list[Patch]) -> list[tuple[str, Patch]]:
         """Differentiate one operator, given gradients of its value; returns those of the values inside that it reads."""
@@ -334,39 +318,12 @@ class StepLowering:
                 self._add_to_source(operand, patch)
             else:
                 assert ctx is not None
-                self._add_to_side(ctx, operand, patch)
+                self.add_to_side(ctx, operand, patch)
         return inside
 
-    def _add_to_side(self, ctx: NodeContext, name: str, patch: Patch) -> None:
-        """Add to the gradient of a tensor from outside that is not streamed, or begin it."""
-        e, scope, slot = self.emitter, self.scope, patch_slot(self.emitter, patch)
-        is_first = self.whole and Port("grad_side", name) not in e.results
-        if is_first and slot.shape == scope.side_shape(name) and slot.dtype == scope.grad_dtype(name):
-            is_theirs = patch.owned and patch.channels is None and (len(slot.shape) == 1 or name in scope.in_layout)
-            e.give_side_gradient(name, slot, is_theirs, scope.dtype_of(name))
-        else:
-            e.add_into(ctx.side_gradient(name), slot)
-
-    def _give_gradients(self, gradients: Mapping[str, list[Patch]]) -> None:
-        """Hand the gradients of what is read from outside to the caller; those that nothing was added to are zeros."""
-        scope = self.scope
-        for name in scope.sources:
-            if name in gradients:
-                self._give_source_gradient(name, gradients[name])
-        for user in scope.names:
-            for name in scope.graph[user].operands:
-                if name in scope.requires_grad and name not in scope.streamed and name not in self._inside:
-                    shape, dtype = scope.side_shape(name), scope.grad_dtype(name)
-                    self.emitter.side_gradient(name, shape, dtype, scope.dtype_of(name))
-
-    def _give_source_gradient(self, name: str, patches: list[Patch]) -> None:
-        """Hand the gradient of a whole source to the caller."""
-        rows = Interval(0, self.scope.extent(name, ROWS))
-        inside = [patch for patch in patches if patch.rows and patch.columns]
-        total, owned = sum_of_patches(self.scope, self.emitter, name, rows, inside, self.scope.grad_dtype(name))
-        if not (owned and self.emitter.owns(total)):
-            total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
-        self.emitter.result("grad_source", name, total)
+    def add_to_side(self, ctx: NodeContext, name: str, patch: Patch) -> None:
+        """Add to the gradient of a tensor from outside that is not streamed."""
+        self.emitter.add_into(ctx.side_gradient(name), patch_slot(self.emitter, patch))
 
     def _add_to_source(self, name: str, patch: Patch) -> None:
         read = self.read[name]
@@ -408,21 +365,7 @@ class StepLowering:
             parts.append((e.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))
         if not parts:
             return
-        # The wide ones first, so that the sum is wide.
-        parts.sort(key=lambda part: -part[0].dtype.itemsize)
-        total, owned = parts[0]
-        if len(parts) > 1:
-            base = next((i for i, (slot, own) in enumerate(parts) if own and slot.dtype == total.dtype), None)
-            if base is None:
-                first, second = parts[0][0], parts[1][0]
-                total = e.call(aten.add.Tensor, first, second, shape=first.shape, dtype=first.dtype)
-                rest = parts[2:]
-            else:
-                total = parts[base][0]
-                rest = parts[:base] + parts[base + 1 :]
-            for slot, _ in rest:
-                e.add_into(total, slot)
-            owned = True
+        total, owned = sum_of_wholes(self.emitter, parts)
         rule = self._rule(node)
         if not rule.takes_wide_grad and total.dtype != scope.dtype_of(node.name):
             total, owned = e.cast(total, scope.dtype_of(node.name)), True

@@ -52,7 +52,7 @@ class StripPrograms:
         self._works, self._values, self._patches = Numbers(), Numbers(), Numbers()
         self._sources: dict[tuple[str, int, int], tuple[Part, int]] = {}
         self._num_rows = self._num_forward = 0
-        self._lowering = StepLowering(scope, whole=False)
+        self._lowering = StepLowering(scope)
         self._steps: dict[int, StepOf] = {}
         self._spans: dict[str, tuple[Ints, Ints]] = {}
 

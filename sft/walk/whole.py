@@ -13,7 +13,7 @@ from sft.analysis.interval import Interval
 from sft.analysis.steps import Step
 from sft.lower.context import Scope
 from sft.lower.program import Port, Program
-from sft.lower.step import lower_whole
+from sft.lower.wholes import lower_whole
 from sft.walk.machine import Handle, Machine, Saved
 from sft.walk.values import Gradients, Values
 

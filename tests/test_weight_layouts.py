@@ -71,7 +71,7 @@ def test_a_weight_that_lies_otherwise_has_its_gradient_laid_out() -> None:
 
 def test_a_weight_that_is_laid_out_anew_is_planned_for_anew() -> None:
     """Its gradient lies as it does, and is right, before and after."""
-    model = seeded(lambda: chain(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3))).float()
+    model = seeded(lambda: chain(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 2, 3))).float()
     plain = copy.deepcopy(model)
     net = sft.compile(model, (2, 3, 12, 10), budget="1GiB")
     x = torch.randn(2, 3, 12, 10, generator=torch.Generator().manual_seed(0))

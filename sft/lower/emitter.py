@@ -12,11 +12,11 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from sft.analysis.axes import Axes
-from sft.analysis.capture import CHANNELS_LAST
+from sft.analysis.capture import CHANNELS_LAST, is_in_layout
 from sft.errors import InternalError
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot, live_instructions, slots_of
 
-__all__ = ["Emitter", "laid_out_like"]
+__all__ = ["Emitter", "laid_out_like", "restride_like"]
 
 _SLICE = torch.ops.aten.slice.Tensor
 
@@ -71,6 +71,9 @@ class Emitter:
         key = Port("grad_side", name)
         if owned and self.owns(first):
             self.results[key] = first
+            if len(first.shape) in CHANNELS_LAST:
+                like = self.port("side", name, first.shape, value_dtype)
+                self.call(restride_like, first, like, writes=first)
             return
         like = self.port("side", name, first.shape, value_dtype)
         self.results[key] = self.call(laid_out_like, first, like, shape=first.shape, dtype=first.dtype)
@@ -260,6 +263,17 @@ class Emitter:
 def laid_out_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy with the strides of another tensor."""
     return torch.empty_like(like, dtype=value.dtype).copy_(value)
+
+
+def restride_like(value: torch.Tensor, like: torch.Tensor) -> None:
+    """Give a tensor the strides of another that has its elements in the same places.
+
+    Extents of 1 may have any stride, and kernels give them others than parameters have: autograd takes it for the same layout, but
+    ``DistributedDataParallel`` warns of it.
+    """
+    strides = like.stride()
+    if value.stride() != strides and is_in_layout(value) and is_in_layout(like):
+        value.as_strided_(value.shape, strides)
 
 
 def _program(

@@ -34,7 +34,7 @@ from sft.analysis.quiet import plain_autograd, quiet
 from sft.analysis.repeated import repetitions_followed
 from sft.errors import UnsupportedError
 
-__all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_last", "outputs_channels_last"]
+__all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_last", "is_in_layout", "outputs_channels_last"]
 
 _PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.einsum.")
 

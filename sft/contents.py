@@ -1,7 +1,7 @@
 """What a model holds at one moment, found by one walk.
 
-A call asks several times for modules, parameters and buffers; PyTorch walks the whole model each time, which for small images takes longer
-than what is computed.
+A call asks several times for modules, parameters and buffers, and PyTorch walks the whole model each time: for small images of a network
+of hundreds of modules that is much of the call.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from sft.plan.project import plain_programs
 from .helpers.exactness import assert_exact
 from .helpers.models import chain, image, seeded
 from .helpers.problems import problem_of
+from .helpers.staged import assert_same_bits_in_stages
 
 aten = torch.ops.aten
 _SHAPE = (2, 3, 20, 16)
@@ -170,19 +170,4 @@ class _Block(nn.Module):
 def test_plans_in_stages_compute_the_same_bits(strategy: str) -> None:
     """A stage that runs twice has running statistics once, and every norm is torch's call there as in the whole model."""
     original = seeded(lambda: chain(*(part for _ in range(3) for part in (_Block(), nn.Conv2d(4, 3, 1))))).float().train()
-    options = sft.Options(strategy=strategy)
-    with pytest.raises(sft.BudgetError) as refusal:
-        sft.plan(original, (2, 3, 64, 48), budget=1, options=options)
-    found = []
-    for budget, chosen in ((refusal.value.needed_bytes, options), ("1GiB", sft.Options())):
-        model = copy.deepcopy(original)
-        net = sft.compile(model, (2, 3, 64, 48), budget=budget, options=chosen)
-        torch.manual_seed(1)
-        x = torch.randn(2, 3, 64, 48)
-        y = net(x)
-        y.square().sum().backward()
-        gradients = [param.grad for param in model.parameters()]
-        found.append((len(net.plan.segments), [y.detach(), *model.buffers(), *gradients]))
-    (num_stages, staged), (num_whole, whole) = found
-    assert num_stages > num_whole == 1
-    assert all(torch.equal(one, other) for one, other in zip(staged, whole, strict=True))
+    assert_same_bits_in_stages(original, (2, 3, 64, 48), strategy)

@@ -71,7 +71,7 @@ class Emitter:
         key = Port("grad_side", name)
         if owned and self.owns(first):
             self.results[key] = first
-            if len(first.shape) in CHANNELS_LAST:
+            if len(first.shape) in CHANNELS_LAST and 1 in first.shape:
                 like = self.port("side", name, first.shape, value_dtype)
                 self.call(restride_like, first, like, writes=first)
             return

@@ -5,6 +5,7 @@ Nothing is added to what the caller holds: gradients are made here, and handed o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -59,8 +60,8 @@ class WholeLowering(StepLowering):
         e, scope, slot = self.emitter, self.scope, patch_slot(self.emitter, patch)
         is_first = Port("grad_side", name) not in e.results
         if is_first and slot.shape == scope.side_shape(name) and slot.dtype == scope.grad_dtype(name):
-            is_theirs = patch.owned and patch.channels is None and (len(slot.shape) == 1 or name in scope.in_layout)
-            e.give_side_gradient(name, slot, is_theirs, scope.dtype_of(name))
+            is_laid_out = len(slot.shape) == 1 or (name in scope.in_layout and _is_made_in_layout(slot.shape))
+            e.give_side_gradient(name, slot, patch.owned and patch.channels is None and is_laid_out, scope.dtype_of(name))
         else:
             e.add_into(ctx.side_gradient(name), slot)
 
@@ -84,3 +85,11 @@ class WholeLowering(StepLowering):
         if not (owned and self.emitter.owns(total)):
             total = self.emitter.call(aten.clone.default, total, shape=total.shape, dtype=total.dtype)
         self.emitter.result("grad_source", name, total)
+
+
+def _is_made_in_layout(shape: Sequence[int]) -> bool:
+    """Whether the gradient of a weight is made channels last, or in order where it is no weight of a convolution.
+
+    In double precision torch makes those of convolutions of volumes in order, which is the same for few shapes.
+    """
+    return len(shape) < 5 or shape[1] == 1 or math.prod(shape[2:]) == 1

@@ -171,10 +171,10 @@ class StagedModel:
 
         Of the first stage also what is made of parameters alone.
         """
-        firsts = [nodes[0] for nodes in (self.asides[number], *([self.problem.phases.prologue] if number == 0 else [])) if nodes]
-        segments = [segment for first in firsts if isinstance(segment := self.region.segments[self._index_of[first]], WholeSegment)]
-        programs = [program for segment in segments for program in segment.programs(True) if program is not None]
-        return sum(map(self.rates.seconds, programs))
+        groups = (self.asides[number], self.problem.phases.prologue if number == 0 else ())
+        segments = [self.region.segments[self._index_of[nodes[0]]] for nodes in groups if nodes]
+        programs = [program for segment in segments if isinstance(segment, WholeSegment) for program in segment.programs(True)]
+        return sum(self.rates.seconds(program) for program in programs if program is not None)
 
     def order(
         self,

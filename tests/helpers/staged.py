@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,7 +21,7 @@ from sft.plan.stages import StagedModel
 
 from .models import Branches, Residual, TinyUNet, seeded
 
-__all__ = ["MODELS", "Normed", "deep", "least_budget", "plain_plan", "problem_of", "staged_models", "step"]
+__all__ = ["MODELS", "Normed", "assert_same_bits_in_stages", "deep", "least_budget", "plain_plan", "problem_of", "staged_models", "step"]
 
 
 class Normed(nn.Module):
@@ -99,3 +100,21 @@ def deep(norm: Callable[[int], nn.Module]) -> nn.Sequential:
     for _ in range(8):
         layers += [nn.Conv2d(16, 16, 3, padding=1), norm(16), nn.ReLU()]
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 3))
+
+
+def assert_same_bits_in_stages(original: nn.Module, shape: tuple[int, ...], strategy: Any) -> None:
+    """Assert that a step of a strategy at its least budget computes the bits of the model that runs whole: outputs, buffers, gradients."""
+    options = sft.Options(strategy=strategy)
+    with pytest.raises(sft.BudgetError) as refusal:
+        sft.plan(original, shape, budget=1, options=options)
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for budget, chosen in ((refusal.value.needed_bytes, options), ("1GiB", sft.Options())):
+        model = copy.deepcopy(original)
+        net = sft.compile(model, shape, budget=budget, options=chosen)
+        y = net(x)
+        y.square().sum().backward()
+        found.append((len(net.plan.segments), [y.detach(), *model.buffers(), *(param.grad for param in model.parameters())]))
+    (num_stages, staged), (num_whole, whole) = found
+    assert num_stages > num_whole == 1
+    assert all(torch.equal(one, other) for one, other in zip(staged, whole, strict=True))

@@ -1,7 +1,6 @@
 """Running statistics: one call, as nothing of it is differentiated.
 
-A trace of it would be half a dozen instructions, and networks have hundreds of these on vectors of channels: to interpret them took longer
-than all else that a norm of a small image does.
+A trace of it would be half a dozen instructions on vectors of channels, and networks have hundreds of these.
 """
 
 from __future__ import annotations

@@ -25,8 +25,7 @@ __all__ = ["AvgPool", "Convolution", "Pool", "column_padding", "spread", "squeez
 aten = torch.ops.aten
 
 #: A vector of AVX-512 has so many numbers. Of images with fewer channels, channels last, oneDNN's gradient of the weight of a strided
-#: pointwise convolution (``jit_1x1:avx512_core`` in torch 2.13) gathers the pixels that are read by whole vectors, and writes behind its
-#: scratchpad: the process is lost.
+#: pointwise convolution (``jit_1x1:avx512_core`` in torch 2.13, seen on an AMD EPYC) writes behind its scratchpad: the process is lost.
 _CHANNELS_OF_A_VECTOR = 16
 
 #: Padding before and behind, for each axis.

@@ -118,10 +118,10 @@ class FloorTerm:
         # The operator maps n to floor((divisor * n - last - 1) / scale) + 1.
         rate, bonus, scale = self.rate * access.divisor, self.bonus * access.divisor - access.last - 1, access.scale
         if rate % scale == 0:
-            return _normal(rate // scale, self.advance, self.period, bonus // scale + 1)
+            return _normalized_term(rate // scale, self.advance, self.period, bonus // scale + 1)
         if scale % rate == 0:
             # floor((rate * X + bonus) / scale) = floor((X + floor(bonus / rate)) / (scale / rate)) with X a floor itself.
-            return _normal(1, self.advance + self.period * (bonus // rate), self.period * (scale // rate), 1)
+            return _normalized_term(1, self.advance + self.period * (bonus // rate), self.period * (scale // rate), 1)
         return None
 
     def dominates(self, other: FloorTerm) -> bool:
@@ -135,7 +135,7 @@ class FloorTerm:
         return self.rate * sp.floor((rows + self.advance) / sp.Integer(self.period)) + self.bonus
 
 
-def _normal(rate: int, advance: int, period: int, bonus: int) -> FloorTerm:
+def _normalized_term(rate: int, advance: int, period: int, bonus: int) -> FloorTerm:
     whole, advance = divmod(advance, period)
     return FloorTerm(rate, advance, period, bonus + rate * whole)
 
@@ -153,13 +153,13 @@ class Frontier:
         """The frontier behind one more operator."""
         terms = [term.through(access) for term in self.terms]
         closed = [term for term in terms if term is not None]
-        return Frontier(_pruned(closed)) if len(closed) == len(terms) else Frontier(())
+        return Frontier(_without_dominated(closed)) if len(closed) == len(terms) else Frontier(())
 
     def meet(self, other: Frontier) -> Frontier:
         """The frontier of an operator that waits for two inputs."""
         if not self.terms or not other.terms:
             return Frontier(())
-        return Frontier(_pruned([*self.terms, *other.terms]))
+        return Frontier(_without_dominated([*self.terms, *other.terms]))
 
     @property
     def period(self) -> int:
@@ -174,7 +174,7 @@ class Frontier:
         return sp.Min(*(term.expr(rows) for term in self.terms)) if self.terms else sp.nan
 
 
-def _pruned(terms: list[FloorTerm]) -> tuple[FloorTerm, ...]:
+def _without_dominated(terms: list[FloorTerm]) -> tuple[FloorTerm, ...]:
     kept: list[FloorTerm] = []
     for term in dict.fromkeys(terms):
         if not any(other.dominates(term) for other in kept):

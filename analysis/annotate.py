@@ -14,38 +14,38 @@ import sympy as sp
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.places import UNPOOLINGS, unpooling_factors
 
-__all__ = ["annotated"]
+__all__ = ["infer_attributes"]
 
 
 #: Operators with a kernel among their operands.
-_WITH_KERNEL = tuple(f"aten.{name}{count}d." for name in ("conv", "conv_transpose") for count in (1, 2, 3))
+_CONVOLUTION_PREFIXES = tuple(f"aten.{name}{count}d." for name in ("conv", "conv_transpose") for count in (1, 2, 3))
 
 #: Poolings that also say where their maxima were.
-_WITH_INDICES = frozenset(f"aten.max_pool{count}d_with_indices.default" for count in (1, 2, 3))
+_POOLS_WITH_INDICES = frozenset(f"aten.max_pool{count}d_with_indices.default" for count in (1, 2, 3))
 
 
-def annotated(graph: Graph) -> Graph:
+def infer_attributes(graph: Graph) -> Graph:
     """The graph with derived arguments added."""
-    return replace(graph, nodes=tuple(_annotated(node, graph) for node in graph.nodes))
+    return replace(graph, nodes=tuple(_infer_node_attributes(node, graph) for node in graph.nodes))
 
 
-def _annotated(node: Node, graph: Graph) -> Node:
-    if node.target.startswith(_WITH_KERNEL):
+def _infer_node_attributes(node: Node, graph: Graph) -> Node:
+    if node.target.startswith(_CONVOLUTION_PREFIXES):
         weight = graph[node.argument("weight").name]
-        return _with(node, "kernel_size", weight.shape[2:])
-    if node.target in _WITH_INDICES and node.argument("result") == 0:
+        return _with_argument(node, "kernel_size", weight.shape[2:])
+    if node.target in _POOLS_WITH_INDICES and node.argument("result") == 0:
         # The values alone are those of the pooling without indices.
         arguments = tuple(item for item in node.arguments if item[0] != "result")
         return replace(node, target=node.target.replace("_with_indices", ""), arguments=arguments)
     if node.target in UNPOOLINGS:
-        return _with(node, "factors", unpooling_factors(node, graph))
+        return _with_argument(node, "factors", unpooling_factors(node, graph))
     if node.target.startswith(("aten.upsample_nearest", "aten._upsample_nearest_exact")):
         source = graph[node.argument("input").name]
-        return _with(node, "factors", _factors(node, source))
+        return _with_argument(node, "factors", _integer_scale_factors(node, source))
     return node
 
 
-def _factors(node: Node, source: Node) -> tuple[int, ...] | None:
+def _integer_scale_factors(node: Node, source: Node) -> tuple[int, ...] | None:
     """The whole upsampling factors along each axis, ``None`` when one is not whole."""
     scales = node.argument("scale_factors")
     if scales is None:
@@ -58,5 +58,5 @@ def _factors(node: Node, source: Node) -> tuple[int, ...] | None:
     return tuple(factors)
 
 
-def _with(node: Node, name: str, value: Any) -> Node:
+def _with_argument(node: Node, name: str, value: Any) -> Node:
     return replace(node, arguments=(*node.arguments, (name, value)))

@@ -16,43 +16,52 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft.analysis.leftovers import nothing_left, own_attributes
+from sft.analysis.leftovers import preserve_model_state, user_attributes
 from sft.errors import UnsupportedError
 
-__all__ = ["PLAIN", "Changes", "Watching", "attributes_kept", "attributes_set", "is_plain", "own_attributes", "told_apart"]
+__all__ = [
+    "PLAIN_TYPES",
+    "AttributeChanges",
+    "AttributeChangeHook",
+    "preserve_attributes",
+    "override_attributes",
+    "is_plain",
+    "user_attributes",
+    "exact_key",
+]
 
 #: New values of plain attributes, by the module and the attribute's name.
-Changes = dict[tuple[nn.Module, str], Any]
+AttributeChanges = dict[tuple[nn.Module, str], Any]
 
 #: Types of values that are what they are: two of a type that are equal mean the same.
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+PLAIN_TYPES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def told_apart(value: Any) -> Any:
+def exact_key(value: Any) -> Any:
     """What differs between plain values that are equal and not the same: 1, 1.0 and True, 0.0 and -0.0. NaN is the same as NaN.
 
-    >>> told_apart(1) == told_apart(1.0), told_apart(0.0) == told_apart(-0.0), told_apart(float("nan")) == told_apart(float("nan"))
+    >>> exact_key(1) == exact_key(1.0), exact_key(0.0) == exact_key(-0.0), exact_key(float("nan")) == exact_key(float("nan"))
     (False, False, True)
     """
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
 
 
 @contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[Changes]:
+def preserve_attributes(model: nn.Module) -> Iterator[AttributeChanges]:
     """Put back what is set meanwhile; the dictionary gets what the first call changes plain attributes to, which were plain before."""
-    watching = Watching([(module, {**_watched(module), **_contents(module)}) for module in model.modules()])
-    with nothing_left(model), model.register_forward_pre_hook(watching), model.register_forward_hook(watching):
+    watching = AttributeChangeHook([(module, {**_mutable_attributes(module), **_container_copies(module)}) for module in model.modules()])
+    with preserve_model_state(model), model.register_forward_pre_hook(watching), model.register_forward_hook(watching):
         yield watching.changes
 
 
-class Watching:
+class AttributeChangeHook:
     """A hook that looks at a model when its first call begins, and when it ends: the exporter puts numbers back itself.
 
     Whoever traces a model has other tensors in the place of its parameters by then.
     """
 
     def __init__(self, before: Sequence[tuple[nn.Module, Mapping[str, Any]]]) -> None:
-        self._before, self._is_over, self.changes = before, False, Changes()
+        self._before, self._is_over, self.changes = before, False, AttributeChanges()
         self._frozen: frozenset[str] = frozenset()
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], *outputs: Any) -> None:
@@ -60,10 +69,10 @@ class Watching:
         if self._is_over:
             return
         if not outputs:
-            self._frozen = _frozen(model)
+            self._frozen = _frozen_parameter_names(model)
             return
         self._is_over = True
-        changed = sorted(self._frozen ^ _frozen(model))
+        changed = sorted(self._frozen ^ _frozen_parameter_names(model))
         if changed:
             raise UnsupportedError(
                 [
@@ -72,14 +81,14 @@ class Watching:
                 ]
             )
         for module, before in self._before:
-            for name, value in _watched(module).items():
+            for name, value in _mutable_attributes(module).items():
                 old = before.get(name, value)
                 if value is not old and is_plain(value) and is_plain(old) and value != old:
                     self.changes[module, name] = copy(value)
 
 
 @contextlib.contextmanager
-def attributes_set(changes: Changes) -> Iterator[None]:
+def override_attributes(changes: AttributeChanges) -> Iterator[None]:
     """Other values of attributes."""
     held = {(module, name): vars(module)[name] for module, name in changes}
     try:
@@ -91,19 +100,19 @@ def attributes_set(changes: Changes) -> Iterator[None]:
             vars(module)[name] = value
 
 
-def _watched(module: nn.Module) -> dict[str, Any]:
+def _mutable_attributes(module: nn.Module) -> dict[str, Any]:
     """The attributes that `forward` may set."""
-    return {**dict(own_attributes(module)), "training": module.training}
+    return {**dict(user_attributes(module)), "training": module.training}
 
 
-def _frozen(model: nn.Module) -> frozenset[str]:
+def _frozen_parameter_names(model: nn.Module) -> frozenset[str]:
     """The parameters without a gradient."""
     return frozenset(name for name, param in model.named_parameters(remove_duplicate=False) if not param.requires_grad)
 
 
-def _contents(module: nn.Module) -> Mapping[str, Any]:
+def _container_copies(module: nn.Module) -> Mapping[str, Any]:
     """What lists and dictionaries hold."""
-    return {name: value.copy() for name, value in own_attributes(module) if type(value) in (list, dict)}
+    return {name: value.copy() for name, value in user_attributes(module) if type(value) in (list, dict)}
 
 
 def is_plain(value: Any, around: tuple[Any, ...] = ()) -> bool:
@@ -111,4 +120,4 @@ def is_plain(value: Any, around: tuple[Any, ...] = ()) -> bool:
     if isinstance(value, (list, tuple, dict)):
         held = value.values() if isinstance(value, dict) else value
         return not any(value is other for other in around) and all(is_plain(item, (*around, value)) for item in held)
-    return type(value) in PLAIN
+    return type(value) in PLAIN_TYPES

@@ -19,7 +19,7 @@ __all__ = ["COLUMNS", "ROWS", "Axes"]
 #: Index of the streamed axis, and of the one that panels cut.
 ROWS, COLUMNS = 0, 1
 
-_NAMES: dict[int, tuple[str, ...]] = {0: (), 1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
+_AXIS_NAMES: dict[int, tuple[str, ...]] = {0: (), 1: ("length",), 2: ("height", "width"), 3: ("depth", "height", "width")}
 
 Extent = TypeVar("Extent")
 
@@ -55,7 +55,7 @@ class Axes:
         >>> Axes(3).names
         ('depth', 'height', 'width')
         """
-        return _NAMES[self.count]
+        return _AXIS_NAMES[self.count]
 
     @property
     def rank(self) -> int:

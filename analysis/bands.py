@@ -4,7 +4,7 @@ Ranks share an image by rows of its tallest input: rank ``r`` owns ``[bounds[r],
 rows in proportion, so that each row of each value has one owner. (A rank may own nothing of a value with fewer rows than ranks.)
 
 For one segment a rank computes its own rows of what the segment hands on, and whatever these need: the receptive field, from the access
-maps (:func:`sft.analysis.tile.tile_step`). So inside a segment nothing is exchanged: what two bands both need is computed by both, at the
+maps (:func:`sft.analysis.tile.independent_tile`). So inside a segment nothing is exchanged: what two bands both need is computed by both, at the
 bands' borders alone, since the strips inside a band carry their halo. What the segment reads from outside is a range of rows, too: its own
 and a few of the neighbours', which come before it runs. True image borders are where they are: only the first and the last band see them.
 """
@@ -18,17 +18,17 @@ from itertools import pairwise
 from sft.analysis.graph import Graph
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
-from sft.analysis.schedule import Schedule, build_schedule
-from sft.analysis.steps import Band
-from sft.analysis.tile import tile_step
+from sft.analysis.schedule import StripSchedule, build_schedule
+from sft.analysis.steps import RowBand
+from sft.analysis.tile import independent_tile
 
-__all__ = ["Shares", "band_of", "band_schedule", "even_bounds"]
+__all__ = ["BandPartition", "row_band_of", "band_schedule", "even_band_bounds"]
 
 
-def even_bounds(height: int, num_bands: int, multiple: int = 1) -> tuple[int, ...]:
+def even_band_bounds(height: int, num_bands: int, multiple: int = 1) -> tuple[int, ...]:
     """Bounds of bands that are as even as their being multiples of some number of rows allows.
 
-    >>> even_bounds(100, 4), even_bounds(100, 3, 8), even_bounds(5, 4, 2)
+    >>> even_band_bounds(100, 4), even_band_bounds(100, 3, 8), even_band_bounds(5, 4, 2)
     ((0, 25, 50, 75, 100), (0, 32, 64, 100), (0, 2, 2, 4, 5))
     """
     inner = (round(band * height / num_bands / multiple) * multiple for band in range(1, num_bands))
@@ -36,7 +36,7 @@ def even_bounds(height: int, num_bands: int, multiple: int = 1) -> tuple[int, ..
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class BandPartition:
     """Who owns which rows.
 
     Attributes:
@@ -62,28 +62,28 @@ class Shares:
     def rows(self, band: int, extent: int) -> Interval:
         """The rows that a band owns of a value of ``extent`` rows.
 
-        >>> [Shares((0, 6, 7, 12)).rows(band, 3) for band in range(3)]
+        >>> [BandPartition((0, 6, 7, 12)).rows(band, 3) for band in range(3)]
         [Interval(start=0, stop=2), Interval(start=2, stop=2), Interval(start=2, stop=3)]
         """
         start, stop = (-(-bound * extent // self.height) for bound in self.bounds[band : band + 2])
         return Interval(start, stop)
 
 
-def band_of(
+def row_band_of(
     graph: Graph,
     names: Sequence[str],
     rows: Mapping[str, Operator],
     streamed: Collection[str],
     extents: Mapping[str, int],
-    shares: Shares,
+    shares: BandPartition,
     band: int,
-) -> Band:
+) -> RowBand:
     """What a band computes and reads of a run, ``names`` in the graph's order."""
     reduced = (o for name in names if rows[name].role == "reduce" for o in rows[name].streamed_operands(graph[name], streamed))
     ends = dict.fromkeys((*(name for name in graph.handed_on(names) if name in streamed), *reduced))
     own = {name: shares.rows(band, extents[name]) for name in ends}
-    step = tile_step(graph, names, rows, streamed, extents, {name: part for name, part in own.items() if part})
-    return Band(computed={node.name: node.new for node in step.nodes}, own=own)
+    step = independent_tile(graph, names, rows, streamed, extents, {name: part for name, part in own.items() if part})
+    return RowBand(computed={node.name: node.new for node in step.nodes}, own=own)
 
 
 def band_schedule(
@@ -93,9 +93,9 @@ def band_schedule(
     streamed: frozenset[str],
     extents: Mapping[str, int],
     strip_rows: int,
-    shares: Shares,
+    shares: BandPartition,
     band: int,
-) -> Schedule:
+) -> StripSchedule:
     """The strips of a band; arguments as for :func:`sft.analysis.schedule.build_schedule`."""
-    part = band_of(graph, names, rows, streamed, extents, shares, band)
+    part = row_band_of(graph, names, rows, streamed, extents, shares, band)
     return build_schedule(graph, names, rows, streamed, extents, strip_rows, part)

@@ -14,22 +14,22 @@ from unittest import mock
 from torch.fx import config
 from torch.fx.experimental import proxy_tensor
 
-__all__ = ["bare_nodes"]
+__all__ = ["slim_node_metadata"]
 
-_STACKS = "do_not_emit_stack_traces"
-_LAYOUTS = "_extract_tensor_metadata"
+_STACK_TRACE_OPTION = "do_not_emit_stack_traces"
+_METADATA_FUNCTION = "_extract_tensor_metadata"
 
 
 @contextmanager
-def bare_nodes() -> Iterator[None]:
+def slim_node_metadata() -> Iterator[None]:
     """A context in which traces leave that out; all as ever where this torch has other names for it."""
     with ExitStack() as changes:
-        if hasattr(config, _STACKS):
-            changes.enter_context(mock.patch.object(config, _STACKS, True))
-        if hasattr(proxy_tensor, _LAYOUTS):
-            changes.enter_context(mock.patch.object(proxy_tensor, _LAYOUTS, _nothing))
+        if hasattr(config, _STACK_TRACE_OPTION):
+            changes.enter_context(mock.patch.object(config, _STACK_TRACE_OPTION, True))
+        if hasattr(proxy_tensor, _METADATA_FUNCTION):
+            changes.enter_context(mock.patch.object(proxy_tensor, _METADATA_FUNCTION, _no_metadata))
         yield
 
 
-def _nothing(*arguments: Any, **keywords: Any) -> None:
+def _no_metadata(*arguments: Any, **keywords: Any) -> None:
     """In the place of what says how a value lies in memory."""

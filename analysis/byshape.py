@@ -10,13 +10,13 @@ from unittest import mock
 
 from torch._decomp import decompositions
 
-__all__ = ["Formula", "instead_of"]
+__all__ = ["Decomposition", "override_decomposition"]
 
-Formula = Callable[..., Any]
+Decomposition = Callable[..., Any]
 
 
 @contextmanager
-def instead_of(name: str, arguments: tuple[str, ...], made: Callable[[Formula], Formula]) -> Iterator[None]:
+def override_decomposition(name: str, arguments: tuple[str, ...], made: Callable[[Decomposition], Decomposition]) -> Iterator[None]:
     """A context in which another function stands for a formula of torch; all as ever where this torch has none of that name and arguments.
 
     Args:
@@ -24,7 +24,7 @@ def instead_of(name: str, arguments: tuple[str, ...], made: Callable[[Formula], 
         arguments: their names, in order.
         made: makes the other function of the formula, which it calls where it knows no better.
     """
-    formula: Formula | None = getattr(decompositions, name, None)
+    formula: Decomposition | None = getattr(decompositions, name, None)
     if formula is None or tuple(inspect.signature(formula).parameters) != arguments:
         yield
         return

@@ -4,13 +4,13 @@
 
 * permutes, transposes, reshapes, squeezes vanish, or become ``sft.rearrange``, which moves channels within each pixel;
 * operators of single elements stay, with what broadcasts to them aligned or in strips too (:mod:`sft.analysis.elementwise`);
-* operators along dimensions (``softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
-* ``linear`` along channels is a convolution with a kernel of one pixel, ``layer_norm`` along channels ``sft.channel_norm``
+* operators along dimensions (``decompose_softmax``, ``cat``, ``sum``, ...) are told the image's dimensions;
+* ``decompose_linear`` along channels is a convolution with a kernel of one pixel, ``decompose_layer_norm`` along channels ``sft.channel_norm``
   (:mod:`sft.analysis.layernorms`); reductions over the image (:mod:`sft.analysis.reduced`), matrix products
   (:mod:`sft.analysis.products`) and losses (:mod:`sft.analysis.losses`) are taken apart;
-* pixels that become channels, and channels that become pixels, are ``sft.folded`` and ``sft.unfolded`` images, windows of pixels
+* pixels that become channels, and channels that become pixels, are ``sft.pixel_unshuffle`` and ``sft.pixel_shuffle`` images, windows of pixels
   that do are ``sft.im2col`` and ``sft.col2im`` (:mod:`sft.analysis.im2col`);
-* anything else gets the value in the order that the model has it in, restored as a whole (``sft.restored``), unless that is the image's.
+* anything else gets the value in the order that the model has it in, restored as a whole (``sft.restore_dims``), unless that is the image's.
 """
 
 from __future__ import annotations
@@ -21,24 +21,33 @@ from typing import Any
 
 import sympy as sp
 
-from sft.analysis.beside import filled, is_constant, varies
-from sft.analysis.elementwise import Elementwise
-from sft.analysis.extents import broadcast, same
-from sft.analysis.following import EXPANDS, PERMUTES, RESHAPES, Image
+from sft.analysis.beside import make_constant_image, is_constant, varies_spatially
+from sft.analysis.elementwise import ElementwiseRewriter
+from sft.analysis.extents import broadcast_shapes, same_shape
+from sft.analysis.following import EXPANDS, PERMUTES, RESHAPES, TrackedImage
 from sft.analysis.graph import Graph, Node, Ref, map_refs, refs_in
-from sft.analysis.im2col import col2im, im2col, windows_of_axis
-from sft.analysis.layernorms import LAYER_NORMS, layer_norm
-from sft.analysis.layout import Layout
-from sft.analysis.linears import linear
-from sft.analysis.losses import ELEMENT_LOSSES, LABEL_LOSSES, NONE, label_loss, of_elements, reduced_loss, reduction_of, whole_loss
-from sft.analysis.operators import ALONG, ELEMENTWISE
-from sft.analysis.products import PRODUCTS, Factor, letters_of, product
-from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, Reduction, reduced, softmax
+from sft.analysis.im2col import decompose_fold, decompose_unfold, decompose_axis_unfold
+from sft.analysis.layernorms import LAYER_NORMS, decompose_layer_norm
+from sft.analysis.layout import DimLayout
+from sft.analysis.linears import decompose_linear
+from sft.analysis.losses import (
+    ELEMENTWISE_LOSSES,
+    LABEL_LOSSES,
+    REDUCTION_NONE,
+    decompose_label_loss,
+    unreduced_loss,
+    reduce_loss,
+    loss_reduction,
+    decompose_whole_loss,
+)
+from sft.analysis.operators import DIMENSION_ARGUMENTS, ELEMENTWISE
+from sft.analysis.products import MATRIX_PRODUCTS, ContractionOperand, product_letters, decompose_product
+from sft.analysis.reduced import REDUCTIONS, SOFTMAXES, ImageReduction, decompose_reduction, decompose_softmax
 
-__all__ = ["REWRITTEN", "canonical"]
+__all__ = ["CANONICALIZED_TARGETS", "canonicalize"]
 
 #: What an assignment to a part comes to.
-_ASSIGNMENTS = ("aten.slice_scatter.default", "aten.select_scatter.default")
+_SCATTERS = ("aten.slice_scatter.default", "aten.select_scatter.default")
 #: Poolings by windows, and the same to a given number of windows.
 _POOLINGS = {
     f"aten.{kind}_pool{count}d.default": f"aten.adaptive_{kind}_pool{count}d.default" for kind in ("avg", "max") for count in (1, 2, 3)
@@ -46,23 +55,25 @@ _POOLINGS = {
 
 #: Operators that are followed, or become others.
 _WINDOWS = ("aten.im2col.default", "aten.col2im.default", "aten.unfold.default")
-REWRITTEN = tuple(sorted({*PERMUTES, *RESHAPES, *EXPANDS, *LAYER_NORMS, *REDUCTIONS, *PRODUCTS, *_WINDOWS, "aten.linear.default"}))
+CANONICALIZED_TARGETS = tuple(
+    sorted({*PERMUTES, *RESHAPES, *EXPANDS, *LAYER_NORMS, *REDUCTIONS, *MATRIX_PRODUCTS, *_WINDOWS, "aten.linear.default"})
+)
 
 
-def canonical(graph: Graph) -> Graph:
+def canonicalize(graph: Graph) -> Graph:
     """Rewrite a graph as the module says; one that holds images in their own order already comes back unchanged."""
-    rewriting = _Rewriting(graph)
+    rewriting = _Canonicalizer(graph)
     for node in graph.nodes:
         rewriting.add(node)
     return rewriting.finish()
 
 
-def _all_are(value: Any, number: int) -> bool:
+def _all_equal(value: Any, number: int) -> bool:
     """Whether an argument that may have an entry for each axis is this number along all of them."""
     return all(entry == number for entry in (value if isinstance(value, (tuple, list)) else (value,)))
 
 
-class _Rewriting(Elementwise):
+class _Canonicalizer(ElementwiseRewriter):
     def finish(self) -> Graph:
         graph = self.graph
         outputs = tuple(self.plain_name(name) for name in graph.outputs)
@@ -74,11 +85,11 @@ class _Rewriting(Elementwise):
         if node.kind != "operator":
             self.nodes[node.name] = node
             if node.kind == "input" and self.axes.are_of(node.shape):
-                self.images[node.name] = Image(node.name, Layout.plain(len(node.shape)))
+                self.images[node.name] = TrackedImage(node.name, DimLayout.plain(len(node.shape)))
             return
         holds_image = any(name in self.images for name in node.operands)
         if not (holds_image and any(rewrite(node) for rewrite in self._rewrites_of(node))):
-            for part in whole_loss(node, [self.graph[name].shape for name in node.operands]):
+            for part in decompose_whole_loss(node, [self.graph[name].shape for name in node.operands]):
                 self.keep(part)
 
     def _rewrites_of(self, node: Node) -> list[Callable[[Node], bool]]:
@@ -90,8 +101,8 @@ class _Rewriting(Elementwise):
             (ELEMENTWISE, self.elementwise),
             (REDUCTIONS, self._reduce),
             (SOFTMAXES, self._softmax),
-            (ALONG, self._along),
-            (ELEMENT_LOSSES, self._element_loss),
+            (DIMENSION_ARGUMENTS, self._along),
+            (ELEMENTWISE_LOSSES, self._element_loss),
             (LABEL_LOSSES, self._label_loss),
         )
         own = {
@@ -102,11 +113,11 @@ class _Rewriting(Elementwise):
             **dict.fromkeys(_WINDOWS, self._windows),
             "aten.pad.default": self._pad,
             **dict.fromkeys(EXPANDS, self._expand),
-            **dict.fromkeys(PRODUCTS, self._product),
+            **dict.fromkeys(MATRIX_PRODUCTS, self._product),
             "aten.broadcast_tensors.default": self._broadcast_tensors,
             "aten.one_hot.default": self._one_hot,
             **dict.fromkeys(("aten.scatter.value", "aten.scatter.src"), self._scatter),
-            **dict.fromkeys(_ASSIGNMENTS, self._assigned),
+            **dict.fromkeys(_SCATTERS, self._assigned),
         }
         return [rewrite for targets, rewrite in families if target in targets] + ([own[target]] if target in own else [])
 
@@ -131,7 +142,7 @@ class _Rewriting(Elementwise):
         if node.target in ("aten.mean.dim", "aten.sum.dim_IntList") and image.layout.is_plain and not rest:
             return False  # streams as it is
         left += [place for place in range(first_axis) if place not in left and place not in rest]
-        found = reduced(Reduction(node=node, image=held, num_axes=self.axes.count, rest=rest, order=tuple(left)))
+        found = decompose_reduction(ImageReduction(node=node, image=held, num_axes=self.axes.count, rest=rest, order=tuple(left)))
         if found is not None:
             self.nodes.update((made.name, made) for made in found)
         return found is not None
@@ -145,7 +156,7 @@ class _Rewriting(Elementwise):
         if not image.layout.is_plain or len(held) != self.axes.rank or len(node.shape) != len(held) or divisor is not None:
             return False
         is_one = all(extent == 1 for extent in self.axes.of(node.shape))
-        if not is_one or not _all_are(padding, 0) or not _all_are(dilation, 1) or not same(kernel, self.axes.of(held)):
+        if not is_one or not _all_equal(padding, 0) or not _all_equal(dilation, 1) or not same_shape(kernel, self.axes.of(held)):
             return False
         arguments = (("self", node.argument("self")), ("output_size", (1,) * count))
         made = replace(node, target=_POOLINGS[node.target], arguments=arguments)
@@ -153,7 +164,7 @@ class _Rewriting(Elementwise):
             self.keep(made)
         return True
 
-    def _reduced_dims(self, node: Node, image: Image) -> list[int] | None:
+    def _reduced_dims(self, node: Node, image: TrackedImage) -> list[int] | None:
         """The dimensions of the model's value that are reduced."""
         rank = len(image.layout.groups)
         if "adaptive" in node.target:
@@ -170,14 +181,14 @@ class _Rewriting(Elementwise):
         axes = range(len(held.shape) - self.axes.count, len(held.shape))
         if sorted(image.layout.groups[node.argument("dim") % len(image.layout.groups)]) != list(axes):
             return False
-        found = softmax(node, held, self.axes.count)
+        found = decompose_softmax(node, held, self.axes.count)
         for made in found or ():
             self.put(made, image.layout)
         return found is not None
 
     def _along(self, node: Node) -> bool:
         """An operator along dimensions, each of which is one of the image's: of its channels, or all of its axes at once."""
-        spec, name = ALONG[node.target], ALONG[node.target].argument
+        spec, name = DIMENSION_ARGUMENTS[node.target], DIMENSION_ARGUMENTS[node.target].argument
         if node.target in ("aten.cat.default", "aten.stack.default") and not self._join_sides(node, is_new=spec.adds):
             return False
         operands = [operand for operand in node.operands if operand in self.images]
@@ -212,11 +223,11 @@ class _Rewriting(Elementwise):
     def _stack(self, node: Node, dim: int, first_axis: int) -> bool:
         """Images side by side in a new dimension of channels; one that the value has in front of the batch is the first of these."""
         if 1 <= dim <= first_axis:
-            return self._put_along(node, Layout.plain(len(node.shape)))
+            return self._put_along(node, DimLayout.plain(len(node.shape)))
         if dim:
             return False
         count, batch, *rest = node.shape
-        layout = Layout(((1,), (0,), *((place,) for place in range(2, len(node.shape)))))
+        layout = DimLayout(((1,), (0,), *((place,) for place in range(2, len(node.shape)))))
         return self._put_along(node, layout, ("dim", 1), (batch, count, *rest))
 
     def _join_sides(self, node: Node, *, is_new: bool) -> bool:
@@ -226,10 +237,10 @@ class _Rewriting(Elementwise):
         place = None if is_new else image.layout.place(node.argument("dim", 0))
         if not is_new and (place is None or not 1 <= place < first_axis):
             return False
-        found: dict[str, Image] = {}
+        found: dict[str, TrackedImage] = {}
         for name in (name for name in dict.fromkeys(node.operands) if name not in self.images):
             shape, base = self.shape(name), self.unexpanded(name)
-            if len(shape) != len(image.layout.groups) or not varies(shape, image.layout, first_axis):
+            if len(shape) != len(image.layout.groups) or not varies_spatially(shape, image.layout, first_axis):
                 return False
             # What an expansion repeats along the image, or for each sample, is repeated here; channels are needed as they are.
             repeats = [at for at, extent in enumerate(self.shape(base)) if extent != shape[at]]
@@ -237,12 +248,12 @@ class _Rewriting(Elementwise):
             side = self.image_beside(node, base if is_plain else name, image)
             if side is None:
                 return False
-            found[name] = Image(side, image.layout)
+            found[name] = TrackedImage(side, image.layout)
         self.images.update(found)
         return True
 
     def _put_along(
-        self, node: Node, layout: Layout | None, argument: tuple[str, Any] | None = None, shape: tuple[Any, ...] | None = None
+        self, node: Node, layout: DimLayout | None, argument: tuple[str, Any] | None = None, shape: tuple[Any, ...] | None = None
     ) -> bool:
         """Add an operator on images; what it makes is one of this layout, or none."""
         arguments = tuple((key, map_refs(value, lambda name: Ref(self.images[name].node))) for key, value in node.arguments)
@@ -251,7 +262,7 @@ class _Rewriting(Elementwise):
         made = replace(node, shape=node.shape if shape is None else shape, arguments=arguments)
         self.nodes[node.name] = made
         if layout is not None:
-            self.images[node.name] = Image(node.name, layout)
+            self.images[node.name] = TrackedImage(node.name, layout)
         return True
 
     def _expand(self, node: Node) -> bool:
@@ -264,22 +275,22 @@ class _Rewriting(Elementwise):
         for group, extent in zip(image.layout.groups, node.shape, strict=True):
             if len(group) == 1 and 1 <= group[0] < len(held) - self.axes.count:
                 shape[group[0]] = extent
-        if not same(image.layout.shape(shape), node.shape):
+        if not same_shape(image.layout.shape(shape), node.shape):
             return False
         channels = tuple(shape[1 : len(held) - self.axes.count])
         arguments = (("self", Ref(image.node)), ("channels", channels))
-        return self.put(replace(node, target="sft.expanded", shape=tuple(shape), arguments=arguments), image.layout)
+        return self.put(replace(node, target="sft.expand_channels", shape=tuple(shape), arguments=arguments), image.layout)
 
     def _unpool(self, node: Node) -> bool:
         """The unpooling of a signal, which comes as that of an image one pixel wide."""
         narrow = [self.graph[name] for name in node.operands]
         images = [self.images.get(made.operands[0]) for made in narrow if made.target == "aten.unsqueeze.default"]
-        if self.axes.count != 1 or [image and image.layout for image in images] != [Layout.plain(3)] * 2:
+        if self.axes.count != 1 or [image and image.layout for image in images] != [DimLayout.plain(3)] * 2:
             return False
         value, indices = (Ref(image.node) for image in images if image is not None)
         arguments = (("self", value), ("indices", indices), ("output_size", node.argument("output_size")[:1]))
         unpooled = replace(node, target="sft.max_unpool1d", shape=node.shape[:3], arguments=arguments)
-        return self.put(unpooled, Layout((*Layout.plain(3).groups, ())))
+        return self.put(unpooled, DimLayout((*DimLayout.plain(3).groups, ())))
 
     def _pad(self, node: Node) -> bool:
         """Padding of an image that the model holds in another order of dimensions (channels last)."""
@@ -301,37 +312,37 @@ class _Rewriting(Elementwise):
         image = self.images[node.operands[0]]
         held, count = self.nodes[image.node], self.axes.count
         if node.target == "aten.unfold.default":
-            along = windows_of_axis(node, held, image.layout, self.axes)
+            along = decompose_axis_unfold(node, held, image.layout, self.axes)
             return along is not None and self.put(*along)
         if node.target == "aten.col2im.default":
             columns = image.layout.groups == ((0,), (1,), tuple(range(2, 2 + count)))
-            parts, layout = col2im(node, held, self.axes) if columns else None, Layout.plain(len(node.shape))
+            parts, layout = decompose_fold(node, held, self.axes) if columns else None, DimLayout.plain(len(node.shape))
         else:
-            found = im2col(node, held, self.axes) if image.layout.is_plain else None
+            found = decompose_unfold(node, held, self.axes) if image.layout.is_plain else None
             parts, layout = found or (None, image.layout)
         return parts is not None and all([self.put(part, layout) for part in parts])
 
     def _product(self, node: Node) -> bool:
         """A matrix product over all pixels, or of every pixel's channels."""
-        letters = letters_of(node, [len(self.graph[name].shape) for name in node.operands])
+        letters = product_letters(node, [len(self.graph[name].shape) for name in node.operands])
         if letters is None or len(node.operands) != 2:
             return False
         factors = [
-            Factor(term, self.nodes[image.node if image else name], image.layout if image else None)
+            ContractionOperand(term, self.nodes[image.node if image else name], image.layout if image else None)
             for name, image, term in zip(node.operands, map(self.images.get, node.operands), letters, strict=False)
         ]
-        found = product(node, factors[0], factors[1], letters[2], self.axes.count)
+        found = decompose_product(node, factors[0], factors[1], letters[2], self.axes.count)
         if found is None:
             return False
         nodes, layout = found
         self.nodes.update((made.name, made) for made in nodes)
-        return layout is None or self.follow(node, Image(nodes[-1].name, layout))
+        return layout is None or self.follow(node, TrackedImage(nodes[-1].name, layout))
 
     def _broadcast_tensors(self, node: Node) -> bool:
         """Images of one size; whoever reads them broadcasts them."""
         name = node.operands[node.argument("result", 0)]
         image = self.images.get(name)
-        if image is None or not same(image.layout.shape(self.shape(image.node)), node.shape):
+        if image is None or not same_shape(image.layout.shape(self.shape(image.node)), node.shape):
             return False
         self.images[node.name] = image
         return True
@@ -344,14 +355,14 @@ class _Rewriting(Elementwise):
             return False
         arguments = (("self", Ref(image.node)), ("num_classes", num_classes))
         made = replace(node, target="sft.one_hot", shape=(held[0], num_classes, *self.axes.of(held)), arguments=arguments)
-        return self.put(made, Layout((*image.layout.groups, (1,))))
+        return self.put(made, DimLayout((*image.layout.groups, (1,))))
 
     def _scatter(self, node: Node) -> bool:
         """Values put where labels say; constants that they are put into are an image like the labels."""
         self._fill_like(node.argument("self").name, self.images.get(node.argument("index").name))
         return self._along(node)
 
-    def _fill_like(self, name: str, like: Image | None) -> None:
+    def _fill_like(self, name: str, like: TrackedImage | None) -> None:
         """Make an image of a constant that is as large as another; anything else stays what it is."""
         constant = self.nodes.get(name)
         if name in self.images or like is None or constant is None or not is_constant(constant):
@@ -359,10 +370,10 @@ class _Rewriting(Elementwise):
         held, shape = self.shape(like.node), constant.shape
         if len(shape) != self.axes.rank or len(held) != self.axes.rank or not like.layout.is_plain:
             return
-        if same((held[0], *held[2:]), (shape[0], *shape[2:])):
-            made = filled(f"{name}__filled", constant, self.nodes[like.node], shape[1])
+        if same_shape((held[0], *held[2:]), (shape[0], *shape[2:])):
+            made = make_constant_image(f"{name}__filled", constant, self.nodes[like.node], shape[1])
             self.nodes[made.name] = made
-            self.images[name] = Image(made.name, like.layout)
+            self.images[name] = TrackedImage(made.name, like.layout)
 
     def _assigned(self, node: Node) -> bool:
         """Some channels of an image assigned anew."""
@@ -392,20 +403,20 @@ class _Rewriting(Elementwise):
             *(("start", channels.start), ("stop", channels.stop), ("step", channels.step)),
             ("selects", selects),
         )
-        return self.put(replace(node, target="sft.assigned", shape=held, arguments=arguments), image.layout)
+        return self.put(replace(node, target="sft.assign_channels", shape=held, arguments=arguments), image.layout)
 
     # -- losses -----------------------------------------------------------------------------------------------------
 
     def _element_loss(self, node: Node) -> bool:
         """A loss of single elements and, where there is one, its reduction."""
-        each = of_elements(node)
+        each = unreduced_loss(node)
         images = [self.images[name] for name in node.operands if name in self.images]
-        shape = broadcast([images[0].layout.shape(self.shape(image.node)) for image in images], len(images[0].layout.groups))
+        shape = broadcast_shapes([images[0].layout.shape(self.shape(image.node)) for image in images], len(images[0].layout.groups))
         if not self.elementwise(replace(each, shape=shape)):
             return False
         if each.name != node.name:
             made = self.nodes[self.images.pop(each.name).node]
-            self.nodes.update((part.name, part) for part in reduced_loss(node, made, self.axes.count))
+            self.nodes.update((part.name, part) for part in reduce_loss(node, made, self.axes.count))
         return True
 
     def _label_loss(self, node: Node) -> bool:
@@ -413,22 +424,22 @@ class _Rewriting(Elementwise):
         scores, target = (self.images.get(node.argument(key).name) for key in ("self", "target"))
         if scores is None or target is None or len(self.shape(scores.node)) != self.axes.rank or scores.layout.place(1) != 1:
             return False
-        pixels = Layout(tuple(group for group in scores.layout.groups if group != (1,)))
+        pixels = DimLayout(tuple(group for group in scores.layout.groups if group != (1,)))
         held = self.nodes[target.node]
         has_labels = not held.is_floating
         if len(held.shape) != self.axes.rank or target.layout != (pixels if has_labels else scores.layout):
             return False
         if has_labels and held.shape[1] != 1:
             return False
-        made = label_loss(node, self.nodes[scores.node], held, self.axes.count)
+        made = decompose_label_loss(node, self.nodes[scores.node], held, self.axes.count)
         self.nodes.update((part.name, part) for part in made)
-        if reduction_of(node) == NONE:
-            self.images[node.name] = Image(node.name, pixels)
+        if loss_reduction(node) == REDUCTION_NONE:
+            self.images[node.name] = TrackedImage(node.name, pixels)
         return True
 
     # -- products and norms of channels -----------------------------------------------------------------------------
 
-    def _ends_with_channels(self, image: Image) -> bool:
+    def _ends_with_channels(self, image: TrackedImage) -> bool:
         """Whether the image has just one dimension of channels, and the value's last dimension is that."""
         return len(self.shape(image.node)) == self.axes.rank and image.layout.place(-1) == 1
 
@@ -438,7 +449,7 @@ class _Rewriting(Elementwise):
         sides = [name for value in (weight, node.argument("bias")) for name in refs_in(value)]
         if image is None or any(name in self.images for name in sides) or not self._ends_with_channels(image):
             return False
-        kernel, made = linear(node, self.nodes[weight.name], self.nodes[image.node], self.axes)
+        kernel, made = decompose_linear(node, self.nodes[weight.name], self.nodes[image.node], self.axes)
         self.nodes[kernel.name] = kernel
         return self.put(made, image.layout)
 
@@ -447,5 +458,5 @@ class _Rewriting(Elementwise):
         if image is None or any(name in self.images for name in node.operands[1:]):
             return False
         last = image.layout.groups[len(image.layout.groups) - len(node.argument("normalized_shape")) :]
-        made = layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
+        made = decompose_layer_norm(node, self.nodes[image.node], [place for group in last for place in group], self.axes.count)
         return made is not None and all([self.put(part, image.layout) for part in made])

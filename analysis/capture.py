@@ -21,22 +21,22 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from sft.analysis.attributes import Changes, attributes_set
-from sft.analysis.composites import shared_and_alone
-from sft.analysis.exported import bounds_of, graph_of, guards_of, ties_of, with_sizes
-from sft.analysis.exporting import CHANNELS_LAST, TWO_TYPES, export_followed, layouts_of
+from sft.analysis.attributes import AttributeChanges, override_attributes
+from sft.analysis.composites import contracted_letters
+from sft.analysis.exported import symbol_bounds, build_graph, symbol_guards, tied_sizes, substitute_sizes
+from sft.analysis.exporting import CHANNELS_LAST, MIXED_DTYPES, export_model, memory_formats_of
 from sft.analysis.graph import Graph, Node
-from sft.analysis.loose import loose_tensors, memory_of
-from sft.analysis.objects import ObjectChanges, objects_kept, objects_set
-from sft.analysis.preparation import hooks_aside, on_fake_tensors, prepared
-from sft.analysis.questions import Answers, Modes, Questions
-from sft.analysis.quiet import plain_autograd, quiet
-from sft.analysis.repeated import repetitions_followed
+from sft.analysis.loose import unregistered_tensors, storage_key
+from sft.analysis.objects import ObjectChanges, preserve_objects, override_objects
+from sft.analysis.preparation import disable_root_hooks, use_fake_tensors, prepare_for_tracing
+from sft.analysis.questions import GuardValues, CallModes, CallModeGuards
+from sft.analysis.quiet import without_autograd_debugging, suppress_output
+from sft.analysis.repeated import capture_repeats
 from sft.errors import UnsupportedError
 
-__all__ = ["CHANNELS_LAST", "Capture", "attribute_of", "capture", "is_channels_last", "is_in_layout", "outputs_channels_last"]
+__all__ = ["CHANNELS_LAST", "Capture", "tensor_attribute", "capture", "is_channels_last", "is_in_program_layout", "outputs_channels_last"]
 
-_PRODUCTS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.einsum.")
+_PRODUCT_PREFIXES = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.baddbmm.", "aten.einsum.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class Capture:
     shapes: tuple[tuple[int, ...], ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     differentiable_constants: Mapping[str, str] = field(default_factory=dict)
-    answers: Answers = ()
+    answers: GuardValues = ()
     enables_grad: bool = False
 
     def bind(self, shapes: Sequence[tuple[int, ...]]) -> dict[sp.Symbol, int] | None:
@@ -82,7 +82,7 @@ class Capture:
                 else:
                     related.append((sp.sympify(extent), size))
         for extent, size in sorted(related, key=lambda pair: len(pair[0].free_symbols)):
-            values |= _solved(extent.subs(values), size)
+            values |= _solve_symbol(extent.subs(values), size)
             if extent.subs(values) != size:
                 return None
         for extent, low, high in self.bounds:
@@ -94,7 +94,7 @@ class Capture:
         return None
 
 
-def _solved(extent: sp.Expr, size: int) -> dict[sp.Symbol, int]:
+def _solve_symbol(extent: sp.Expr, size: int) -> dict[sp.Symbol, int]:
     """The one symbol of ``a * symbol + b``, where that is of this size; nothing where there are others, or none."""
     if len(extent.free_symbols) != 1:
         return {}
@@ -112,7 +112,7 @@ def capture(
     *,
     autocast: torch.dtype | None = None,
     any_size: bool = True,
-    modes: Modes | None = None,
+    modes: CallModes | None = None,
 ) -> Capture:
     """Trace ``model`` on inputs of these shapes and dtypes (the axes of images symbolic, if it is to serve more than this size).
 
@@ -123,15 +123,15 @@ def capture(
         UnsupportedError: torch.export cannot follow the model.
         InputError: the model itself refuses inputs of this shape.
     """
-    questions = Questions(modes or Modes())
-    with plain_autograd():
-        found, changes, others = _captured(model, shapes, dtypes, device, autocast, any_size, questions)
+    questions = CallModeGuards(modes or CallModes())
+    with without_autograd_debugging():
+        found, changes, others = _capture_once(model, shapes, dtypes, device, autocast, any_size, questions)
         if questions.needs_true_inputs:
-            questions = Questions(questions.modes, with_true_inputs=True)
-            found, changes, others = _captured(model, shapes, dtypes, device, autocast, any_size, questions)
+            questions = CallModeGuards(questions.modes, with_true_inputs=True)
+            found, changes, others = _capture_once(model, shapes, dtypes, device, autocast, any_size, questions)
     if changes or others:
-        with plain_autograd(), attributes_set(changes), objects_set(others):
-            later, *_ = _captured(model, shapes, dtypes, device, autocast, any_size, questions)
+        with without_autograd_debugging(), override_attributes(changes), override_objects(others):
+            later, *_ = _capture_once(model, shapes, dtypes, device, autocast, any_size, questions)
         if later.graph != found.graph:
             paths = {id(module): path for path, module in model.named_modules()}
             set_there = [(paths[id(module)] or "(the model itself)", name, value) for (module, name), value in changes.items()]
@@ -146,43 +146,43 @@ def capture(
     return found
 
 
-def _captured(
+def _capture_once(
     model: nn.Module,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     autocast: torch.dtype | None,
     any_size: bool,
-    questions: Questions,
-) -> tuple[Capture, Changes, ObjectChanges]:
+    questions: CallModeGuards,
+) -> tuple[Capture, AttributeChanges, ObjectChanges]:
     """A capture, and what `forward` has changed meanwhile of plain attributes, of its modules and of others; they are as before."""
     # The caller may be in inference mode, or under autocast with a cache of casts.
     with (
         torch.inference_mode(False),
         _autocast(device, autocast),
-        objects_kept(model) as others,
-        prepared(model) as changes,
-        repetitions_followed(model) as repeated,
+        preserve_objects(model) as others,
+        prepare_for_tracing(model) as changes,
+        capture_repeats(model) as repeated,
     ):
-        found = export_followed(model, shapes, dtypes, device, any_size, questions)
+        found = export_model(model, shapes, dtypes, device, any_size, questions)
     program = found.program
-    loose = loose_tensors(model)
-    constants = _constants(program, model, (*loose.values(), *(tensor for tensor, _ in found.foreign)))
+    loose = unregistered_tensors(model)
+    constants = _lifted_constants(program, model, (*loose.values(), *(tensor for tensor, _ in found.foreign)))
     name = type(model).__name__
     places = {id(tensor): f"{name} at {line}, of shape {tuple(tensor.shape)}" for tensor, line in found.foreign}
     places |= {id(tensor): path for path, tensor in loose.items()}
     unnamed = f"a tensor of {name}"
-    graph = graph_of(found, repeated.repetitions)
-    mixed = [node for node in graph.operators if node.target.startswith(_PRODUCTS) and _mixes(node, graph)]
+    graph = build_graph(found, repeated.repetitions)
+    mixed = [node for node in graph.operators if node.target.startswith(_PRODUCT_PREFIXES) and _mixes_dtypes(node, graph)]
     if mixed:  # the exporter of torch 2.11 lets them through
-        raise UnsupportedError([f"{node.label}: {TWO_TYPES}" for node in mixed])
-    ties = ties_of(graph, shapes)
+        raise UnsupportedError([f"{node.label}: {MIXED_DTYPES}" for node in mixed])
+    ties = tied_sizes(graph, shapes)
     return (
         Capture(
-            graph=with_sizes(graph, ties),
+            graph=substitute_sizes(graph, ties),
             out_spec=program.call_spec.out_spec,
-            bounds=tuple((size.xreplace(ties), low, high) for size, low, high in bounds_of(program)),
-            guards=tuple(guard.xreplace(ties) for guard in guards_of(program)),
+            bounds=tuple((size.xreplace(ties), low, high) for size, low, high in symbol_bounds(program)),
+            guards=tuple(guard.xreplace(ties) for guard in symbol_guards(program)),
             shapes=tuple(shapes),
             constants={name: value.detach().to(device) for name, value in constants.items()},
             differentiable_constants={name: places.get(id(value), unnamed) for name, value in constants.items() if value.requires_grad},
@@ -194,28 +194,28 @@ def _captured(
     )
 
 
-def _mixes(node: Node, graph: Graph) -> bool:
+def _mixes_dtypes(node: Node, graph: Graph) -> bool:
     """Whether a product is of two types; an ``einsum`` that sums over nothing that two operands share is none."""
-    is_product = "einsum" not in node.target or any(shared_and_alone(str(node.argument("equation")))[0])
+    is_product = "einsum" not in node.target or any(contracted_letters(str(node.argument("equation")))[0])
     return is_product and len({graph[name].dtype for name in node.operands}) > 1
 
 
-def _constants(program: ExportedProgram, model: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+def _lifted_constants(program: ExportedProgram, model: nn.Module, known: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors that `forward` makes, or finds elsewhere than in parameters and buffers (``known``), by the target of their node."""
     found = {}
-    originals = {memory_of(tensor): tensor for tensor in known}
+    originals = {storage_key(tensor): tensor for tensor in known}
     for name in program.graph_signature.inputs_to_lifted_tensor_constants.values():
         value = program.constants[name]
-        if attribute_of(model, name) is None and isinstance(value, torch.Tensor):
+        if tensor_attribute(model, name) is None and isinstance(value, torch.Tensor):
             # Made under fake tensors, it still knows its numbers.
             numbers = value.constant if isinstance(value, FakeTensor) else value
             if numbers is None:
-                raise UnsupportedError([f"{type(model).__name__}: `forward` {_without_numbers(value, program)}"])
-            found[name] = originals.get(memory_of(numbers), numbers)
+                raise UnsupportedError([f"{type(model).__name__}: `forward` {_unknown_constant_problem(value, program)}"])
+            found[name] = originals.get(storage_key(numbers), numbers)
     return found
 
 
-def _without_numbers(value: torch.Tensor, program: ExportedProgram) -> str:
+def _unknown_constant_problem(value: torch.Tensor, program: ExportedProgram) -> str:
     own = {getattr(node.meta.get("val"), "fake_mode", None) for node in program.graph.nodes if node.op == "placeholder"}
     if isinstance(value, FakeTensor) and value.fake_mode not in own:
         return (
@@ -225,7 +225,7 @@ def _without_numbers(value: torch.Tensor, program: ExportedProgram) -> str:
     return "makes a tensor whose numbers are not known; make it a buffer"
 
 
-def attribute_of(model: nn.Module, path: str) -> torch.Tensor | None:
+def tensor_attribute(model: nn.Module, path: str) -> torch.Tensor | None:
     """A tensor that a module holds, by its qualified name; ``None`` if there is none."""
     value: Any = model
     for part in path.split("."):
@@ -259,10 +259,10 @@ def outputs_channels_last(
         autocast: as for :func:`capture`.
     """
     mode = FakeTensorMode()
-    layouts = layouts_of(shapes, channels_last)
-    with quiet(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), hooks_aside(model):
+    layouts = memory_formats_of(shapes, channels_last)
+    with suppress_output(), torch.inference_mode(False), torch.no_grad(), _autocast(device, autocast), disable_root_hooks(model):
         try:
-            with mode, on_fake_tensors(model, mode), repetitions_followed(model):
+            with mode, use_fake_tensors(model, mode), capture_repeats(model):
                 inputs = [torch.empty(s, dtype=d, device=device, memory_format=f) for s, d, f in zip(shapes, dtypes, layouts, strict=True)]
                 outputs = pytree.tree_leaves(model(*inputs))
         except Exception:
@@ -270,7 +270,7 @@ def outputs_channels_last(
     return tuple(is_channels_last(out) for out in outputs if isinstance(out, torch.Tensor))
 
 
-def is_in_layout(value: torch.Tensor) -> bool:
+def is_in_program_layout(value: torch.Tensor) -> bool:
     """Whether a tensor lies in memory as programs lay theirs: images channels last, others in order."""
     return value.is_contiguous(memory_format=CHANNELS_LAST.get(value.dim(), torch.contiguous_format))
 

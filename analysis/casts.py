@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Cast", "Casts", "tensors_of", "with_tensors"]
+__all__ = ["OperandCast", "AutocastPolicy", "tensor_operands", "replace_tensor_operands"]
 
 aten = torch.ops.aten
 
@@ -26,10 +26,10 @@ aten = torch.ops.aten
 _VIEWS = frozenset({aten.permute.default, aten.transpose.int, aten.unsqueeze.default, aten.view.default, aten.squeeze.dim})
 
 #: The operand at a place among all tensors of a call, and the type that it is cast to; in the order in which this happens.
-Cast = tuple[int, torch.dtype]
+OperandCast = tuple[int, torch.dtype]
 
 
-class Casts:
+class AutocastPolicy:
     """What autocast does on one device, while it is on.
 
     Args:
@@ -38,9 +38,9 @@ class Casts:
 
     def __init__(self, device_type: str) -> None:
         self._key = f"Autocast{device_type.upper()}"
-        self._known: dict[tuple[Any, ...], tuple[Cast, ...] | None] = {}
+        self._known: dict[tuple[Any, ...], tuple[OperandCast, ...] | None] = {}
 
-    def of(self, node: fx.Node, *, looks_inside: bool = False) -> tuple[Cast, ...] | None:
+    def of(self, node: fx.Node, *, looks_inside: bool = False) -> tuple[OperandCast, ...] | None:
         """The casts before an operator; ``None`` where they are not all that autocast changes.
 
         Args:
@@ -52,18 +52,18 @@ class Casts:
             return ()
         if not looks_inside and not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), self._key):
             return ()
-        operands = [operand.meta["val"] for operand in tensors_of(node)]
+        operands = [operand.meta["val"] for operand in tensor_operands(node)]
         told = [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, torch.dtype)]
         key = (target, *((operand.dtype, operand.device.type) for operand in operands), *told)
         if key not in self._known:
             try:
-                self._known[key] = _probed(target, node)
+                self._known[key] = _probe_casts(target, node)
             except (RuntimeError, TypeError):  # no size is at hand, or autocast refuses the operator: the long way says it
                 self._known[key] = None
         return self._known[key]
 
 
-def tensors_of(node: fx.Node) -> list[fx.Node]:
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
     """The operands that are tensors, with repetitions."""
     found: list[fx.Node] = []
 
@@ -76,7 +76,7 @@ def tensors_of(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def with_tensors(node: fx.Node, operands: Sequence[Any]) -> tuple[Any, Any]:
+def replace_tensor_operands(node: fx.Node, operands: Sequence[Any]) -> tuple[Any, Any]:
     """The positional and keyword arguments with other operands in the place of those."""
     left = iter(operands)
     found: Any = map_aggregate((node.args, dict(node.kwargs)), lambda value: next(left) if _is_tensor(value) else value)
@@ -87,39 +87,39 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor)
 
 
-def _probed(target: OpOverload, node: fx.Node) -> tuple[Cast, ...] | None:
+def _probe_casts(target: OpOverload, node: fx.Node) -> tuple[OperandCast, ...] | None:
     """The casts of a call like that of a node."""
-    seen = [operand.meta["val"] for operand in tensors_of(node)]
+    seen = [operand.meta["val"] for operand in tensor_operands(node)]
     with FakeTensorMode():
         # Tensors that are at no other place, of the sizes at hand.
-        operands = [torch.empty([_at_hand(extent) for extent in each.shape], dtype=each.dtype, device=each.device) for each in seen]
-        watch = _Watch(operands)
+        operands = [torch.empty([_symbol_hint(extent) for extent in each.shape], dtype=each.dtype, device=each.device) for each in seen]
+        watch = _CastRecorder(operands)
         with watch:
-            found = _called(target, node, operands)
+            found = _result_dtypes(target, node, operands)
         if watch.is_unclear:
             return None
         # What has been seen must be all: some kernels are told a type instead, which shows in what they return without being told.
         for place, dtype in watch.casts:
             operands[place] = operands[place].to(dtype)
         with torch.autocast(seen[0].device.type, enabled=False):
-            plain = _called(target, node, operands)
+            plain = _result_dtypes(target, node, operands)
     return tuple(watch.casts) if found == plain else None
 
 
-def _called(target: OpOverload, node: fx.Node, operands: Sequence[torch.Tensor]) -> list[torch.dtype]:
+def _result_dtypes(target: OpOverload, node: fx.Node, operands: Sequence[torch.Tensor]) -> list[torch.dtype]:
     """The types of what an operator makes of other operands."""
     args, kwargs = map_aggregate(
-        with_tensors(node, operands), lambda value: _at_hand(value.meta["val"]) if isinstance(value, fx.Node) else value
+        replace_tensor_operands(node, operands), lambda value: _symbol_hint(value.meta["val"]) if isinstance(value, fx.Node) else value
     )
     return [value.dtype for value in pytree.tree_leaves(target(*args, **kwargs)) if isinstance(value, torch.Tensor)]
 
 
-def _at_hand(extent: Any) -> Any:
+def _symbol_hint(extent: Any) -> Any:
     """The number that a symbol stood for while the program was exported."""
     return extent.node.hint if isinstance(extent, (torch.SymInt, torch.SymFloat, torch.SymBool)) else extent
 
 
-class _Watch(TorchDispatchMode):
+class _CastRecorder(TorchDispatchMode):
     """Notes which operands are cast before anything else happens.
 
     Attributes:
@@ -129,7 +129,7 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, operands: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-        self.casts: list[Cast] = []
+        self.casts: list[OperandCast] = []
         self.is_unclear = False
         self._place = {id(operand): place for place, operand in enumerate(operands)}
         self._views: list[Any] = []  # held, so that no other tensor gets the identity of one

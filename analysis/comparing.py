@@ -16,24 +16,26 @@ from typing import Any
 
 import torch
 
-__all__ = ["sizes_compared"]
+__all__ = ["specialize_size_minmax"]
 
-_MAX, _MIN = max, min
+_BUILTIN_MAX, _BUILTIN_MIN = max, min
 
 
 @contextlib.contextmanager
-def sizes_compared() -> Iterator[None]:
+def specialize_size_minmax() -> Iterator[None]:
     """While this is on, ``max`` and ``min`` of sizes return one of them; of anything else they are what they were."""
     before = builtins.max, builtins.min
-    builtins.max = _comparing(_MAX, before[0], operator.le)
-    builtins.min = _comparing(_MIN, before[1], operator.ge)
+    builtins.max = _minmax_by_comparison(_BUILTIN_MAX, before[0], operator.le)
+    builtins.min = _minmax_by_comparison(_BUILTIN_MIN, before[1], operator.ge)
     try:
         yield
     finally:
         builtins.max, builtins.min = before
 
 
-def _comparing(plain: Callable[..., Any], exporters: Callable[..., Any], gives_way: Callable[[Any, Any], bool]) -> Callable[..., Any]:
+def _minmax_by_comparison(
+    plain: Callable[..., Any], exporters: Callable[..., Any], gives_way: Callable[[Any, Any], bool]
+) -> Callable[..., Any]:
     def compared(*values: Any, **keywords: Any) -> Any:
         if any(isinstance(value, torch.Tensor) for value in values):
             return exporters(*values, **keywords)

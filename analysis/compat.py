@@ -24,23 +24,23 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
 
-__all__ = ["Component", "Vertex", "components", "dimensions_of", "fused_components", "fused_dimensions"]
+__all__ = ["DimensionComponent", "ValueDimension", "dimension_components", "dimension_names", "fused_components", "fused_dimensions"]
 
 
-def dimensions_of(axes: Axes) -> tuple[str, ...]:
+def dimension_names(axes: Axes) -> tuple[str, ...]:
     """The dimensions of a value by name: batch, channels, and the image's axes."""
     return ("batch", "channel", *axes.names)
 
 
-class Vertex(NamedTuple):
-    """One dimension of one value, an index into `dimensions_of`."""
+class ValueDimension(NamedTuple):
+    """One dimension of one value, an index into `dimension_names`."""
 
     value: str
     dimension: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
+class DimensionComponent:
     """Dimensions of values that can only be tiled together.
 
     Attributes:
@@ -48,7 +48,7 @@ class Component:
         operators: the operators that join them, each fused-tileable along this component.
     """
 
-    vertices: frozenset[Vertex]
+    vertices: frozenset[ValueDimension]
     operators: frozenset[str]
 
     @cached_property
@@ -62,7 +62,9 @@ class Component:
         return len(self.dimension_of) == len(self.vertices)
 
 
-def components(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> tuple[Component, ...]:
+def dimension_components(
+    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
+) -> tuple[DimensionComponent, ...]:
     """The connected components of the dimension maps of the operators ``names`` (Listing 2), those without an operator left out.
 
     Args:
@@ -71,24 +73,26 @@ def components(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator],
         rows: the operator table's row of each operator.
         streamed: the images among the values. Dimension maps speak of them; parameters and global values are whole at any tile.
     """
-    joined: UnionFind[Vertex] = UnionFind()
-    at: dict[Vertex, str] = {}
-    operators: dict[Vertex, set[str]] = {}
+    joined: UnionFind[ValueDimension] = UnionFind()
+    at: dict[ValueDimension, str] = {}
+    operators: dict[ValueDimension, set[str]] = {}
     for name in names:
-        for before, after in _joined_by(graph, name, rows[name], streamed):
+        for before, after in _mapped_dimensions(graph, name, rows[name], streamed):
             joined.union(before, after)
             at[after] = name
     for vertex, name in at.items():
         operators.setdefault(joined[vertex], set()).add(name)
     return tuple(
-        Component(vertices=frozenset(vertices), operators=frozenset(operators[joined[next(iter(vertices))]]))
+        DimensionComponent(vertices=frozenset(vertices), operators=frozenset(operators[joined[next(iter(vertices))]]))
         for vertices in joined.to_sets()
     )
 
 
-def fused_components(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> tuple[Component, ...]:
+def fused_components(
+    graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]
+) -> tuple[DimensionComponent, ...]:
     """The components along which the run ``names`` is fused-tileable: every one of its operators lies in each of them."""
-    found = components(graph, names, rows, streamed)
+    found = dimension_components(graph, names, rows, streamed)
     return tuple(component for component in found if component.is_tileable and len(component.operators) == len(set(names)))
 
 
@@ -98,23 +102,25 @@ def fused_dimensions(graph: Graph, names: Sequence[str], rows: Mapping[str, Oper
     A run may hold chains that share no value (two images that meet later). A walk tiles them side by side, so what counts is
     what all of them allow.
     """
-    dimensions = dimensions_of(graph.axes)
+    dimensions = dimension_names(graph.axes)
     allowed = set(range(len(dimensions))) if names else set()
-    for part in _connected_parts(graph, names, streamed):
+    for part in _connected_operators(graph, names, streamed):
         source = next((o for o in rows[part[0]].streamed_operands(graph[part[0]], streamed)), None)
         allowed &= {c.dimension_of[source] for c in fused_components(graph, part, rows, streamed)} if source is not None else set()
     return tuple(dimensions[dimension] for dimension in sorted(allowed))
 
 
-def _joined_by(graph: Graph, name: str, row: Operator, streamed: Collection[str]) -> Iterator[tuple[Vertex, Vertex]]:
+def _mapped_dimensions(
+    graph: Graph, name: str, row: Operator, streamed: Collection[str]
+) -> Iterator[tuple[ValueDimension, ValueDimension]]:
     node = graph[name]
     for operand in dict.fromkeys(row.streamed_operands(node, streamed)):
         for before, after in enumerate(row.dimension_map(node, graph.axes)):
             if after is not None:
-                yield Vertex(operand, before), Vertex(name, after)
+                yield ValueDimension(operand, before), ValueDimension(name, after)
 
 
-def _connected_parts(graph: Graph, names: Sequence[str], streamed: Collection[str]) -> list[list[str]]:
+def _connected_operators(graph: Graph, names: Sequence[str], streamed: Collection[str]) -> list[list[str]]:
     """The operators grouped by whether images connect them, each group in order."""
     linked = nx.Graph()
     linked.add_nodes_from(names)

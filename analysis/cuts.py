@@ -29,7 +29,7 @@ import networkx as nx
 
 from sft.analysis.graph import Graph
 
-__all__ = ["Cut", "Dag", "Division", "crossing_cuts", "crossing_values", "division_tree", "value_dag"]
+__all__ = ["Cut", "ValueDag", "Division", "crossing_cuts", "crossing_values", "division_tree", "value_dag"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def crossing_values(graph: Graph, names: Sequence[str], among: Collection[str], 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dag:
+class ValueDag:
     """Values and the operations between them, for the search of checkpoints.
 
     Attributes:
@@ -162,13 +162,13 @@ class Division:
     connecting: tuple[int, ...]
 
 
-def division_tree(dag: Dag) -> Division:
+def division_tree(dag: ValueDag) -> Division:
     """The division tree of a whole graph."""
     last = len(dag.sizes_bytes) - 1
     return _divide(dag, 0, last, tuple(range(1, last)), frozenset(dag.edges))
 
 
-def value_dag(graph: Graph, names: Sequence[str], among: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> Dag:
+def value_dag(graph: Graph, names: Sequence[str], among: Collection[str], shapes: Mapping[str, tuple[int, ...]]) -> ValueDag:
     """A run of operators as a graph of values.
 
     Several inputs get a common source, several results (dead ends among them) a common target, of no bytes, named ``""``.
@@ -195,14 +195,14 @@ def value_dag(graph: Graph, names: Sequence[str], among: Collection[str], shapes
         links += [(name, "(results)") for name in results]
     number = {name: i for i, name in enumerate(order)}
     named = set(given) | inside
-    return Dag(
+    return ValueDag(
         sizes_bytes=tuple(_value_bytes(graph, shapes, name) if name in named else 0 for name in order),
         edges=tuple(dict.fromkeys((number[a], number[b]) for a, b in links)),
         names=tuple(name if name in named else "" for name in order),
     )
 
 
-def _divide(dag: Dag, source: int, target: int, interior: tuple[int, ...], edges: frozenset[tuple[int, int]]) -> Division:
+def _divide(dag: ValueDag, source: int, target: int, interior: tuple[int, ...], edges: frozenset[tuple[int, int]]) -> Division:
     inner_bytes = sum(dag.sizes_bytes[v] for v in interior) + sum(dag.edge_bytes.get(edge, 0) for edge in edges)
 
     def division(kind: Literal["edge", "linear", "branch", "complex"], parts: list[Division], connecting: Sequence[int]) -> Division:
@@ -218,7 +218,7 @@ def _divide(dag: Dag, source: int, target: int, interior: tuple[int, ...], edges
 
     if not interior:
         return division("edge", [], [])
-    splitting = _splitting(source, interior, edges)
+    splitting = _cut_vertices(source, interior, edges)
     if splitting:
         ends = [source, *splitting, target]
         parts = []
@@ -226,30 +226,30 @@ def _divide(dag: Dag, source: int, target: int, interior: tuple[int, ...], edges
             between = tuple(v for v in interior if a < v < b)
             parts.append(_divide(dag, a, b, between, frozenset(e for e in edges if a <= e[0] and e[1] <= b)))
         return division("linear", parts, splitting)
-    branches = _components(interior, edges)
+    branches = _connected_components(interior, edges)
     direct = (source, target) in edges
     if len(branches) + direct > 1:
-        parts = [_divide(dag, source, target, branch, _touching(edges, branch)) for branch in branches]
+        parts = [_divide(dag, source, target, branch, _edges_touching(edges, branch)) for branch in branches]
         if direct:
             parts.append(_divide(dag, source, target, (), frozenset([(source, target)])))
         return division("branch", parts, [])
     parts = []
     covered: set[int] = set()
-    for a, b, inside in _largest_inside(source, target, interior, edges):
-        own = _touching(edges, inside) | ({(a, b)} & edges)
+    for a, b, inside in _maximal_inner_segments(source, target, interior, edges):
+        own = _edges_touching(edges, inside) | ({(a, b)} & edges)
         parts.append(_divide(dag, a, b, inside, own))
         covered |= set(inside)
-    used = frozenset().union(*(_touching(edges, part.interior) | ({(part.source, part.target)} & edges) for part in parts))
+    used = frozenset().union(*(_edges_touching(edges, part.interior) | ({(part.source, part.target)} & edges) for part in parts))
     parts += [_divide(dag, a, b, (), frozenset([(a, b)])) for a, b in sorted(edges - used)]
     return division("complex", parts, [v for v in interior if v not in covered])
 
 
-def _touching(edges: frozenset[tuple[int, int]], vertices: Sequence[int]) -> frozenset[tuple[int, int]]:
+def _edges_touching(edges: frozenset[tuple[int, int]], vertices: Sequence[int]) -> frozenset[tuple[int, int]]:
     inside = set(vertices)
     return frozenset(edge for edge in edges if edge[0] in inside or edge[1] in inside)
 
 
-def _splitting(source: int, interior: tuple[int, ...], edges: frozenset[tuple[int, int]]) -> list[int]:
+def _cut_vertices(source: int, interior: tuple[int, ...], edges: frozenset[tuple[int, int]]) -> list[int]:
     """Vertices that no edge jumps over."""
     reach: dict[int, int] = {}
     for a, b in edges:
@@ -262,7 +262,7 @@ def _splitting(source: int, interior: tuple[int, ...], edges: frozenset[tuple[in
     return found
 
 
-def _components(vertices: Collection[int], edges: Collection[tuple[int, int]]) -> list[tuple[int, ...]]:
+def _connected_components(vertices: Collection[int], edges: Collection[tuple[int, int]]) -> list[tuple[int, ...]]:
     """Connected components of some vertices, by their first."""
     graph = nx.Graph()
     graph.add_nodes_from(vertices)
@@ -270,7 +270,7 @@ def _components(vertices: Collection[int], edges: Collection[tuple[int, int]]) -
     return sorted(tuple(sorted(component)) for component in nx.connected_components(graph))
 
 
-def _largest_inside(
+def _maximal_inner_segments(
     source: int, target: int, interior: tuple[int, ...], edges: frozenset[tuple[int, int]]
 ) -> list[tuple[int, int, tuple[int, ...]]]:
     """The largest independent segments with an interior inside a complex one: ends and interior."""

@@ -20,15 +20,15 @@ import sympy as sp
 
 from sft.analysis.graph import Graph
 
-__all__ = ["delayed"]
+__all__ = ["retime"]
 
 #: What stands for the extents of images of any size.
 _TYPICAL_PX = 4096
 #: Most operators that move together.
-_MOST_TOGETHER = 64
+_MAX_GROUP_SIZE = 64
 
 
-def delayed(
+def retime(
     graph: Graph,
     level: Mapping[str, int],
     runs: Mapping[str, bool],
@@ -44,14 +44,14 @@ def delayed(
         images: the values that are images; beside these all others are small.
         in_strips: what an operator reads in strips.
     """
-    delays = _Delays(graph, dict(level), runs, images, in_strips)
+    delays = _Retiming(graph, dict(level), runs, images, in_strips)
     for node in reversed(graph.operators):
         if delays.may_move(node.name):
             delays.consider(node.name)
     return delays.level
 
 
-class _Delays:
+class _Retiming:
     def __init__(
         self,
         graph: Graph,
@@ -97,7 +97,7 @@ class _Delays:
         operands = dict.fromkeys(operand for name in group for operand in self.graph[name].operands if operand not in group)
         for name in sorted(operands, key=self._bytes, reverse=True):
             together = self._with_readers(name, group, latest)
-            if together and len(group) + len(together) <= _MOST_TOGETHER:
+            if together and len(group) + len(together) <= _MAX_GROUP_SIZE:
                 return together
         return {}
 
@@ -106,7 +106,7 @@ class _Delays:
         found, waiting = {name: None}, [name]
         while waiting:
             moved = waiting.pop()
-            if not self.may_move(moved) or self.level[moved] >= latest or len(found) > _MOST_TOGETHER:
+            if not self.may_move(moved) or self.level[moved] >= latest or len(found) > _MAX_GROUP_SIZE:
                 return {}
             early = [user for user in self.graph.users[moved] if user in group or self._needed_by(user, moved) < latest]
             if any(self._runs[user] and moved not in self._in_strips(user) for user in early):

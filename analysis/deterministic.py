@@ -11,11 +11,11 @@ from collections.abc import Iterator
 
 import torch
 
-__all__ = ["any_algorithm", "needs_order"]
+__all__ = ["allow_nondeterministic", "needs_deterministic_sums"]
 
 
 @contextlib.contextmanager
-def any_algorithm() -> Iterator[None]:
+def allow_nondeterministic() -> Iterator[None]:
     """A context in which PyTorch asks for no deterministic algorithms."""
     if not torch.are_deterministic_algorithms_enabled():
         yield
@@ -28,6 +28,6 @@ def any_algorithm() -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=only_warns)
 
 
-def needs_order(device: torch.device) -> bool:
+def needs_deterministic_sums(device: torch.device) -> bool:
     """Whether sums must be made in an order that PyTorch's own derivatives do not keep on a device. On the CPU they do."""
     return device.type != "cpu" and torch.are_deterministic_algorithms_enabled()

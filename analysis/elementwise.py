@@ -1,7 +1,7 @@
 """Operators of single elements on images, and what else they read beside these.
 
 An operator of single elements does not mind in which order an image has its dimensions, if all of its images have the same. What is no
-image and broadcasts to them (a scale of channels, a mask, positions) gets its dimensions where the image has them (``sft.aligned``); where
+image and broadcasts to them (a scale of channels, a mask, positions) gets its dimensions where the image has them (``sft.align_dims``); where
 it varies along the image, it becomes an image that is read in strips, too (:mod:`sft.analysis.beside`).
 """
 
@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from sft.analysis.beside import beside, filled, is_constant, varies
-from sft.analysis.extents import broadcast, same
-from sft.analysis.following import EXPANDS, Following, Image
+from sft.analysis.beside import make_spatial_side_input, make_constant_image, is_constant, varies_spatially
+from sft.analysis.extents import broadcast_shapes, same_shape
+from sft.analysis.following import EXPANDS, LayoutTracker, TrackedImage
 from sft.analysis.graph import Node, Ref, map_refs
-from sft.analysis.layout import Layout
+from sft.analysis.layout import DimLayout
 
-__all__ = ["Elementwise"]
+__all__ = ["ElementwiseRewriter"]
 
 
-class Elementwise(Following):
+class ElementwiseRewriter(LayoutTracker):
     """A rewriting that can put operators of single elements on images."""
 
     def elementwise(self, node: Node) -> bool:
@@ -42,10 +42,10 @@ class Elementwise(Following):
             if name in self.images:
                 side = self.images[name].node
                 if is_outer and side == widest.node:
-                    side = self._expanded(node, side, broadcast(held, rank))
+                    side = self._expanded(node, side, broadcast_shapes(held, rank))
                 elif not is_outer and self._is_narrow(self.images[name], widest):
                     side = self._narrow_beside(node, side, widest)
-            elif varies(self.shape(base), layout, rank - self.axes.count):
+            elif varies_spatially(self.shape(base), layout, rank - self.axes.count):
                 side = self.image_beside(node, base, widest)
             elif not (layout.is_plain and len(layout.groups) == rank):
                 side = self._aligned(base, layout, rank)
@@ -53,25 +53,25 @@ class Elementwise(Following):
                 return False
             aligned[name] = side
         sides = (self.shape(aligned[name]) for name in node.operands if name not in self.images)
-        shape = broadcast([*held, *sides], rank)
-        if layout.shape(shape) != tuple(node.shape) and not same(layout.shape(shape), node.shape):
+        shape = broadcast_shapes([*held, *sides], rank)
+        if layout.shape(shape) != tuple(node.shape) and not same_shape(layout.shape(shape), node.shape):
             return False
         arguments = tuple((key, map_refs(value, lambda name: Ref(aligned[name]))) for key, value in node.arguments)
         return self.put(replace(node, shape=shape, arguments=arguments), layout)
 
-    def _is_narrow(self, image: Image, widest: Image) -> bool:
+    def _is_narrow(self, image: TrackedImage, widest: TrackedImage) -> bool:
         """Whether an image has one row or column where another one has more."""
         axes = (self.axes.of(self.shape(one.node)) for one in (image, widest))
         return any(own == 1 != other for own, other in zip(*axes, strict=True))
 
-    def _narrow_beside(self, reader: Node, name: str, widest: Image) -> str | None:
+    def _narrow_beside(self, reader: Node, name: str, widest: TrackedImage) -> str | None:
         """An image of one row, or column, beside a wider one: a strip may need any of it, so it is a list of numbers first, and whole."""
         narrow, wide = self.nodes[name], self.nodes[widest.node]
-        made = beside(f"{reader.name}__{name}", narrow, Layout.plain(len(narrow.shape)), wide, self.axes)
+        made = make_spatial_side_input(f"{reader.name}__{name}", narrow, DimLayout.plain(len(narrow.shape)), wide, self.axes)
         if made is None:
             return None
         shape = (math.prod(narrow.shape),)
-        whole = replace(narrow, name=f"{made.name}_whole", kind="operator", target="sft.aligned", shape=shape, effect="")
+        whole = replace(narrow, name=f"{made.name}_whole", kind="operator", target="sft.align_dims", shape=shape, effect="")
         self.nodes[whole.name] = replace(whole, arguments=(("self", Ref(name)), ("shape", shape)), module_path=reader.module_path)
         arguments = tuple((key, Ref(whole.name) if key == "self" else value) for key, value in made.arguments)
         self.nodes[made.name] = replace(made, arguments=arguments, module_path=reader.module_path)
@@ -86,15 +86,15 @@ class Elementwise(Following):
         self.nodes[expanded] = replace(made, kind="operator", module_path=reader.module_path)
         return expanded
 
-    def image_beside(self, reader: Node, name: str, image: Image) -> str | None:
+    def image_beside(self, reader: Node, name: str, image: TrackedImage) -> str | None:
         """What varies along an image without being one, as an image for ``reader``."""
         of = self.nodes[image.node]
-        made = beside(f"{reader.name}__{name}", self.nodes[name], image.layout, of, self.axes)
+        made = make_spatial_side_input(f"{reader.name}__{name}", self.nodes[name], image.layout, of, self.axes)
         if made is None:
             return None
         constant = self._before_expansions(name)
         if is_constant(constant) and len(of.shape) == self.axes.rank:
-            made = filled(made.name, constant, of, made.shape[1])
+            made = make_constant_image(made.name, constant, of, made.shape[1])
         self.nodes[made.name] = replace(made, module_path=reader.module_path)
         return made.name
 
@@ -112,7 +112,7 @@ class Elementwise(Following):
             node = self.nodes[node.operands[0]]
         return node.name
 
-    def _aligned(self, name: str, layout: Layout, rank: int) -> str | None:
+    def _aligned(self, name: str, layout: DimLayout, rank: int) -> str | None:
         """What broadcasts to a value of this layout, with its dimensions where the image has them."""
         shape = self.shape(name)
         if all(extent == 1 for extent in shape):
@@ -135,6 +135,6 @@ class Elementwise(Following):
             node = self.nodes[name]
             arguments = (("self", Ref(name)), ("shape", tuple(image)))
             self.nodes[aligned] = replace(
-                node, name=aligned, kind="operator", target="sft.aligned", shape=tuple(image), arguments=arguments, effect=""
+                node, name=aligned, kind="operator", target="sft.align_dims", shape=tuple(image), arguments=arguments, effect=""
             )
         return aligned

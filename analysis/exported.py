@@ -18,41 +18,41 @@ from torch.export.graph_signature import CustomObjArgument
 
 from sft.analysis.axes import Axes
 from sft.analysis.functional import FunctionalProgram
-from sft.analysis.graph import Effect, Graph, Kind, Node, Ref, SizeNumber, refs_in
-from sft.analysis.loose import memory_of
-from sft.analysis.repeated import NEXT, REPEAT, Repetition
-from sft.analysis.sizes import extent_of, plain_expr
+from sft.analysis.graph import SideEffect, Graph, NodeKind, Node, Ref, SymbolicNumber, refs_in
+from sft.analysis.loose import storage_key
+from sft.analysis.repeated import REPEAT_NEXT, REPEAT, RepeatHandle
+from sft.analysis.sizes import extent_from_torch, expr_from_torch
 from sft.errors import UnsupportedError
 
-__all__ = ["bounds_of", "graph_of", "guards_of", "module_path_of", "ties_of", "with_sizes"]
+__all__ = ["symbol_bounds", "build_graph", "symbol_guards", "module_path_of", "tied_sizes", "substitute_sizes"]
 
 
-def bounds_of(program: ExportedProgram) -> tuple[tuple[sp.Expr, int, int | None], ...]:
+def symbol_bounds(program: ExportedProgram) -> tuple[tuple[sp.Expr, int, int | None], ...]:
     """For each symbol, and each size that the model relates to another one's, the smallest and largest value that the program holds for."""
     bounds = []
     for size, interval in program.range_constraints.items():
         # The exporter's default lower bound of 2 only excludes the sizes 0 and 1, which it specialises.
-        low, high = _bound(interval.lower), _bound(interval.upper)
-        bounds.append((plain_expr(size), low or 0, None if high is None or high >= 2**62 else high))
+        low, high = _finite_bound(interval.lower), _finite_bound(interval.upper)
+        bounds.append((expr_from_torch(size), low or 0, None if high is None or high >= 2**62 else high))
     return tuple(bounds)
 
 
-def _bound(value: sp.Expr) -> int | None:
+def _finite_bound(value: sp.Expr) -> int | None:
     """A bound as a number; ``None`` for one of the several infinities."""
     return int(value) if value.is_Integer else None
 
 
-def guards_of(program: ExportedProgram) -> tuple[sp.Basic, ...]:
+def symbol_guards(program: ExportedProgram) -> tuple[sp.Basic, ...]:
     """Relations between the symbols under which the model took the path that was exported."""
     for node in program.graph.nodes:
         for size in getattr(node.meta.get("val"), "shape", ()) if node.op == "placeholder" else ():
             if isinstance(size, torch.SymInt):
                 env = size.node.shape_env
-                return tuple(dict.fromkeys(plain_expr(env.replace(guard.expr)) for guard in env.guards))
+                return tuple(dict.fromkeys(expr_from_torch(env.replace(guard.expr)) for guard in env.guards))
     return ()
 
 
-def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = ()) -> Graph:
+def build_graph(functional: FunctionalProgram, repetitions: Sequence[RepeatHandle] = ()) -> Graph:
     """The program's operators as nodes.
 
     Args:
@@ -68,8 +68,8 @@ def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = 
     builder.add_outputs(functional)
     if builder.problems:
         raise UnsupportedError(builder.problems)
-    known = {guard.lhs: guard.rhs for guard in guards_of(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
-    known |= dict(found for node in builder.nodes.values() if (found := _counted(node)) is not None)
+    known = {guard.lhs: guard.rhs for guard in symbol_guards(functional.program) if isinstance(guard, sp.Eq) and guard.rhs.is_Integer}
+    known |= dict(found for node in builder.nodes.values() if (found := _bincount_size(node)) is not None)
     graph = Graph(
         nodes=tuple(builder.nodes.values()),
         outputs=tuple(builder.outputs),
@@ -77,20 +77,20 @@ def graph_of(functional: FunctionalProgram, repetitions: Sequence[Repetition] = 
         axes=Axes.of_inputs([node.shape for node in builder.nodes.values() if node.kind == "input"]),
         beside=tuple(builder.beside),
     )
-    return with_sizes(graph, known).without_dead_operators()
+    return substitute_sizes(graph, known).without_dead_operators()
 
 
-def _counted(node: Node) -> tuple[sp.Basic, sp.Integer] | None:
+def _bincount_size(node: Node) -> tuple[sp.Basic, sp.Integer] | None:
     """How many counts `bincount` makes, as the exporter calls them, and as the model says that there are no more."""
     least = dict(node.arguments).get("minlength", 0) if node.target == "aten.bincount.default" else 0
     return (node.shape[0], sp.Integer(least)) if least and isinstance(node.shape[0], sp.Symbol) else None
 
 
-def with_sizes(graph: Graph, known: Mapping[Any, Any]) -> Graph:
+def substitute_sizes(graph: Graph, known: Mapping[Any, Any]) -> Graph:
     """The graph with other expressions for some sizes; of an extent split by ``view`` the exporter knows no factor otherwise."""
 
     def simple(value: Any) -> Any:
-        if isinstance(value, SizeNumber):
+        if isinstance(value, SymbolicNumber):
             return replace(value, arguments=simple(value.arguments))
         if isinstance(value, sp.Basic):
             found = value.xreplace(known)
@@ -106,7 +106,7 @@ def with_sizes(graph: Graph, known: Mapping[Any, Any]) -> Graph:
     return replace(graph, nodes=tuple(nodes), beside=simple(graph.beside))
 
 
-def ties_of(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[sp.Symbol, sp.Symbol]:
+def tied_sizes(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[sp.Symbol, sp.Symbol]:
     """The sizes of images that are those of an image before, as long as a capture is for such: labels, masks, the other of a pair.
 
     The exporter has a symbol for each. Where operators do not compare them (a loss that looks up labels), it does not see that they are
@@ -126,7 +126,7 @@ def ties_of(graph: Graph, shapes: Sequence[Sequence[int]]) -> dict[sp.Symbol, sp
 class _GraphBuilder:
     """Reads a program node by node."""
 
-    def __init__(self, functional: FunctionalProgram, repetitions: Sequence[Repetition]) -> None:
+    def __init__(self, functional: FunctionalProgram, repetitions: Sequence[RepeatHandle]) -> None:
         signature = functional.program.graph_signature
         self._repetitions = repetitions
         self.nodes: dict[str, Node] = {}
@@ -134,7 +134,7 @@ class _GraphBuilder:
         self.updates: list[tuple[str, str]] = []
         self.beside: list[tuple[int, Any]] = []
         self.problems: list[str] = []
-        self._leaves: dict[str, tuple[Kind, str]] = {
+        self._leaves: dict[str, tuple[NodeKind, str]] = {
             **{name: ("parameter", target) for name, target in signature.inputs_to_parameters.items()},
             **{name: ("buffer", target) for name, target in signature.inputs_to_buffers.items()},
             **{name: ("constant", target) for name, target in signature.inputs_to_lifted_tensor_constants.items()},
@@ -143,10 +143,10 @@ class _GraphBuilder:
         self._casts: dict[tuple[str, torch.dtype], str] = {}
         self._scalars: dict[str, Any] = {}
         self._attached: set[str] = set()  # values that follow from what may have a gradient, and not through `detach` alone
-        wanting = {memory_of(tensor) for tensor, _ in functional.foreign}
+        wanting = {storage_key(tensor) for tensor, _ in functional.foreign}
         constants = functional.program.constants
         self._wanting = {
-            name for name, target in signature.inputs_to_lifted_tensor_constants.items() if memory_of(constants[target]) in wanting
+            name for name, target in signature.inputs_to_lifted_tensor_constants.items() if storage_key(constants[target]) in wanting
         }
 
     def add(self, fx_node: torch.fx.Node) -> None:
@@ -154,7 +154,7 @@ class _GraphBuilder:
         value: Any = fx_node.meta.get("val")
         if fx_node.op == "placeholder":
             if isinstance(value, CustomObjArgument):
-                self.problems += [_object_read(user) for user in fx_node.users]
+                self.problems += [_non_tensor_read_problem(user) for user in fx_node.users]
                 return
             kind, target = self._leaves.get(fx_node.name, ("input", fx_node.name))
             self._add(fx_node.name, kind, target, value)
@@ -172,18 +172,18 @@ class _GraphBuilder:
     def _add(
         self,
         name: str,
-        kind: Kind,
+        kind: NodeKind,
         target: str,
         value: torch.Tensor,
         arguments: Sequence[tuple[str, Any]] = (),
         module_path: str = "",
-        effect: Effect = "",
+        effect: SideEffect = "",
     ) -> None:
         self.nodes[name] = Node(
             name=name,
             kind=kind,
             target=target,
-            shape=tuple(extent_of(size) for size in value.shape),
+            shape=tuple(extent_from_torch(size) for size in value.shape),
             dtype=str(value.dtype).removeprefix("torch."),
             itemsize_bytes=value.dtype.itemsize,
             arguments=tuple(arguments),
@@ -193,7 +193,10 @@ class _GraphBuilder:
         if (
             kind in ("input", "parameter", "buffer")
             or name in self._wanting
-            or (target not in (_DETACH, NEXT) and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments))))
+            or (
+                target not in (_DETACH, REPEAT_NEXT)
+                and not self._attached.isdisjoint(refs_in(tuple(argument for _, argument in arguments)))
+            )
         ):
             self._attached.add(name)
 
@@ -213,7 +216,7 @@ class _GraphBuilder:
         source, index = fx_node.args
         assert isinstance(source, torch.fx.Node) and isinstance(index, int)
         target = str(source.target)
-        if target in _FIRST_ONLY:
+        if target in _FIRST_RESULT_OPS:
             if index == 0:
                 self._alias[fx_node.name] = source.name
             else:
@@ -225,10 +228,10 @@ class _GraphBuilder:
                 self._alias[fx_node.name] = source.name
             else:
                 own = (("source", Ref(source.name)), ("index", index - 1))
-                self._add(fx_node.name, "operator", NEXT, value, own, made.module_path)
+                self._add(fx_node.name, "operator", REPEAT_NEXT, value, own, made.module_path)
             return
-        if target in _PARTS:
-            arguments = _part_arguments(made, source.meta["val"], index)
+        if target in _SPLIT_OPS:
+            arguments = _split_arguments(made, source.meta["val"], index)
             target = "aten.select.int" if target == "aten.unbind.int" else "aten.slice.Tensor"
         else:
             arguments = (*made.arguments, ("result", index))
@@ -240,20 +243,20 @@ class _GraphBuilder:
         if target.startswith("aten.embedding_renorm"):
             path = module_path_of(fx_node) or "(the model itself)"
             self.problems.append(f"{path}: embedding: max_norm writes into its weights; scale them outside, under torch.no_grad")
-        if target in _NEW:
-            target, given = _NEW[target], {"dtype": value.dtype, "device": value.device}
+        if target in _NEW_FACTORIES:
+            target, given = _NEW_FACTORIES[target], {"dtype": value.dtype, "device": value.device}
             arguments = [(name, given.get(name, argument)) for name, argument in arguments if name != "self"]
         if target == REPEAT:
             arguments[-1] = ("which", self._repetitions[arguments[-1][1]])
-        if target == "aten.copy.default" and all(_is_like(value, source) for source in fx_node.args[:2]):
+        if target == "aten.copy.default" and all(_has_same_shape_and_dtype(value, source) for source in fx_node.args[:2]):
             self._alias[fx_node.name] = next(refs_in(arguments[1][1]))
             return
         if target == _DETACH and self._attached.isdisjoint(refs_in(arguments[0][1])):
             target = _ALIAS  # cut off already
-        if target in _IDENTITY or (target in _CASTS and value.dtype == _dtype_of(fx_node.args[0])):
+        if target in _IDENTITY_OPS or (target in _CAST_OPS and value.dtype == _dtype_of(fx_node.args[0])):
             self._alias[fx_node.name] = next(refs_in(tuple(argument for _, argument in arguments)))
             return
-        if target in _CASTS:
+        if target in _CAST_OPS:
             operand = next(refs_in(tuple(argument for _, argument in arguments)))
             if self.nodes[operand].kind not in ("input", "operator"):
                 # Autocast casts a weight once, however many layers share it.
@@ -262,18 +265,18 @@ class _GraphBuilder:
                     self._alias[fx_node.name] = known
                     return
         first = value[0] if isinstance(value, (tuple, list)) else value
-        self._add(fx_node.name, "operator", target, first, arguments, module_path_of(fx_node), _effect(fx_node.target))
+        self._add(fx_node.name, "operator", target, first, arguments, module_path_of(fx_node), _side_effect(fx_node.target))
 
     def _number(self, fx_node: torch.fx.Node, value: Any) -> Any:
         """A number that is computed of sizes."""
         if isinstance(value, torch.SymInt):
-            return extent_of(value)
+            return extent_from_torch(value)
         if not isinstance(value, (torch.SymFloat, torch.SymBool)):
             return value
         if fx_node.kwargs or not callable(fx_node.target):
             self.problems.append(f"{fx_node.name}: {fx_node.target} of sizes is not supported; compute the number of them in another way")
             return 0
-        return SizeNumber(fx_node.target, tuple(self._convert(argument) for argument in fx_node.args))
+        return SymbolicNumber(fx_node.target, tuple(self._convert(argument) for argument in fx_node.args))
 
     def _convert(self, value: Any) -> Any:
         """An argument in the graph's own terms."""
@@ -283,13 +286,13 @@ class _GraphBuilder:
             return Ref(self._alias.get(value.name, value.name))
         if isinstance(value, (list, tuple)):
             return tuple(self._convert(item) for item in value)
-        return extent_of(value) if isinstance(value, torch.SymInt) else value
+        return extent_from_torch(value) if isinstance(value, torch.SymInt) else value
 
 
-def _is_like(value: torch.Tensor, fx_node: Any) -> bool:
+def _has_same_shape_and_dtype(value: torch.Tensor, fx_node: Any) -> bool:
     """Whether a value has another's shape and element type."""
     other = fx_node.meta["val"]
-    return bool(other.dtype == value.dtype and tuple(map(extent_of, other.shape)) == tuple(map(extent_of, value.shape)))
+    return bool(other.dtype == value.dtype and tuple(map(extent_from_torch, other.shape)) == tuple(map(extent_from_torch, value.shape)))
 
 
 def _dtype_of(fx_node: Any) -> torch.dtype:
@@ -301,13 +304,13 @@ def _dtype_of(fx_node: Any) -> torch.dtype:
 _DETACH, _ALIAS = "aten.detach.default", "aten.alias.default"
 
 #: Copies and markers that change neither values nor gradients.
-_IDENTITY = frozenset({"aten.clone.default", "aten.contiguous.default", _ALIAS, "aten.lift_fresh_copy.default"})
+_IDENTITY_OPS = frozenset({"aten.clone.default", "aten.contiguous.default", _ALIAS, "aten.lift_fresh_copy.default"})
 
 #: Casts, which change nothing where the type is the same already.
-_CASTS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
+_CAST_OPS = frozenset({"aten._to_copy.default", "aten.to.dtype", "aten.to.dtype_layout", "aten.to.device"})
 
 #: Constants that have their type and device from a value, which they need no further, and the same without it.
-_NEW = {
+_NEW_FACTORIES = {
     "aten.new_zeros.default": "aten.zeros.default",
     "aten.new_ones.default": "aten.ones.default",
     "aten.new_full.default": "aten.full.default",
@@ -315,7 +318,7 @@ _NEW = {
 }
 
 #: Operators whose first result stands for the operator itself.
-_FIRST_ONLY = frozenset(
+_FIRST_RESULT_OPS = frozenset(
     {
         "aten._native_batch_norm_legit_no_training.default",
         "aten._native_batch_norm_legit_functional.default",
@@ -326,7 +329,7 @@ _FIRST_ONLY = frozenset(
 
 
 #: Operators whose results are parts of their operand along a dimension.
-_PARTS = frozenset(
+_SPLIT_OPS = frozenset(
     {
         "aten.split.Tensor",
         "aten.split_with_sizes.default",
@@ -339,13 +342,13 @@ _PARTS = frozenset(
 )
 
 
-def _part_arguments(made: Node, parts: Sequence[torch.Tensor], index: int) -> tuple[tuple[str, Any], ...]:
+def _split_arguments(made: Node, parts: Sequence[torch.Tensor], index: int) -> tuple[tuple[str, Any], ...]:
     """The arguments of the slice (or selection) that gives part ``index``."""
     dim, operand = made.argument("dim", 0), made.argument("self")
     if made.target == "aten.unbind.int":
         return (("self", operand), ("dim", dim), ("index", index))
-    start = sum((extent_of(part.shape[dim]) for part in parts[:index]), start=0)
-    return (("self", operand), ("dim", dim), ("start", start), ("end", start + extent_of(parts[index].shape[dim])), ("step", 1))
+    start = sum((extent_from_torch(part.shape[dim]) for part in parts[:index]), start=0)
+    return (("self", operand), ("dim", dim), ("start", start), ("end", start + extent_from_torch(parts[index].shape[dim])), ("step", 1))
 
 
 def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
@@ -366,7 +369,7 @@ def _named_arguments(fx_node: torch.fx.Node) -> list[tuple[str, Any]]:
     return named
 
 
-def _effect(overload: Any) -> Effect:
+def _side_effect(overload: Any) -> SideEffect:
     if not isinstance(overload, torch._ops.OpOverload):
         return ""
     if overload._schema.is_mutable:
@@ -374,7 +377,7 @@ def _effect(overload: Any) -> Effect:
     return "draws" if torch.Tag.nondeterministic_seeded in overload.tags else ""
 
 
-def _object_read(fx_node: torch.fx.Node) -> str:
+def _non_tensor_read_problem(fx_node: torch.fx.Node) -> str:
     """What is said of an operator that reads what is no tensor."""
     return (
         f"{module_path_of(fx_node) or '(the model itself)'}: {fx_node.name} reads an object that is no tensor, such as a torch.Generator; "

@@ -20,49 +20,49 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim, ExportedProgram
 
 from sft.analysis.axes import Axes
-from sft.analysis.barenodes import bare_nodes
-from sft.analysis.casts import Casts
-from sft.analysis.composites import composites_cast
-from sft.analysis.deterministic import any_algorithm
-from sft.analysis.exported import guards_of, module_path_of
-from sft.analysis.functional import FunctionalProgram, functional
-from sft.analysis.gradmodes import grad_modes_followed
-from sft.analysis.gridshapes import grid_samples_by_shape
-from sft.analysis.intricate import intricate_sizes_refused
-from sft.analysis.leftovers import nothing_left
-from sft.analysis.likelihoods import variances_as_they_are
-from sft.analysis.normshapes import norms_by_shape
-from sft.analysis.preparation import on_fake_tensors, on_whole_parameters
-from sft.analysis.questions import Questions
-from sft.analysis.quiet import quiet
-from sft.analysis.recurrent import states_in_shape
-from sft.analysis.whereabouts import is_of_distributions, line_of
+from sft.analysis.barenodes import slim_node_metadata
+from sft.analysis.casts import AutocastPolicy
+from sft.analysis.composites import autocast_composites
+from sft.analysis.deterministic import allow_nondeterministic
+from sft.analysis.exported import symbol_guards, module_path_of
+from sft.analysis.functional import FunctionalProgram, functionalize
+from sft.analysis.gradmodes import track_grad_modes
+from sft.analysis.gridshapes import use_grid_sample_meta
+from sft.analysis.intricate import limit_symbolic_complexity
+from sft.analysis.leftovers import preserve_model_state
+from sft.analysis.likelihoods import skip_variance_checks
+from sft.analysis.normshapes import use_batch_norm_meta
+from sft.analysis.preparation import use_fake_tensors, use_unsharded_parameters
+from sft.analysis.questions import CallModeGuards
+from sft.analysis.quiet import suppress_output
+from sft.analysis.recurrent import use_rnn_state_shapes
+from sft.analysis.whereabouts import is_distributions_error, error_location
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["CHANNELS_LAST", "TWO_TYPES", "export_followed", "layouts_of"]
+__all__ = ["CHANNELS_LAST", "MIXED_DTYPES", "export_model", "memory_formats_of"]
 
 #: The layout with channels last, by the number of dimensions.
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-TWO_TYPES = "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()"
+MIXED_DTYPES = "operands of two types meet there, as autocast allows in eager PyTorch; cast one of them with .to()"
 #: What to do about what the exporter says, by words of its errors.
 _REMEDIES = {
     "tensor subclasses": "numbers leave torch there; compute with tensors, or outside of the compiled model",
     "DataDependentOutput": "this operator looks at values to decide what to do; compute it outside of the compiled model",
     "DynamicOutputShape": "the size of what this operator makes depends on values; compute it outside of the compiled model",
-    "expected scalar type": TWO_TYPES,
+    "expected scalar type": MIXED_DTYPES,
 }
-_UNCHECKED = "distributions look at their values to check them; make them with validate_args=False"
-_LEAVE = "control flow that depends on tensor values must move out of `forward`"
+_DISTRIBUTIONS_REMEDY = "distributions look at their values to check them; make them with validate_args=False"
+_CONTROL_FLOW_REMEDY = "control flow that depends on tensor values must move out of `forward`"
 
 
-def export_followed(
+def export_model(
     model: nn.Module,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     any_size: bool,
-    questions: Questions,
+    questions: CallModeGuards,
 ) -> FunctionalProgram:
     """Trace a model, without writes in place.
 
@@ -85,34 +85,34 @@ def export_followed(
         else tuple(Dim.STATIC for _ in shape)
         for shape in shapes
     )
-    with quiet():
+    with suppress_output():
         try:
-            found = _exported(model, shapes, dtypes, device, dynamic if any_size else None, questions)
+            found = _export_once(model, shapes, dtypes, device, dynamic if any_size else None, questions)
             # Where only a product of sizes is fixed (positions of a list of pixels), no size follows from it; few are left anyway.
-            is_fixed = any(map(_fixes_a_product, guards_of(found.program)))
-            return _exported(model, shapes, dtypes, device, None, questions) if is_fixed else found
+            is_fixed = any(map(_specializes_size_product, symbol_guards(found.program)))
+            return _export_once(model, shapes, dtypes, device, None, questions) if is_fixed else found
         except UnsupportedError:
             raise
         except Exception as error:
             # Tell a model that cannot take this input at all from one that only export cannot follow.
-            reason = _eager_refusal(model, shapes, dtypes, device)
+            reason = _eager_error(model, shapes, dtypes, device)
             if reason is not None:
                 wanted = ", ".join("x".join(map(str, shape)) for shape in shapes)
                 raise InputError(f"the model refuses an input of shape {wanted}: {reason}") from error
             # The exporter's solver fails on some size expressions, or takes too long; the sizes at hand are still a capture.
             try:
-                return _exported(model, shapes, dtypes, device, None, questions)
+                return _export_once(model, shapes, dtypes, device, None, questions)
             except UnsupportedError:
                 raise
             except Exception as of_this_size:
                 error = of_this_size  # what is left where no size is a symbol is about the model
-            raise _refusal(model, error) from error
+            raise _export_error(model, error) from error
 
 
-def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:
+def _export_error(model: nn.Module, error: Exception) -> UnsupportedError:
     """What the exporter said, with what to do about it."""
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if unknown := _UNKNOWN_OUTPUT.search(first_line):
+    if unknown := _UNREGISTERED_OUTPUT.search(first_line):
         return UnsupportedError(
             [
                 f"(the model itself): returns a {unknown[1]}, and torch.export does not know what is inside; register the class with "
@@ -120,18 +120,18 @@ def _refusal(model: nn.Module, error: Exception) -> UnsupportedError:
             ]
         )
     said = f"{type(error).__name__}: {first_line}"
-    leave = _UNCHECKED if is_of_distributions(error) else _LEAVE
+    leave = _DISTRIBUTIONS_REMEDY if is_distributions_error(error) else _CONTROL_FLOW_REMEDY
     remedy = next((remedy for word, remedy in _REMEDIES.items() if word in said), leave)
-    line = line_of(error)
+    line = error_location(error)
     where = f"the model at {line}" if line else "the model"
     return UnsupportedError([f"{type(model).__name__}: torch.export cannot follow {where} ({said}); {remedy}"])
 
 
 #: What torch.export says to a class that is not registered.
-_UNKNOWN_OUTPUT = re.compile(r"Found <class '(.*?)'> in output")
+_UNREGISTERED_OUTPUT = re.compile(r"Found <class '(.*?)'> in output")
 
 
-def _fixes_a_product(guard: sp.Basic) -> bool:
+def _specializes_size_product(guard: sp.Basic) -> bool:
     if not (isinstance(guard, sp.Eq) and guard.rhs.is_Integer and guard.rhs > 1 and len(guard.lhs.free_symbols) > 1):
         return False
     # Ratios of sizes, which an export also states, are the same for larger images.
@@ -139,51 +139,51 @@ def _fixes_a_product(guard: sp.Basic) -> bool:
     return bool(small < large)
 
 
-def _exported(
+def _export_once(
     model: nn.Module,
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
     dynamic: tuple[tuple[Any, ...], ...] | None,
-    questions: Questions,
+    questions: CallModeGuards,
 ) -> FunctionalProgram:
     mode = contextlib.nullcontext() if device.type == "meta" else FakeTensorMode()
     with mode:
-        inputs = _inputs(shapes, dtypes, device, questions)
+        inputs = _fake_inputs(shapes, dtypes, device, questions)
     # What the exporter remembers of fake tensors costs it more than it saves: sizes are symbols, and few layers are alike.
     quick = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
-    limited = contextlib.nullcontext() if dynamic is None else intricate_sizes_refused()
-    around = (composites_cast(device), norms_by_shape(), grid_samples_by_shape(), any_algorithm())
+    limited = contextlib.nullcontext() if dynamic is None else limit_symbolic_complexity()
+    around = (autocast_composites(device), use_batch_norm_meta(), use_grid_sample_meta(), allow_nondeterministic())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(nothing_left(model))  # an attempt must not find what one before it has left
-        stack.enter_context(on_whole_parameters(model, mode))
-        foreign = stack.enter_context(grad_modes_followed(model, questions))
-        for context in (*around, bare_nodes(), states_in_shape(), variances_as_they_are(), quick, limited):
+        stack.enter_context(preserve_model_state(model))  # an attempt must not find what one before it has left
+        stack.enter_context(use_unsharded_parameters(model, mode))
+        foreign = stack.enter_context(track_grad_modes(model, questions))
+        for context in (*around, slim_node_metadata(), use_rnn_state_shapes(), skip_variance_checks(), quick, limited):
             stack.enter_context(context)
-        exported = torch.export.export(model, inputs, dynamic_shapes=_as_parameters(model, dynamic), strict=False)
-    _refuse_grad_modes(model, exported)
-    _refuse_numbers(model, exported)
+        exported = torch.export.export(model, inputs, dynamic_shapes=_group_var_positional(model, dynamic), strict=False)
+    _refuse_grad_mode_hooks(model, exported)
+    _refuse_tensor_to_number(model, exported)
     is_cast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
-    with bare_nodes(), states_in_shape():
-        return replace(functional(exported, Casts(device.type) if is_cast else None), foreign=tuple(foreign))
+    with slim_node_metadata(), use_rnn_state_shapes():
+        return replace(functionalize(exported, AutocastPolicy(device.type) if is_cast else None), foreign=tuple(foreign))
 
 
-def _inputs(
-    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, questions: Questions
+def _fake_inputs(
+    shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device, questions: CallModeGuards
 ) -> tuple[torch.Tensor, ...]:
     modes, no = questions.modes, (False,) * len(shapes)
     last, differentiated = (modes.channels_last or no, modes.inputs or no) if questions.with_true_inputs else (no, no)
     return tuple(
         torch.empty(shape, dtype=dtype, device=device, memory_format=layout).requires_grad_(wants)
-        for shape, dtype, layout, wants in zip(shapes, dtypes, layouts_of(shapes, last), differentiated, strict=True)
+        for shape, dtype, layout, wants in zip(shapes, dtypes, memory_formats_of(shapes, last), differentiated, strict=True)
     )
 
 
-def layouts_of(shapes: Sequence[tuple[int, ...]], channels_last: Sequence[bool]) -> list[torch.memory_format]:
+def memory_formats_of(shapes: Sequence[tuple[int, ...]], channels_last: Sequence[bool]) -> list[torch.memory_format]:
     return [CHANNELS_LAST[len(shape)] if last else torch.contiguous_format for shape, last in zip(shapes, channels_last, strict=True)]
 
 
-def _as_parameters(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:
+def _group_var_positional(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None) -> tuple[Any, ...] | None:
     """What is said of each input, those that `forward` takes as one (``*inputs``) together."""
     kinds = [parameter.kind for parameter in inspect.signature(model.forward).parameters.values()]
     if dynamic is None or inspect.Parameter.VAR_POSITIONAL not in kinds:
@@ -192,7 +192,7 @@ def _as_parameters(model: nn.Module, dynamic: tuple[tuple[Any, ...], ...] | None
     return (*dynamic[:place], dynamic[place:]) if len(dynamic) > place else dynamic
 
 
-def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
+def _refuse_grad_mode_hooks(model: nn.Module, exported: ExportedProgram) -> None:
     """Decomposing forgets under which grad mode an operator ran: its gradient would come out where eager has none.
 
     Raises:
@@ -209,10 +209,10 @@ def _refuse_grad_modes(model: nn.Module, exported: ExportedProgram) -> None:
 
 
 #: Operators that turn a tensor into a Python number.
-_NUMBERS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
+_TO_NUMBER_OPS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 
 
-def _refuse_numbers(model: nn.Module, exported: ExportedProgram) -> None:
+def _refuse_tensor_to_number(model: nn.Module, exported: ExportedProgram) -> None:
     """A number that `forward` reads from a tensor is another one at each call, and a captured program has no place for it.
 
     Raises:
@@ -223,7 +223,7 @@ def _refuse_numbers(model: nn.Module, exported: ExportedProgram) -> None:
     for node in exported.graph.nodes:
         value = node.meta.get("val")
         paths = [read[operand] for operand in node.all_input_nodes if operand in read]
-        if node.target in _NUMBERS:
+        if node.target in _TO_NUMBER_OPS:
             read[node] = module_path_of(node) or "(the model itself)"
         elif paths and isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             read[node] = paths[0]
@@ -233,12 +233,12 @@ def _refuse_numbers(model: nn.Module, exported: ExportedProgram) -> None:
         raise UnsupportedError([f"{problem}; use the tensor itself, of one element, or a plain attribute" for problem in problems])
 
 
-def _eager_refusal(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
+def _eager_error(model: nn.Module, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype], device: torch.device) -> str | None:
     """What eager PyTorch says to a fake input of this shape, ``None`` when it accepts or cannot be asked."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with quiet():
+    with suppress_output():
         try:
-            with torch.enable_grad(), mode, on_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
+            with torch.enable_grad(), mode, use_fake_tensors(model, mode):  # what differentiates inside is not to blame on the input
                 model(*(torch.empty(shape, dtype=dtype, device=device) for shape, dtype in zip(shapes, dtypes, strict=True)))
         except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
             message = str(error).strip().splitlines() or [""]

@@ -2,8 +2,8 @@
 
 The graph that is built holds every image in one order of dimensions (:mod:`sft.analysis.layout`); for each value of the model it is known
 in which node of that graph it lies, and how. Permutes and reshapes only change that knowledge. Where channels are split or merged the
-image is rearranged within each pixel (``sft.rearrange``); pixels that become channels, and channels that become pixels, are ``sft.folded``
-and ``sft.unfolded`` images. Whoever needs a value as the model has it gets it restored as a whole (``sft.restored``).
+image is rearranged within each pixel (``sft.rearrange``); pixels that become channels, and channels that become pixels, are ``sft.pixel_unshuffle``
+and ``sft.pixel_shuffle`` images. Whoever needs a value as the model has it gets it restored as a whole (``sft.restore_dims``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sft.analysis.extents import divided, split_factors
+from sft.analysis.extents import divide_extent, split_factors
 from sft.analysis.graph import Graph, Node, Ref, map_refs
-from sft.analysis.layout import Layout, Rearrangement, merged, reshaped
+from sft.analysis.layout import DimLayout, ChannelRearrangement, merge_channels, reshape_layout
 
-__all__ = ["EXPANDS", "PERMUTES", "RESHAPES", "Following", "Image"]
+__all__ = ["EXPANDS", "PERMUTES", "RESHAPES", "LayoutTracker", "TrackedImage"]
 
 RESHAPES = frozenset(
     {
@@ -40,14 +40,14 @@ PERMUTES = frozenset({"aten.permute.default", "aten.transpose.int", "aten.t.defa
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class TrackedImage:
     """A value of the model that lies in an image: the node of the new graph that holds it, and how."""
 
     node: str
-    layout: Layout
+    layout: DimLayout
 
 
-class Following:
+class LayoutTracker:
     """A graph being rebuilt, and where the model's values are in it.
 
     Attributes:
@@ -61,21 +61,21 @@ class Following:
         self.graph, self.axes = graph, graph.axes
         self._depends = graph.descendants(graph.inputs)
         self.nodes: dict[str, Node] = {}
-        self.images: dict[str, Image] = {}
+        self.images: dict[str, TrackedImage] = {}
 
     # -- values -----------------------------------------------------------------------------------------------------
 
-    def put(self, node: Node, layout: Layout) -> bool:
+    def put(self, node: Node, layout: DimLayout) -> bool:
         """Add a node that makes an image, in which the model's value of that name lies."""
         self.nodes[node.name] = node
-        self.images[node.name] = Image(node.name, layout)
+        self.images[node.name] = TrackedImage(node.name, layout)
         return True
 
     def shape(self, name: str) -> tuple[Any, ...]:
         """Of a node of the new graph."""
         return self.nodes[name].shape
 
-    def rearranged(self, node: Node, change: Rearrangement, source: str, name: str) -> None:
+    def rearranged(self, node: Node, change: ChannelRearrangement, source: str, name: str) -> None:
         """Add the node that moves the channels of ``source``."""
         old = self.nodes[source]
         shape = (old.shape[0], *change.shape, *self.axes.of(old.shape))
@@ -88,17 +88,17 @@ class Following:
         )
         self.nodes[name] = replace(node, name=name, target="sft.rearrange", shape=shape, arguments=arguments)
 
-    def follow(self, node: Node, image: Image) -> bool:
+    def follow(self, node: Node, image: TrackedImage) -> bool:
         """Say that the model's value ``node`` is an image, with channels merged that the model has merged."""
-        found = merged(image.layout, self.shape(image.node), self.axes)
+        found = merge_channels(image.layout, self.shape(image.node), self.axes)
         if found is not None and found.rearrangement is not None:
             name = f"{node.name}__merged"
             self.rearranged(node, found.rearrangement, image.node, name)
-            image = Image(name, found.layout)
+            image = TrackedImage(name, found.layout)
         self.images[node.name] = self._unfolded(node, image)
         return True
 
-    def _unfolded(self, node: Node, image: Image) -> Image:
+    def _unfolded(self, node: Node, image: TrackedImage) -> TrackedImage:
         """The image with those channels as pixels that the model has as pixels."""
         old = self.nodes[image.node]
         first_axis = len(old.shape) - self.axes.count
@@ -114,13 +114,13 @@ class Following:
         name = f"{node.name}__unfolded"
         arguments = (("self", Ref(image.node)), ("rest", rest), ("places", places), ("factors", factors))
         shape = (old.shape[0], *([old.shape[dim] for dim in rest] or [1]), *grown)
-        self.nodes[name] = replace(node, name=name, target="sft.unfolded", shape=shape, arguments=arguments)
+        self.nodes[name] = replace(node, name=name, target="sft.pixel_shuffle", shape=shape, arguments=arguments)
         number = {dim: 1 + at for at, dim in enumerate(rest)}
         number.update({0: 0, **{first_axis + axis: 1 + max(1, len(rest)) + axis for axis in range(self.axes.count)}})
         groups = (tuple(number[dim] for dim in group if dim not in taken) for group in image.layout.groups)
-        return Image(name, Layout(tuple(groups)))
+        return TrackedImage(name, DimLayout(tuple(groups)))
 
-    def _folded(self, node: Node, image: Image) -> Image | None:
+    def _folded(self, node: Node, image: TrackedImage) -> TrackedImage | None:
         """The image with those pixels as channels that a reshape to the shape of ``node`` takes apart; ``None`` if it takes none."""
         old = self.nodes[image.node]
         first_axis, extents = len(old.shape) - self.axes.count, self.axes.of(old.shape)
@@ -130,13 +130,13 @@ class Following:
             for dim in group:
                 apart += [dim] if dim < first_axis else [dim + self.axes.count, dim]
             groups.append(tuple(apart))
-        layout = Layout(tuple(groups))
+        layout = DimLayout(tuple(groups))
         for factors in itertools.product(*(split_factors(extent, node.shape) for extent in extents)):
-            shape = (*old.shape[:first_axis], *factors, *(divided(e, f) for e, f in zip(extents, factors, strict=True)))
-            if any(factor != 1 for factor in factors) and reshaped(layout, shape, node.shape, self.axes) is not None:
+            shape = (*old.shape[:first_axis], *factors, *(divide_extent(e, f) for e, f in zip(extents, factors, strict=True)))
+            if any(factor != 1 for factor in factors) and reshape_layout(layout, shape, node.shape, self.axes) is not None:
                 name, arguments = f"{node.name}__folded", (("self", Ref(image.node)), ("factors", factors))
-                self.nodes[name] = replace(node, name=name, target="sft.folded", shape=shape, arguments=arguments)
-                return Image(name, layout)
+                self.nodes[name] = replace(node, name=name, target="sft.pixel_unshuffle", shape=shape, arguments=arguments)
+                return TrackedImage(name, layout)
         return None
 
     def keep(self, node: Node) -> None:
@@ -146,7 +146,7 @@ class Following:
         self.nodes[node.name] = kept
         images = [self.nodes[self.images[name].node] for name in node.operands if name in self.images]
         if self._is_image_of(kept, images) or (not images and node.name in self._depends and self._is_spread(kept)):
-            self.images[node.name] = Image(node.name, Layout.plain(len(node.shape)))
+            self.images[node.name] = TrackedImage(node.name, DimLayout.plain(len(node.shape)))
 
     def _is_spread(self, node: Node) -> bool:
         """Whether a value that no image makes is as large as one: a vector of channels, or a pixel, that was expanded or interpolated."""
@@ -168,7 +168,7 @@ class Following:
         if image is None:
             return name
         rank = len(self.shape(image.node))
-        if image.layout == Layout.plain(rank):
+        if image.layout == DimLayout.plain(rank):
             return image.node
         plain = self._without_units(name, image)
         if plain is not None:
@@ -178,10 +178,10 @@ class Following:
             model, order = self.graph[name], [dim for group in image.layout.groups for dim in group]
             order += [dim for dim in range(rank) if dim not in order]
             arguments = (("self", Ref(image.node)), ("order", tuple(order)), ("shape", model.shape))
-            self.nodes[restored] = replace(model, name=restored, target="sft.restored", arguments=arguments, effect="")
+            self.nodes[restored] = replace(model, name=restored, target="sft.restore_dims", arguments=arguments, effect="")
         return restored
 
-    def _without_units(self, name: str, image: Image) -> str | None:
+    def _without_units(self, name: str, image: TrackedImage) -> str | None:
         """The image without channels of extent 1 that the value does not have; ``None`` where it differs in more than that."""
         groups, channels = image.layout.groups, range(1, len(self.shape(image.node)) - self.axes.count)
         named = [group[0] for group in groups if len(group) == 1]
@@ -191,13 +191,13 @@ class Following:
         plain = f"{name}__plain"
         if plain not in self.nodes:
             extents = tuple(int(self.shape(image.node)[dim]) for dim in channels)
-            change = Rearrangement(split=extents, order=tuple(range(len(extents))), shape=tuple(extents[dim - 1] for dim in kept))
+            change = ChannelRearrangement(split=extents, order=tuple(range(len(extents))), shape=tuple(extents[dim - 1] for dim in kept))
             self.rearranged(self.graph[name], change, image.node, plain)
         return plain
 
     # -- permutes and reshapes; each says whether it was followed ---------------------------------------------------
 
-    def only_image(self, node: Node) -> Image:
+    def only_image(self, node: Node) -> TrackedImage:
         """The first operand that is an image."""
         return self.images[next(name for name in node.operands if name in self.images)]
 
@@ -214,24 +214,24 @@ class Following:
             names = ("axis0", "axis1") if node.target == "aten.swapaxes.default" else ("dim0", "dim1")
             a, b = (node.argument(name, default) for default, name in enumerate(names))
             order[a % rank], order[b % rank] = order[b % rank], order[a % rank]
-        return self.follow(node, Image(image.node, image.layout.permuted(order)))
+        return self.follow(node, TrackedImage(image.node, image.layout.permuted(order)))
 
     def reshape(self, node: Node) -> bool:
         """Follow a reshape, where no axis of the image is split but into whole numbers of pixels."""
         image = self.images.get(node.operands[0])
         if image is None:
             return False
-        found = reshaped(image.layout, self.shape(image.node), node.shape, self.axes)
+        found = reshape_layout(image.layout, self.shape(image.node), node.shape, self.axes)
         if found is None:
             folded = self._folded(node, image)
             if folded is None:
                 return False
             image = folded
-            found = reshaped(image.layout, self.shape(image.node), node.shape, self.axes)
+            found = reshape_layout(image.layout, self.shape(image.node), node.shape, self.axes)
             if found is None:
                 return False
         held = image.node
         if found.rearrangement is not None:
             held = f"{node.name}__split"
             self.rearranged(node, found.rearrangement, image.node, held)
-        return self.follow(node, Image(held, found.layout))
+        return self.follow(node, TrackedImage(held, found.layout))

@@ -102,8 +102,8 @@ class Footprint:
             return sp.Integer(0)
         slope, offset = self._kept
         # Short strips are mostly halo and tall ones mostly new rows, so which value is the largest depends on h.
-        largest = sp.Max(*(_affine(*line, strip_rows) for line in _upper(value.affine for value in self.values)))
-        return sp.expand(_affine(slope, offset, strip_rows)) + 2 * largest
+        largest = sp.Max(*(_affine_coefficients(*line, strip_rows) for line in _upper_envelope(value.affine for value in self.values)))
+        return sp.expand(_affine_coefficients(slope, offset, strip_rows)) + 2 * largest
 
     @property
     def tall(self) -> tuple[Fraction, int]:
@@ -119,7 +119,7 @@ class Footprint:
         return sum((slope for slope, _ in kept), Fraction(0)), sum(offset for _, offset in kept)
 
 
-def _upper(lines: Iterable[tuple[Fraction, int]]) -> list[tuple[Fraction, int]]:
+def _upper_envelope(lines: Iterable[tuple[Fraction, int]]) -> list[tuple[Fraction, int]]:
     """The lines that no other one is above for all ``h >= 0``."""
     found: list[tuple[Fraction, int]] = []
     for line in sorted(set(lines), reverse=True):
@@ -128,7 +128,7 @@ def _upper(lines: Iterable[tuple[Fraction, int]]) -> list[tuple[Fraction, int]]:
     return found
 
 
-def _affine(slope: Fraction, offset: int, strip_rows: sp.Expr) -> sp.Expr:
+def _affine_coefficients(slope: Fraction, offset: int, strip_rows: sp.Expr) -> sp.Expr:
     return sp.Rational(slope.numerator, slope.denominator) * strip_rows + offset
 
 
@@ -145,7 +145,7 @@ def run_footprint(
     inside = set(names)
     sources = graph.sources(names, streamed)
     rates = row_rates(graph, names, source_rates({name: graph.axes.extent(shapes[name], ROWS) for name in sources}), rows)
-    carried = _steady_carries(graph, names, rows, rates, sources)
+    carried = _steady_carried_rows(graph, names, rows, rates, sources)
     values = []
     for name, rate in rates.items():
         readers = [r for r in graph.users[name] if r in inside]
@@ -164,7 +164,7 @@ def run_footprint(
     return Footprint(values=tuple(values), training=any(name in requires_grad for name in names))
 
 
-def _steady_carries(
+def _steady_carried_rows(
     graph: Graph,
     names: Sequence[str],
     rows: Mapping[str, Operator],

@@ -14,7 +14,7 @@ from sft.analysis.footprint import Footprint
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
 
-__all__ = ["ReceptiveField", "footprint_formulas", "frontiers", "receptive_field", "run_formulas"]
+__all__ = ["ReceptiveField", "footprint_formulas", "frontier_formulas", "receptive_field", "run_formulas"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class ReceptiveField:
         return max(0, self.num_rows - max(1, int(self.jump)))
 
 
-def frontiers(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> dict[str, Frontier]:
+def frontier_formulas(graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str]) -> dict[str, Frontier]:
     """The frontier of every value of a run as a function of the rows ``R`` of its sources, in the normal form."""
     inside = set(names)
     found: dict[str, Frontier] = {}
@@ -86,7 +86,7 @@ def run_formulas(
     deepest = fields[[name for name in names if name in fields][-1]]
     rows_symbol = sp.Symbol("R", integer=True)
     last = [name for name in names if name in fields][-1]
-    frontier = frontiers(graph, names, rows, streamed)[last]
+    frontier = frontier_formulas(graph, names, rows, streamed)[last]
     shown = str(frontier.expr(rows_symbol)) if frontier.terms else "not a single floor (rates that do not divide)"
     # A reduction at the end of the run is summed up strip by strip and restricts nothing.
     fused = fused_dimensions(graph, [name for name in names if name in fields], rows, streamed)

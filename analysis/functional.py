@@ -24,11 +24,11 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx.node import map_arg
 
-from sft.analysis.casts import Cast, Casts, tensors_of, with_tensors
-from sft.analysis.loose import Foreign
+from sft.analysis.casts import OperandCast, AutocastPolicy, tensor_operands, replace_tensor_operands
+from sft.analysis.loose import UnregisteredTensor
 from sft.errors import UnsupportedError
 
-__all__ = ["FunctionalProgram", "functional", "rewritten"]
+__all__ = ["FunctionalProgram", "functionalize", "functionalize_by_rewriting"]
 
 aten = torch.ops.aten
 
@@ -49,10 +49,10 @@ class FunctionalProgram:
     nodes: tuple[fx.Node, ...]
     outputs: tuple[Any, ...]
     updates: Mapping[str, str]
-    foreign: tuple[Foreign, ...] = ()
+    foreign: tuple[UnregisteredTensor, ...] = ()
 
 
-def functional(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram:
+def functionalize(exported: ExportedProgram, casts: AutocastPolicy | None = None) -> FunctionalProgram:
     """The program without writes.
 
     Args:
@@ -62,10 +62,10 @@ def functional(exported: ExportedProgram, casts: Casts | None = None) -> Functio
     Raises:
         UnsupportedError: a parameter is written into.
     """
-    return rewritten(exported, casts) or _decomposed(exported)
+    return functionalize_by_rewriting(exported, casts) or _functionalize_by_decomposition(exported)
 
 
-def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
+def _functionalize_by_decomposition(exported: ExportedProgram) -> FunctionalProgram:
     for node in exported.graph_module.graph.nodes:
         if (view := _view_of(node)) is not None:
             (node.target, node.args), node.kwargs = view, {}
@@ -94,29 +94,29 @@ def _view_of(node: fx.Node) -> tuple[OpOverload, tuple[Any, ...]] | None:
         operand, p, train = _all_arguments(node)
         return None if train and p else (aten.alias.default, (operand,))
     if node.target is aten.type_as.default:
-        given, made = tensors_of(node)[0].meta["val"], node.meta["val"]
+        given, made = tensor_operands(node)[0].meta["val"], node.meta["val"]
         return (aten.alias.default, node.args[:1]) if given.dtype == made.dtype and given.device == made.device else None
-    if node.target is aten.einsum.default and len(operands := tensors_of(node)) == 1:
+    if node.target is aten.einsum.default and len(operands := tensor_operands(node)) == 1:
         before, _, after = str(node.args[0]).replace(" ", "").partition("->")
         is_permutation = before.isalpha() and len(set(before)) == len(before) and sorted(before) == sorted(after)
         return (aten.permute.default, (operands[0], [before.index(letter) for letter in after])) if is_permutation else None
     return None
 
 
-def rewritten(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram | None:
+def functionalize_by_rewriting(exported: ExportedProgram, casts: AutocastPolicy | None = None) -> FunctionalProgram | None:
     """The program without writes where the rule above holds, and ``None`` elsewhere."""
     try:
-        return _Rewriting(exported, casts).finish()
-    except _NotSimple:
+        return _InPlaceRewriter(exported, casts).finish()
+    except _NeedsDecompositionError:
         return None
 
 
-class _NotSimple(Exception):
+class _NeedsDecompositionError(Exception):
     """The program goes the long way."""
 
 
 #: Operators made of others that stay as they are: they write nothing, and their result is memory of its own.
-_COMPOSITES = frozenset(
+_COMPOSITE_OPS = frozenset(
     f"aten.{name}"
     for name in (
         *("adaptive_avg_pool1d.default", "adaptive_avg_pool2d.default", "adaptive_avg_pool3d.default", "avg_pool1d.default"),
@@ -136,7 +136,7 @@ _COMPOSITES = frozenset(
 )
 
 #: Operators made of others whose result may be memory of their operand.
-_COMPOSITE_VIEWS = frozenset(
+_COMPOSITE_VIEW_OPS = frozenset(
     f"aten.{name}"
     for name in (
         *("broadcast_tensors.default", "chunk.default", "contiguous.default", "einsum.default"),
@@ -145,17 +145,17 @@ _COMPOSITE_VIEWS = frozenset(
 )
 
 #: Operators made of others that do more than look at memory in another way.
-_COMPUTING = _COMPOSITES | {"aten.einsum.default"}
+_COMPUTING_COMPOSITE_OPS = _COMPOSITE_OPS | {"aten.einsum.default"}
 
 #: What of them is a change of shape; a graph knows no memory, so that no copy is needed.
-_RESHAPES = frozenset(
+_RESHAPE_OPS = frozenset(
     f"aten.{name}" for name in ("flatten.using_ints", "reshape.default", "reshape_as.default", "unflatten.int", "view_as.default")
 )
 
-_CASTS = frozenset({"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default"})
+_CAST_OPS = frozenset({"aten.to.dtype", "aten.to.dtype_layout", "aten.to.device", "aten.to.other", "aten.type_as.default"})
 
 #: Operators that write their first operand and have a form that does not, of the same name and arguments.
-_IN_PLACE = frozenset(
+_IN_PLACE_OPS = frozenset(
     {
         *("add_", "sub_", "mul_", "div_", "neg_", "exp_", "clamp_", "clamp_min_", "clamp_max_", "copy_", "detach_"),
         *("relu_", "leaky_relu_", "elu_", "silu_", "mish_", "sigmoid_", "hardsigmoid_", "hardswish_", "hardtanh_", "tanh_", "threshold_"),
@@ -163,8 +163,8 @@ _IN_PLACE = frozenset(
 )
 
 
-class _Rewriting:
-    def __init__(self, exported: ExportedProgram, casts: Casts | None) -> None:
+class _InPlaceRewriter:
+    def __init__(self, exported: ExportedProgram, casts: AutocastPolicy | None) -> None:
         self._exported, self._casts = exported, casts
         self._graph = fx.Graph()
         self._now: dict[fx.Node, Any] = {}  # what the old node means, after the writes so far
@@ -175,7 +175,7 @@ class _Rewriting:
         self._buffers = dict(signature.inputs_to_buffers)
         self._updates: dict[str, fx.Node] = {}
         if signature.buffers_to_mutate or signature.user_inputs_to_mutate:
-            raise _NotSimple  # an exporter that has rewritten the writes already
+            raise _NeedsDecompositionError  # an exporter that has rewritten the writes already
 
     def finish(self) -> FunctionalProgram:
         *nodes, last = self._exported.graph.nodes
@@ -195,7 +195,7 @@ class _Rewriting:
             self._memory[node] = {node}
             return
         if node.op != "call_function":
-            raise _NotSimple
+            raise _NeedsDecompositionError
         value: Any = node.meta.get("val")
         if not isinstance(node.target, OpOverload):
             self._keep(node)
@@ -203,9 +203,9 @@ class _Rewriting:
         name, schema = str(node.target), node.target._schema
         if value is None and not node.users and not schema.is_mutable:
             return  # an assertion; a graph's shapes and dtypes are checked at each call
-        casts = () if self._casts is None else self._casts.of(node, looks_inside=name in _COMPUTING)
+        casts = () if self._casts is None else self._casts.of(node, looks_inside=name in _COMPUTING_COMPOSITE_OPS)
         if casts is None:
-            raise _NotSimple
+            raise _NeedsDecompositionError
         if casts:
             self._cast_operands(node, casts)
         elif name == "aten.batch_norm.default":
@@ -221,9 +221,9 @@ class _Rewriting:
             self._make(node, node.target, node.args, node.kwargs, shares=False)
         elif name == "aten.bernoulli_.float":
             self._write(node, aten.bernoulli.p, (node.args[0], node.args[1] if len(node.args) > 1 else 0.5))
-        elif name in _CASTS:
+        elif name in _CAST_OPS:
             self._cast(node)
-        elif name in _RESHAPES:
+        elif name in _RESHAPE_OPS:
             sizes = node.args[1] if name == "aten.reshape.default" else list(value.shape)
             self._make(node, aten.view.default, (node.args[0], sizes), shares=True)
         elif name == "aten.expand_as.default":
@@ -232,11 +232,11 @@ class _Rewriting:
             self._make(node, aten.transpose.int, node.args, shares=True)
         elif name == "aten.movedim.int":
             _, source, destination = _all_arguments(node)
-            self._make(node, aten.permute.default, (node.args[0], _moved(value.dim(), source, destination)), shares=True)
+            self._make(node, aten.permute.default, (node.args[0], _moved_order(value.dim(), source, destination)), shares=True)
         elif schema.is_mutable:
             self._write_simply(node)
-        elif not isinstance(value, (torch.SymInt, int)) and _is_composite(node.target) and name not in _COMPOSITES | _COMPOSITE_VIEWS:
-            raise _NotSimple
+        elif not isinstance(value, (torch.SymInt, int)) and _is_composite(node.target) and name not in _COMPOSITE_OPS | _COMPOSITE_VIEW_OPS:
+            raise _NeedsDecompositionError
         else:
             self._keep(node)
 
@@ -245,28 +245,28 @@ class _Rewriting:
     def _keep(self, node: fx.Node) -> None:
         shares = True
         if isinstance(node.target, OpOverload):
-            shares = str(node.target) in _COMPOSITE_VIEWS or any(result.alias_info is not None for result in node.target._schema.returns)
+            shares = str(node.target) in _COMPOSITE_VIEW_OPS or any(result.alias_info is not None for result in node.target._schema.returns)
         self._make(node, node.target, node.args, node.kwargs, shares=shares)
 
-    def _cast_operands(self, node: fx.Node, casts: Sequence[Cast]) -> None:
+    def _cast_operands(self, node: fx.Node, casts: Sequence[OperandCast]) -> None:
         """An operator that stays as it is, behind the casts of what it reads."""
         overload: Any = node.target
-        if overload._schema.is_mutable or (_is_composite(overload) and str(overload) not in _COMPUTING):
-            raise _NotSimple
-        operands, cast = tensors_of(node), {}
+        if overload._schema.is_mutable or (_is_composite(overload) and str(overload) not in _COMPUTING_COMPOSITE_OPS):
+            raise _NeedsDecompositionError
+        operands, cast = tensor_operands(node), {}
         for place, dtype in casts:
             operand = operands[place]
             given = operand.meta["val"]
             made = cast[place] = self._create(aten._to_copy.default, (self._now[operand],), {"dtype": dtype})
             made.meta = {**node.meta, "val": given.new_empty(given.shape, dtype=dtype)}
             self._now[made], self._memory[made] = made, {made}
-        args, kwargs = with_tensors(node, [cast.get(place, operand) for place, operand in enumerate(operands)])
-        self._make(node, overload, args, kwargs, shares=str(overload) in _COMPOSITE_VIEWS)
+        args, kwargs = replace_tensor_operands(node, [cast.get(place, operand) for place, operand in enumerate(operands)])
+        self._make(node, overload, args, kwargs, shares=str(overload) in _COMPOSITE_VIEW_OPS)
 
     def _dropout(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)
         if train and p == 1:
-            raise _NotSimple
+            raise _NeedsDecompositionError
         if train and p:
             self._make(node, aten.native_dropout.default, (operand, p, True), shares=False)
             made = self._now[node]
@@ -278,7 +278,7 @@ class _Rewriting:
     def _dropout_in_place(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)
         if train and not 0 < p < 1:
-            raise _NotSimple
+            raise _NeedsDecompositionError
         if not train:
             self._write(node, aten.alias.default, (operand,))
             return
@@ -292,7 +292,7 @@ class _Rewriting:
     def _feature_dropout(self, node: fx.Node) -> None:
         operand, p, train = _all_arguments(node)
         if train and p == 1:
-            raise _NotSimple
+            raise _NeedsDecompositionError
         if not train or not p:
             self._now[node] = self._now[operand]
             self._memory[node] = self._memory[operand]
@@ -312,7 +312,7 @@ class _Rewriting:
         assert isinstance(operand, fx.Node)
         given = operand.meta["val"]
         if given.device != made.device:
-            raise _NotSimple
+            raise _NeedsDecompositionError
         if given.dtype == made.dtype:
             self._make(node, aten.clone.default, (operand,), shares=True)
         else:
@@ -344,8 +344,8 @@ class _Rewriting:
     def _write_simply(self, node: fx.Node) -> None:
         overload: Any = node.target
         packet = overload._schema.name.removeprefix("aten::")
-        if packet not in _IN_PLACE or not _of_one_dtype(node):
-            raise _NotSimple
+        if packet not in _IN_PLACE_OPS or not _keeps_dtype(node):
+            raise _NeedsDecompositionError
         self._write(node, getattr(getattr(aten, packet.removesuffix("_")), overload._overloadname), node.args, node.kwargs)
 
     def _write(self, node: fx.Node, pure: OpOverload, args: tuple[Any, ...], kwargs: Any = None) -> None:
@@ -383,10 +383,10 @@ class _Rewriting:
             if self._named.get(other, other) is root:
                 self._now[other] = new
             elif any(self._position[user] > self._position[write] for user in other.users):
-                raise _NotSimple
+                raise _NeedsDecompositionError
         if root.op == "placeholder":
             if root.name not in self._buffers:
-                raise _NotSimple
+                raise _NeedsDecompositionError
             self._updates[self._buffers[root.name]] = new
 
 
@@ -394,13 +394,13 @@ def _is_composite(overload: OpOverload) -> bool:
     return bool(overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
-def _of_one_dtype(node: fx.Node) -> bool:
+def _keeps_dtype(node: fx.Node) -> bool:
     """Whether writing in place and making a new value give the same type."""
     dtypes = {operand.meta["val"].dtype for operand in node.all_input_nodes if isinstance(operand.meta["val"], torch.Tensor)}
     return len(dtypes) == 1
 
 
-def _moved(rank: int, source: int, destination: int) -> list[int]:
+def _moved_order(rank: int, source: int, destination: int) -> list[int]:
     """The order of dimensions in which one has moved."""
     order = [dim for dim in range(rank) if dim != source % rank]
     order.insert(destination % rank, source % rank)
@@ -410,5 +410,5 @@ def _moved(rank: int, source: int, destination: int) -> list[int]:
 def _all_arguments(node: fx.Node) -> tuple[Any, ...]:
     assert isinstance(node.target, OpOverload)
     if len(node.args) != len(node.target._schema.arguments):
-        raise _NotSimple
+        raise _NeedsDecompositionError
     return node.args

@@ -7,10 +7,10 @@ from dataclasses import replace
 from sft.analysis.graph import Graph, Node, Ref, map_refs
 from sft.analysis.operators import differentiable_operands
 
-__all__ = ["reached_by_gradients", "with_buffers_kept"]
+__all__ = ["grad_reachable_values", "clone_updated_buffers"]
 
 
-def reached_by_gradients(graph: Graph) -> frozenset[str]:
+def grad_reachable_values(graph: Graph) -> frozenset[str]:
     """The values that a gradient of the outputs flows to, if they need one; not through ``detach``, and not from buffers' updates."""
     found = set(graph.outputs)
     for node in reversed(graph.nodes):
@@ -19,7 +19,7 @@ def reached_by_gradients(graph: Graph) -> frozenset[str]:
     return frozenset(found)
 
 
-def with_buffers_kept(graph: Graph) -> Graph:
+def clone_updated_buffers(graph: Graph) -> Graph:
     """A copy of each buffer whose old content is read in the backward pass: the buffer itself has its new content by then.
 
     That is where gradients pass, and beside an image's strips, which are computed again with all that is computed with them. Running
@@ -27,11 +27,11 @@ def with_buffers_kept(graph: Graph) -> Graph:
     """
 
     updated = {path for _, path in graph.updates}
-    reached = reached_by_gradients(graph)
+    reached = grad_reachable_values(graph)
 
     def reads_again(node: Node) -> tuple[str, ...]:
         """What of its operands is read in the backward pass."""
-        if node.target == "sft.beside":
+        if node.target == "sft.spatial_side_input":
             return node.operands
         return tuple(differentiable_operands(node)) if node.kind == "operator" and node.name in reached else ()
 

@@ -16,10 +16,10 @@ import sympy as sp
 
 from sft.analysis.axes import Axes
 
-__all__ = ["Effect", "Graph", "Kind", "Node", "Ref", "SizeNumber", "map_refs", "refs_in"]
+__all__ = ["SideEffect", "Graph", "NodeKind", "Node", "Ref", "SymbolicNumber", "map_refs", "refs_in"]
 
-Kind = Literal["input", "parameter", "buffer", "constant", "seed", "operator"]
-Effect = Literal["", "draws", "writes"]
+NodeKind = Literal["input", "parameter", "buffer", "constant", "seed", "operator"]
+SideEffect = Literal["", "draws", "writes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class SizeNumber:
+class SymbolicNumber:
     """A fractional number that `forward` computes of sizes, such as ``1 / x.shape[-1]``, in a node's arguments.
 
     It is computed as Python does, call by call: algebra on sizes would round differently, or not at all.
@@ -45,16 +45,16 @@ class SizeNumber:
 
     def at(self, size: Callable[[sp.Basic], int]) -> Any:
         """The number, given what tells the value of an expression."""
-        return self.function(*(_number_at(argument, size) for argument in self.arguments))
+        return self.function(*(_evaluate_number(argument, size) for argument in self.arguments))
 
 
-def _number_at(value: Any, size: Callable[[sp.Basic], int]) -> Any:
-    if isinstance(value, SizeNumber):
+def _evaluate_number(value: Any, size: Callable[[sp.Basic], int]) -> Any:
+    if isinstance(value, SymbolicNumber):
         return value.at(size)
     return size(value) if isinstance(value, sp.Basic) else value
 
 
-_FLOATING = frozenset({"float16", "bfloat16", "float32", "float64"})
+_FLOATING_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +74,14 @@ class Node:
     """
 
     name: str
-    kind: Kind
+    kind: NodeKind
     target: str
     shape: tuple[sp.Expr | int, ...]
     dtype: str
     itemsize_bytes: int
     arguments: tuple[tuple[str, Any], ...] = ()
     module_path: str = ""
-    effect: Effect = ""
+    effect: SideEffect = ""
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
@@ -112,7 +112,7 @@ class Node:
     @property
     def is_floating(self) -> bool:
         """Whether its elements are fractions, and no whole numbers or truth values."""
-        return self.dtype in _FLOATING
+        return self.dtype in _FLOATING_DTYPES
 
     @property
     def label(self) -> str:

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sft.analysis.byshape import Formula, instead_of
+from sft.analysis.byshape import Decomposition, override_decomposition
 
-__all__ = ["grid_samples_by_shape"]
+__all__ = ["use_grid_sample_meta"]
 
-_FORMULA = "_grid_sampler_2d"
-_ARGUMENTS = ("a", "grid", "interpolation_mode", "padding_mode", "align_corners", "_expand_grid")
-_MODES = (0, 1, 2)
+_GRID_SAMPLE_DECOMPOSITION = "_grid_sampler_2d"
+_GRID_SAMPLE_ARGUMENTS = ("a", "grid", "interpolation_mode", "padding_mode", "align_corners", "_expand_grid")
+_GRID_SAMPLE_MODES = (0, 1, 2)
 
 
-def grid_samples_by_shape() -> AbstractContextManager[None]:
+def use_grid_sample_meta() -> AbstractContextManager[None]:
     """A context in which fake tensors are not sampled; all as ever where this torch has another formula."""
-    return instead_of(_FORMULA, _ARGUMENTS, _result_of)
+    return override_decomposition(_GRID_SAMPLE_DECOMPOSITION, _GRID_SAMPLE_ARGUMENTS, _grid_sample_meta)
 
 
-def _result_of(formula: Formula) -> Formula:
+def _grid_sample_meta(formula: Decomposition) -> Decomposition:
     def result(
         a: Tensor,
         grid: Tensor,
@@ -36,7 +36,9 @@ def _result_of(formula: Formula) -> Formula:
         _expand_grid: bool = True,
     ) -> Tensor:
         fits = isinstance(a, FakeTensor) and a.dim() == grid.dim() == 4 and a.shape[0] == grid.shape[0] and grid.shape[3] == 2
-        if not fits or interpolation_mode not in _MODES or padding_mode not in _MODES:  # the formula knows what is wrong
+        if (
+            not fits or interpolation_mode not in _GRID_SAMPLE_MODES or padding_mode not in _GRID_SAMPLE_MODES
+        ):  # the formula knows what is wrong
             found: Tensor = formula(a, grid, interpolation_mode, padding_mode, align_corners, _expand_grid)
             return found
         return torch.empty((*a.shape[:2], *grid.shape[1:3]), dtype=a.dtype, device=a.device)

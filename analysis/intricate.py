@@ -17,17 +17,17 @@ from unittest import mock
 import sympy as sp
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-__all__ = ["IntricateSizesError", "intricate_sizes_refused"]
+__all__ = ["SymbolicSizeTooComplexError", "limit_symbolic_complexity"]
 
-_MOST_OPERATIONS = 100
+_MAX_OPERATIONS = 100
 
 
-class IntricateSizesError(Exception):
+class SymbolicSizeTooComplexError(Exception):
     """The exporter asked about a size of many operations; the model is captured for one size instead."""
 
 
 @contextmanager
-def intricate_sizes_refused() -> Iterator[None]:
+def limit_symbolic_complexity() -> Iterator[None]:
     """A context in which the exporter gives up on such sizes.
 
     Raises:
@@ -36,8 +36,8 @@ def intricate_sizes_refused() -> Iterator[None]:
     evaluate = ShapeEnv.evaluate_expr
 
     def checked(self: ShapeEnv, expr: Any, *arguments: Any, **keywords: Any) -> Any:
-        if isinstance(expr, sp.Basic) and _num_operations(expr) > _MOST_OPERATIONS:
-            raise IntricateSizesError(f"a size of more than {_MOST_OPERATIONS} operations")
+        if isinstance(expr, sp.Basic) and _num_operations(expr) > _MAX_OPERATIONS:
+            raise SymbolicSizeTooComplexError(f"a size of more than {_MAX_OPERATIONS} operations")
         return evaluate(self, expr, *arguments, **keywords)
 
     with mock.patch.object(ShapeEnv, "evaluate_expr", checked):

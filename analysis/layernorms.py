@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sft.analysis.graph import Node, Ref
-from sft.analysis.reduced import Chain, pooled_mean, widened
+from sft.analysis.reduced import NodeSequence, mean_over_axes, widen_half
 
-__all__ = ["LAYER_NORMS", "layer_norm"]
+__all__ = ["LAYER_NORMS", "decompose_layer_norm"]
 
 #: Norms of a value's last dimensions, by target, and what they are called where those are channels.
 LAYER_NORMS = {"aten.layer_norm.default": "sft.channel_norm", "aten.rms_norm.default": "sft.channel_rms_norm"}
 
 
-def layer_norm(node: Node, image: Node, places: Sequence[int], num_axes: int) -> tuple[Node, ...] | None:
+def decompose_layer_norm(node: Node, image: Node, places: Sequence[int], num_axes: int) -> tuple[Node, ...] | None:
     """The nodes that stand for a norm over the image's dimensions ``places``; ``None`` where there is no form of it that streams."""
     first_axis = len(image.shape) - num_axes
     affine = tuple((key, value) for key, value in node.arguments if key in ("weight", "bias"))
@@ -31,7 +31,7 @@ def layer_norm(node: Node, image: Node, places: Sequence[int], num_axes: int) ->
     if rest not in ((), all_channels) or len(places) - len(rest) != num_axes or any(value is not None for _, value in affine):
         return None
     if node.target == "aten.rms_norm.default":
-        return _rms_norm(node, image, rest, num_axes)
+        return _decompose_rms_norm(node, image, rest, num_axes)
     if not rest and len(all_channels) > 1:
         return None
     groups = 1 if rest else image.shape[1]
@@ -40,17 +40,17 @@ def layer_norm(node: Node, image: Node, places: Sequence[int], num_axes: int) ->
     return (replace(node, target="aten.group_norm.default", shape=image.shape, arguments=arguments),)
 
 
-def _rms_norm(node: Node, image: Node, rest: tuple[int, ...], num_axes: int) -> tuple[Node, ...]:
+def _decompose_rms_norm(node: Node, image: Node, rest: tuple[int, ...], num_axes: int) -> tuple[Node, ...]:
     """``x / sqrt(mean(x^2) + eps)`` (Zhang and Sennrich, 2019)."""
-    chain = Chain(node)
-    wide = widened(chain, image)
+    chain = NodeSequence(node)
+    wide = widen_half(chain, image)
     square = chain.add("square", "aten.mul.Tensor", image.shape, (("self", Ref(wide.name)), ("other", Ref(wide.name))), wide.dtype)
-    mean = pooled_mean(chain, square, num_axes, rest)
+    mean = mean_over_axes(chain, square, num_axes, rest)
     arguments = (("self", Ref(mean.name)), ("eps", node.argument("eps")), ("dtype", node.dtype))
-    factor = chain.add("factor", "sft.inverse_root", mean.shape, arguments, wide.dtype)
+    factor = chain.add("factor", "sft.inverse_sqrt", mean.shape, arguments, wide.dtype)
     first_axis = len(image.shape) - num_axes
     pixel = tuple(1 if dim in rest or dim >= first_axis else extent for dim, extent in enumerate(image.shape))
-    spread = chain.add("spread", "sft.aligned", pixel, (("self", Ref(factor.name)), ("shape", pixel)), wide.dtype)
+    spread = chain.add("spread", "sft.align_dims", pixel, (("self", Ref(factor.name)), ("shape", pixel)), wide.dtype)
     made = chain.add("scaled", "aten.mul.Tensor", image.shape, (("self", Ref(wide.name)), ("other", Ref(spread.name))), wide.dtype)
     chain.cast(made, node.dtype, "rounded")
     return chain.finish()

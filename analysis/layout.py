@@ -2,7 +2,7 @@
 
 A model may hold its image with channels last (``permute(0, 2, 3, 1)``), as a list of pixels (``flatten(2).transpose(1, 2)``), or with its
 channels in groups (``view(n, g, c // g, h, w)``). The image itself is kept in one order, ``[N, channels..., axes...]``
-(:mod:`sft.analysis.axes`); a :class:`Layout` says of each dimension of the model's value which dimensions of the image it runs over, the
+(:mod:`sft.analysis.axes`); a :class:`DimLayout` says of each dimension of the model's value which dimensions of the image it runs over, the
 last one fastest. Permuting a value only permutes its layout; reshaping one regroups it. Only where channels are split or merged does the
 image change: into other dimensions of channels, pixel by pixel.
 """
@@ -17,35 +17,35 @@ import sympy as sp
 
 from sft.analysis.axes import Axes
 
-__all__ = ["Layout", "Rearrangement", "Reshaped", "merged", "reshaped"]
+__all__ = ["DimLayout", "ChannelRearrangement", "ReshapeResult", "merge_channels", "reshape_layout"]
 
 Extent = Any
 """An integer or a SymPy expression."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class DimLayout:
     """For each dimension of the model's value the image's dimensions that it runs over; dimensions of extent 1 may be in none."""
 
     groups: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def plain(cls, rank: int) -> Layout:
+    def plain(cls, rank: int) -> DimLayout:
         """The image as it is."""
         return cls(tuple((dim,) for dim in range(rank)))
 
     @property
     def is_plain(self) -> bool:
         """Whether the value is the image as it is."""
-        return self == Layout.plain(len(self.groups))
+        return self == DimLayout.plain(len(self.groups))
 
-    def permuted(self, order: Sequence[int]) -> Layout:
+    def permuted(self, order: Sequence[int]) -> DimLayout:
         """The layout after ``permute(order)``.
 
-        >>> Layout.plain(4).permuted((0, 2, 3, 1))
+        >>> DimLayout.plain(4).permuted((0, 2, 3, 1))
         Layout(groups=((0,), (2,), (3,), (1,)))
         """
-        return Layout(tuple(self.groups[dim % len(self.groups)] for dim in order))
+        return DimLayout(tuple(self.groups[dim % len(self.groups)] for dim in order))
 
     def place(self, dim: int) -> int | None:
         """The image's dimension that a dimension is, ``None`` if it is not just one."""
@@ -59,7 +59,7 @@ class Layout:
     def axes_taking_channels(self, first_axis: int) -> tuple[tuple[int, ...], ...] | None:
         """For each axis of the image the channels that the value has as its pixels; ``None`` if none has, or anything is not in order.
 
-        >>> Layout(((0,), (1,), (4, 2), (5, 3))).axes_taking_channels(4)
+        >>> DimLayout(((0,), (1,), (4, 2), (5, 3))).axes_taking_channels(4)
         ((2,), (3,))
         """
         found = {group[0]: group[1:] for group in self.groups if group and group[0] >= first_axis}
@@ -70,15 +70,15 @@ class Layout:
         rank = max(found) + 1
         return tuple(found.get(axis, ()) for axis in range(first_axis, rank)) if len(found) == rank - first_axis else None
 
-    def without(self, dims: Sequence[int]) -> Layout:
+    def without(self, dims: Sequence[int]) -> DimLayout:
         """The layout once some of the image's dimensions are gone, which are groups of their own (or in none)."""
         gone = set(dims)
         shift = {dim: dim - sum(other < dim for other in gone) for group in self.groups for dim in group}
-        return Layout(tuple(tuple(shift[dim] for dim in group) for group in self.groups if not gone.intersection(group)))
+        return DimLayout(tuple(tuple(shift[dim] for dim in group) for group in self.groups if not gone.intersection(group)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rearrangement:
+class ChannelRearrangement:
     """What happens to the channels of every pixel: split into ``split``, put into ``order``, merged into ``shape``."""
 
     split: tuple[int, ...]
@@ -87,15 +87,15 @@ class Rearrangement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reshaped:
+class ReshapeResult:
     """A reshaped value: its layout, and how the image has to be rearranged first, if at all."""
 
-    layout: Layout
-    rearrangement: Rearrangement | None
+    layout: DimLayout
+    rearrangement: ChannelRearrangement | None
 
 
 @dataclass(slots=True)
-class _Part:
+class _DimPiece:
     """A piece of one of the image's dimensions."""
 
     dim: int
@@ -119,31 +119,31 @@ def _ratio(whole: Extent, part: Extent) -> Extent | None:
     return int(ratio) if ratio.is_number else ratio
 
 
-def reshaped(layout: Layout, image: Sequence[Extent], shape: Sequence[Extent], axes: Axes) -> Reshaped | None:
+def reshape_layout(layout: DimLayout, image: Sequence[Extent], shape: Sequence[Extent], axes: Axes) -> ReshapeResult | None:
     """The value of this layout reshaped to ``shape``; ``None`` where an axis of the image, or the batch, would be split.
 
-    >>> shuffled = reshaped(Layout.plain(4), (2, 6, 8, 9), (2, 3, 2, 8, 9), Axes(2))
+    >>> shuffled = reshape_layout(DimLayout.plain(4), (2, 6, 8, 9), (2, 3, 2, 8, 9), Axes(2))
     >>> shuffled.layout, shuffled.rearrangement.shape
     (Layout(groups=((0,), (1,), (2,), (3,), (4,))), (3, 2))
-    >>> reshaped(Layout.plain(4), (2, 6, 8, 9), (2, 6, 72), Axes(2)).layout
+    >>> reshape_layout(DimLayout.plain(4), (2, 6, 8, 9), (2, 6, 72), Axes(2)).layout
     Layout(groups=((0,), (1,), (2, 3)))
     """
     channels = range(1, len(image) - axes.count)
-    parts: list[_Part] = []  # pieces of the image's dimensions, in the order of the value
-    groups: list[list[_Part]] = []
-    waiting = [_Part(dim, image[dim]) for group in layout.groups for dim in group][::-1]
+    parts: list[_DimPiece] = []  # pieces of the image's dimensions, in the order of the value
+    groups: list[list[_DimPiece]] = []
+    waiting = [_DimPiece(dim, image[dim]) for group in layout.groups for dim in group][::-1]
     hidden = [dim for dim in channels if not any(dim in group for group in layout.groups)]
-    added: list[_Part] = []
+    added: list[_DimPiece] = []
     for size in shape:
-        group: list[_Part] = []
+        group: list[_DimPiece] = []
         need: Extent = size
         if need == 1:
             if waiting and waiting[-1].extent == 1:
                 group.append(waiting.pop())
             elif hidden:
-                group.append(_Part(hidden.pop(0), 1))
+                group.append(_DimPiece(hidden.pop(0), 1))
             else:
-                added.append(_Part(-1 - len(added), 1))
+                added.append(_DimPiece(-1 - len(added), 1))
                 group.append(added[-1])
         while need != 1:
             if not waiting:
@@ -160,7 +160,7 @@ def reshaped(layout: Layout, image: Sequence[Extent], shape: Sequence[Extent], a
             rest = _ratio(part.extent, need) if isinstance(need, int) and isinstance(part.extent, int) else None
             if rest is None or part.dim not in channels:
                 return None
-            group.append(_Part(part.dim, need))
+            group.append(_DimPiece(part.dim, need))
             part.extent, need = rest, 1
         groups.append(group)
         parts += group
@@ -174,45 +174,47 @@ def reshaped(layout: Layout, image: Sequence[Extent], shape: Sequence[Extent], a
         else:
             groups[-1].append(part)
             parts.append(part)
-    return _regrouped(groups, parts, hidden, len(image), axes)
+    return _renumber_pieces(groups, parts, hidden, len(image), axes)
 
 
-def _regrouped(groups: list[list[_Part]], parts: list[_Part], hidden: list[int], rank: int, axes: Axes) -> Reshaped | None:
+def _renumber_pieces(
+    groups: list[list[_DimPiece]], parts: list[_DimPiece], hidden: list[int], rank: int, axes: Axes
+) -> ReshapeResult | None:
     """Number the pieces anew: batch, pieces of channels, axes; ``None`` where how many channels a piece has depends on the image's size."""
     first_axis = rank - axes.count
-    pieces: list[_Part] = []
+    pieces: list[_DimPiece] = []
     for dim in range(1, first_axis):
         found = [part for part in parts if part.dim == dim]
-        pieces += found or [_Part(dim, 1)]
+        pieces += found or [_DimPiece(dim, 1)]
     pieces += [part for part in parts if part.dim < 0]
     is_changed = len(pieces) != first_axis - 1
     # New dimensions come in the order that the value has them in.
-    order = sorted(range(len(pieces)), key=lambda place: _place(parts, pieces[place])) if is_changed else list(range(len(pieces)))
+    order = sorted(range(len(pieces)), key=lambda place: _position(parts, pieces[place])) if is_changed else list(range(len(pieces)))
     number = {id(pieces[place]): 1 + at for at, place in enumerate(order)}
     for part in parts:
         if part.dim == 0:
             number[id(part)] = 0
         elif part.dim >= first_axis:
             number[id(part)] = 1 + len(pieces) + part.dim - first_axis
-    layout = Layout(tuple(tuple(number[id(part)] for part in group) for group in groups))
+    layout = DimLayout(tuple(tuple(number[id(part)] for part in group) for group in groups))
     if not all(_is_number(part.extent) for part in pieces):
         return None
     split = tuple(int(part.extent) for part in pieces)
     shape = tuple(split[place] for place in order)
-    change = Rearrangement(split=split, order=tuple(order), shape=shape) if is_changed else None
-    return Reshaped(layout=layout, rearrangement=change)
+    change = ChannelRearrangement(split=split, order=tuple(order), shape=shape) if is_changed else None
+    return ReshapeResult(layout=layout, rearrangement=change)
 
 
 def _is_number(extent: Extent) -> bool:
     return isinstance(extent, int) or extent.is_Integer
 
 
-def _place(parts: list[_Part], piece: _Part) -> int:
+def _position(parts: list[_DimPiece], piece: _DimPiece) -> int:
     """Where a piece stands in the value; behind everything if it does not."""
     return next((place for place, part in enumerate(parts) if part is piece), len(parts))
 
 
-def merged(layout: Layout, image: Sequence[Extent], axes: Axes) -> Reshaped | None:
+def merge_channels(layout: DimLayout, image: Sequence[Extent], axes: Axes) -> ReshapeResult | None:
     """The same value over an image whose channels are merged where one of the value's dimensions runs over several of them.
 
     ``None`` where there is nothing to merge. What is left of dimensions in no group goes into the first dimension of channels.
@@ -233,4 +235,4 @@ def merged(layout: Layout, image: Sequence[Extent], axes: Axes) -> Reshaped | No
         (number[group],) if group in number else tuple(dim if dim == 0 else number.get((dim,), dim + shift) for dim in group)
         for group in layout.groups
     ]
-    return Reshaped(layout=Layout(tuple(found)), rearrangement=Rearrangement(split=split, order=order, shape=shape))
+    return ReshapeResult(layout=DimLayout(tuple(found)), rearrangement=ChannelRearrangement(split=split, order=order, shape=shape))

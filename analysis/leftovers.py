@@ -21,7 +21,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-__all__ = ["REGISTRIES", "nothing_left", "own_attributes", "refill"]
+__all__ = ["REGISTRIES", "preserve_model_state", "user_attributes", "restore_container"]
 
 #: Where a module has its tensors and submodules.
 REGISTRIES = ("_parameters", "_buffers", "_modules")
@@ -30,29 +30,29 @@ REGISTRIES = ("_parameters", "_buffers", "_modules")
 _MAX_DEPTH, _MAX_ITEMS = 5, 10_000
 
 #: Packages whose objects are not looked into, nor what is beside their classes. Those of Python may belong to other threads.
-_FOREIGN = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {"torch", "numpy", "sft"}
+_LIBRARY_PACKAGES = frozenset(sys.stdlib_module_names - {"__main__", "argparse", "types"}) | {"torch", "numpy", "sft"}
 
 #: Containers besides dictionaries.
-_SEQUENCES = (list, set, deque)
+_COLLECTION_TYPES = (list, set, deque)
 
-_CACHE: Any = type(functools.lru_cache(len))
-_OF_TRACES = (FakeTensor, FunctionalTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
+_LRU_CACHE_TYPE: Any = type(functools.lru_cache(len))
+_TRACING_TYPES = (FakeTensor, FunctionalTensor, torch.SymInt, torch.SymFloat, torch.SymBool)
 _MISSING = object()
 
 
 #: What every module has: parameters, buffers and submodules among it.
-_INTERNAL = frozenset(nn.Module().__dict__)
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__)
 
 
-def own_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+def user_attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes that a module has besides those that every module has."""
-    return ((name, value) for name, value in vars(module).items() if name not in _INTERNAL)
+    return ((name, value) for name, value in vars(module).items() if name not in _MODULE_INTERNALS)
 
 
 @contextlib.contextmanager
-def nothing_left(model: nn.Module) -> Iterator[None]:
+def preserve_model_state(model: nn.Module) -> Iterator[None]:
     """Put back what is set meanwhile in what ``model`` holds, and what becomes a trace's beside its classes."""
-    held, beside = _Held(model), _Beside(model)
+    held, beside = _ContainerState(model), _NamespaceState(model)
     try:
         yield
     finally:
@@ -60,7 +60,7 @@ def nothing_left(model: nn.Module) -> Iterator[None]:
         beside.put_back()
 
 
-class _Held:
+class _ContainerState:
     """What a model holds."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,71 +68,71 @@ class _Held:
         modules = list(model.modules())
         for module in modules:
             for container in (vars(module), module._non_persistent_buffers_set, *(vars(module)[name] for name in REGISTRIES)):
-                self._known[id(container)] = container, _content(container)
+                self._known[id(container)] = container, _shallow_copy(container)
         for module in modules:
-            for _, value in own_attributes(module):
+            for _, value in user_attributes(module):
                 self._add(value, 0)
 
     def put_back(self) -> None:
         for container, content in self._known.values():
-            refill(container, content)
+            restore_container(container, content)
 
     def _add(self, value: Any, depth: int) -> None:
-        container = vars(value) if _is_users(value) else value
-        is_container = isinstance(container, dict) or type(container) in _SEQUENCES
+        container = vars(value) if _is_user_object(value) else value
+        is_container = isinstance(container, dict) or type(container) in _COLLECTION_TYPES
         if not is_container or id(container) in self._known or depth > _MAX_DEPTH or len(container) > _MAX_ITEMS:
             return
-        content = _content(container)
+        content = _shallow_copy(container)
         self._known[id(container)] = container, content
         for item in content.values() if isinstance(content, dict) else content:
             self._add(item, depth + 1)
 
 
-class _Beside:
+class _NamespaceState:
     """What is beside the classes of a model's modules: attributes of these, globals of the modules of Python that they are in."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._namespaces = [(namespace, dict(vars(namespace))) for namespace in _namespaces(model)]
+        self._namespaces = [(namespace, dict(vars(namespace))) for namespace in _user_namespaces(model)]
         values = [value for _, names in self._namespaces for value in names.values()]
-        self._containers = [(value, _content(value)) for value in values if type(value) in (dict, list) and len(value) <= _MAX_ITEMS]
-        caches = [value for value in values if type(value) is _CACHE and not _is_foreign(value)]
+        self._containers = [(value, _shallow_copy(value)) for value in values if type(value) in (dict, list) and len(value) <= _MAX_ITEMS]
+        caches = [value for value in values if type(value) is _LRU_CACHE_TYPE and not _is_library_object(value)]
         self._caches = [(cache, cache.cache_info().currsize) for cache in caches]
 
     def put_back(self) -> None:
         for namespace, names in self._namespaces:
             for name, value in list(vars(namespace).items()):
                 before = names.get(name, _MISSING)
-                if value is not before and _is_of_trace(value):
+                if value is not before and _is_tracing_value(value):
                     delattr(namespace, name) if before is _MISSING else setattr(namespace, name, before)
         for container, content in self._containers:
-            if _is_of_trace(container):
-                refill(container, content)
+            if _is_tracing_value(container):
+                restore_container(container, content)
         for cache, size in self._caches:
             if cache.cache_info().currsize != size:
                 cache.cache_clear()  # it cannot be asked what it holds
 
 
-def _is_users(value: Any) -> bool:
+def _is_user_object(value: Any) -> bool:
     """Whether a value is an object with attributes that are the user's."""
     if isinstance(value, (torch.Tensor, type, types.ModuleType, types.FunctionType)) or type(getattr(value, "__dict__", None)) is not dict:
         return False
-    return isinstance(value, nn.Module) or not _is_foreign(type(value))
+    return isinstance(value, nn.Module) or not _is_library_object(type(value))
 
 
-def _is_of_trace(value: Any) -> bool:
+def _is_tracing_value(value: Any) -> bool:
     """Whether a value is of a trace, or holds what is."""
     if type(value) in (dict, list, tuple) and len(value) <= _MAX_ITEMS:
-        return any(isinstance(item, _OF_TRACES) for item in (list(value.values()) if type(value) is dict else value))
+        return any(isinstance(item, _TRACING_TYPES) for item in (list(value.values()) if type(value) is dict else value))
     if isinstance(value, nn.Module):
-        return any(isinstance(tensor, _OF_TRACES) for tensor in (*value.parameters(), *value.buffers()))
-    return isinstance(value, _OF_TRACES)
+        return any(isinstance(tensor, _TRACING_TYPES) for tensor in (*value.parameters(), *value.buffers()))
+    return isinstance(value, _TRACING_TYPES)
 
 
-def _content(container: Any) -> Any:
+def _shallow_copy(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else type(container)(container)
 
 
-def refill(container: Any, content: Any) -> None:
+def restore_container(container: Any, content: Any) -> None:
     """Let a container hold again what it held."""
     if isinstance(container, dict):
         for key in [key for key in container if key not in content]:
@@ -148,12 +148,12 @@ def refill(container: Any, content: Any) -> None:
         container.update(content) if isinstance(container, set) else container.extend(content)
 
 
-def _namespaces(model: nn.Module) -> list[Any]:
+def _user_namespaces(model: nn.Module) -> list[Any]:
     """The classes of a model's modules, and the modules of Python that they are in."""
-    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__ if not _is_foreign(cls))
+    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__ if not _is_library_object(cls))
     places = {cls.__module__: sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
     return [*classes, *places.values()]
 
 
-def _is_foreign(value: Any) -> bool:
-    return str(value.__module__).partition(".")[0] in _FOREIGN
+def _is_library_object(value: Any) -> bool:
+    return str(value.__module__).partition(".")[0] in _LIBRARY_PACKAGES

@@ -15,19 +15,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["variances_as_they_are"]
+__all__ = ["skip_variance_checks"]
 
 _gaussian_nll_loss = F.gaussian_nll_loss
 
 
 @contextlib.contextmanager
-def variances_as_they_are() -> Iterator[None]:
+def skip_variance_checks() -> Iterator[None]:
     """A context in which this loss can be exported."""
-    with mock.patch.object(F, "gaussian_nll_loss", _unlooked):
+    with mock.patch.object(F, "gaussian_nll_loss", _gaussian_nll_loss_unchecked):
         yield
 
 
-def _unlooked(input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean") -> Tensor:
+def _gaussian_nll_loss_unchecked(
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+) -> Tensor:
     is_column = isinstance(var, Tensor) and var.dim() == input.dim() - 1 and var.shape == input.shape[:-1]
     if not torch.compiler.is_exporting() or not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
         return _gaussian_nll_loss(input, target, var, full=full, eps=eps, reduction=reduction)  # it says what is wrong

@@ -1,4 +1,4 @@
-"""``linear`` along the channels of an image: a convolution with a kernel of one pixel."""
+"""``decompose_linear`` along the channels of an image: a convolution with a kernel of one pixel."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import replace
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Node, Ref
 
-__all__ = ["linear"]
+__all__ = ["decompose_linear"]
 
 
-def linear(node: Node, matrix: Node, image: Node, axes: Axes) -> tuple[Node, Node]:
-    """The kernel and the convolution that stand for ``linear`` on an image with one dimension of channels.
+def decompose_linear(node: Node, matrix: Node, image: Node, axes: Axes) -> tuple[Node, Node]:
+    """The kernel and the convolution that stand for ``decompose_linear`` on an image with one dimension of channels.
 
     Args:
         node: the model's operator.
@@ -25,7 +25,7 @@ def linear(node: Node, matrix: Node, image: Node, axes: Axes) -> tuple[Node, Nod
         matrix,
         name=f"{node.name}__kernel",
         kind="operator",
-        target="sft.aligned",
+        target="sft.align_dims",
         shape=shape,
         arguments=(("self", Ref(matrix.name)), ("shape", shape)),
         module_path=node.module_path,

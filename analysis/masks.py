@@ -20,19 +20,19 @@ from dataclasses import replace
 from typing import Any
 
 from sft.analysis.graph import Graph, Node, Ref
-from sft.analysis.repeated import drawing
+from sft.analysis.repeated import with_rng_arguments
 from sft.errors import UnsupportedError
 
-__all__ = ["DRAWN_TARGETS", "SEED", "with_positional_masks"]
+__all__ = ["RANDOM_TARGETS", "SEED_NAME", "make_rng_positional"]
 
 #: The name of the leaf.
-SEED = "sft_seed"
+SEED_NAME = "sft_seed"
 #: Operators that draw.
-DRAWN_TARGETS = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
+RANDOM_TARGETS = frozenset({"sft.dropout", "sft.mask", "sft.noise"})
 
-_DROPOUTS = frozenset({"aten.native_dropout.default", "aten.dropout.default"})
+_DROPOUT_OPS = frozenset({"aten.native_dropout.default", "aten.dropout.default"})
 #: Operators that only lend their shape to the draw, and their operand where they have one.
-_BLANKS = frozenset(
+_SHAPE_ONLY_FACTORIES = frozenset(
     {
         "aten.empty_like.default",
         "aten.zeros_like.default",
@@ -46,13 +46,13 @@ _BLANKS = frozenset(
     }
 )
 #: Noise of another value's shape, and of a shape that is given.
-_LIKE = {"aten.rand_like.default": "uniform", "aten.randn_like.default": "normal"}
-_OF_A_SHAPE = {"aten.rand.default": "uniform", "aten.randn.default": "normal"}
-_FLOOR = "aten.floor.default"
-_OF_ANOTHER = frozenset({"aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default"})
+_RANDOM_LIKE_OPS = {"aten.rand_like.default": "uniform", "aten.randn_like.default": "normal"}
+_RANDOM_SHAPE_OPS = {"aten.rand.default": "uniform", "aten.randn.default": "normal"}
+_FLOOR_OP = "aten.floor.default"
+_LIKE_FACTORIES = frozenset({"aten.empty_like.default", "aten.zeros_like.default", "aten.ones_like.default"})
 
 
-def with_positional_masks(graph: Graph) -> Graph:
+def make_rng_positional(graph: Graph) -> Graph:
     """The graph with every random operator replaced; the graph itself where it has none.
 
     Raises:
@@ -60,45 +60,52 @@ def with_positional_masks(graph: Graph) -> Graph:
     """
     sites = 0
     nodes: list[Node] = []
-    floored = {found[0].name for node in graph.nodes if node.target == _FLOOR and (found := _floored(node, graph)) is not None}
+    floored = {
+        found[0].name for node in graph.nodes if node.target == _FLOOR_OP and (found := _match_floor_bernoulli(node, graph)) is not None
+    }
     for node in graph.nodes:
-        noise = None if node.name in floored else _noise(node, graph, sites)
-        drawn = _dropout(node, sites) or _mask(node, graph, sites) or noise or drawing(node, Ref(SEED), sites)
+        noise = None if node.name in floored else _positional_noise(node, graph, sites)
+        drawn = (
+            _positional_dropout(node, sites)
+            or _positional_mask(node, graph, sites)
+            or noise
+            or with_rng_arguments(node, Ref(SEED_NAME), sites)
+        )
         nodes.append(drawn or node)
         sites += drawn is not None
     if not sites:
         return graph
     first = next(i for i, node in enumerate(nodes) if node.kind == "operator")
-    nodes.insert(first, Node(name=SEED, kind="seed", target="seed", shape=(1,), dtype="int64", itemsize_bytes=8))
+    nodes.insert(first, Node(name=SEED_NAME, kind="seed", target="seed", shape=(1,), dtype="int64", itemsize_bytes=8))
     return replace(graph, nodes=tuple(nodes)).without_dead_operators()
 
 
-def _dropout(node: Node, site: int) -> Node | None:
-    if node.target not in _DROPOUTS or node.argument("train") is False:
+def _positional_dropout(node: Node, site: int) -> Node | None:
+    if node.target not in _DROPOUT_OPS or node.argument("train") is False:
         return None
-    return _drawn(node, "sft.dropout", node.argument("input"), site, p=node.argument("p"))
+    return _random_node(node, "sft.dropout", node.argument("input"), site, p=node.argument("p"))
 
 
-def _mask(node: Node, graph: Graph, site: int) -> Node | None:
+def _positional_mask(node: Node, graph: Graph, site: int) -> Node | None:
     if node.target == "aten.bernoulli.p":
         blank, keep = graph[node.argument("self").name], node.argument("p")
     elif node.target == "aten.bernoulli.default" and graph[node.argument("self").name].target == "aten.full.default":
         blank = graph[node.argument("self").name]
         keep = blank.argument("fill_value")
-    elif node.target == _FLOOR and (found := _floored(node, graph)) is not None:
+    elif node.target == _FLOOR_OP and (found := _match_floor_bernoulli(node, graph)) is not None:
         blank, keep = found
     else:
         return None
-    return _drawn(node, "sft.mask", _like(node, blank, "torch.empty_like(image).bernoulli_(p)"), site, p=1 - keep)
+    return _random_node(node, "sft.mask", _shape_source(node, blank, "torch.empty_like(image).bernoulli_(p)"), site, p=1 - keep)
 
 
-def _noise(node: Node, graph: Graph, site: int) -> Node | None:
+def _positional_noise(node: Node, graph: Graph, site: int) -> Node | None:
     """Noise: numbers of a distribution, times a scale and plus a shift."""
     scale, shift = 1.0, 0.0
-    if node.target in _LIKE:
-        distribution, remedy = _LIKE[node.target], ""
-    elif node.target in _OF_A_SHAPE:
-        distribution = _OF_A_SHAPE[node.target]
+    if node.target in _RANDOM_LIKE_OPS:
+        distribution, remedy = _RANDOM_LIKE_OPS[node.target], ""
+    elif node.target in _RANDOM_SHAPE_OPS:
+        distribution = _RANDOM_SHAPE_OPS[node.target]
         remedy = "torch.rand_like(image)" if distribution == "uniform" else "torch.randn_like(image)"
     elif node.target == "aten.uniform.default":
         distribution, remedy, shift = "uniform", "torch.rand_like(image)", float(node.argument("from", 0.0))
@@ -113,24 +120,24 @@ def _noise(node: Node, graph: Graph, site: int) -> Node | None:
     if not node.is_floating:
         return None
     blank = graph[node.argument("self").name] if node.operands else node
-    like = _like(node, blank, remedy) if node.target not in _LIKE else node.argument("self")
-    return _drawn(node, "sft.noise", like, site, distribution=distribution, scale=scale, shift=shift)
+    like = _shape_source(node, blank, remedy) if node.target not in _RANDOM_LIKE_OPS else node.argument("self")
+    return _random_node(node, "sft.noise", like, site, distribution=distribution, scale=scale, shift=shift)
 
 
-def _like(node: Node, blank: Node, remedy: str) -> Ref | None:
+def _shape_source(node: Node, blank: Node, remedy: str) -> Ref | None:
     """The value whose shape is drawn, ``None`` for a shape that is a constant.
 
     Raises:
         UnsupportedError: the shape follows the image without following one of its values.
     """
-    like = blank.argument("self") if blank.target in _OF_ANOTHER else None if _is_blank(blank) else Ref(blank.name)
+    like = blank.argument("self") if blank.target in _LIKE_FACTORIES else None if _is_shape_only(blank) else Ref(blank.name)
     if like is None and not all(isinstance(extent, int) for extent in node.shape):
         what = "a mask" if "bernoulli" in remedy else "noise"
         raise UnsupportedError([f"{node.label}: {what} of shape {node.shape} follows the image's size; draw it with {remedy}"])
     return like
 
 
-def _floored(node: Node, graph: Graph) -> tuple[Node, float] | None:
+def _match_floor_bernoulli(node: Node, graph: Graph) -> tuple[Node, float] | None:
     """The draw behind ``floor(keep + rand(shape))``, and the probability ``keep``."""
     total = graph[node.operands[0]]
     given = [value for _, value in total.arguments[:2]]
@@ -141,10 +148,10 @@ def _floored(node: Node, graph: Graph) -> tuple[Node, float] | None:
     return (drawn, float(keep)) if is_only and drawn.target == "aten.rand.default" and 0 <= keep <= 1 else None
 
 
-def _is_blank(node: Node) -> bool:
-    return node.target in _BLANKS or node.target in _OF_A_SHAPE or node.target == "aten.full.default"
+def _is_shape_only(node: Node) -> bool:
+    return node.target in _SHAPE_ONLY_FACTORIES or node.target in _RANDOM_SHAPE_OPS or node.target == "aten.full.default"
 
 
-def _drawn(node: Node, target: str, operand: Ref | None, site: int, **how: Any) -> Node:
-    arguments: tuple[tuple[str, Any], ...] = (("self", operand), ("seed", Ref(SEED)), ("site", site), *how.items())
+def _random_node(node: Node, target: str, operand: Ref | None, site: int, **how: Any) -> Node:
+    arguments: tuple[tuple[str, Any], ...] = (("self", operand), ("seed", Ref(SEED_NAME)), ("site", site), *how.items())
     return replace(node, target=target, arguments=arguments, effect="")

@@ -24,7 +24,7 @@ from typing import Any
 
 from sft.analysis.graph import Graph, Node, Ref
 
-__all__ = ["CUMULATIVE", "with_norms_apart"]
+__all__ = ["CUMULATIVE_MOMENTUM", "decompose_norms"]
 
 _BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
 _BATCH_NORM_NO_STATS = "aten._native_batch_norm_legit.no_stats"
@@ -35,19 +35,19 @@ _FROZEN_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "
 
 #: Stands for the momentum of a BatchNorm with ``momentum=None``, one over the number of batches so far, which a buffer holds: a number
 #: that nobody takes for one.
-CUMULATIVE = -1.2345e30
+CUMULATIVE_MOMENTUM = -1.2345e30
 
 
-def with_norms_apart(graph: Graph) -> Graph:
+def decompose_norms(graph: Graph) -> Graph:
     """The graph with every norm over the image replaced by its parts."""
-    parting = _Parting(graph)
+    parting = _NormDecomposer(graph)
     for node in graph.nodes:
         parting.nodes += parting.parts(node)
     updates = {target: name for name, target in graph.updates} | parting.updates
     return replace(graph, nodes=tuple(parting.nodes), updates=tuple((name, target) for target, name in updates.items()))
 
 
-class _Parting:
+class _NormDecomposer:
     """Norms taken apart one after the other.
 
     The exporter drops what an InstanceNorm writes into its buffers, so their next values are added here: as ``updates``, and as
@@ -64,37 +64,37 @@ class _Parting:
         graph = self.graph
         if node.target == "getitem":
             source = graph[node.argument("source").name]
-            if source.target == _BATCH_NORM and _is_apart(source, graph) and node.argument("index") in _RUNNING:
-                return [_running(node, source, graph)]
+            if source.target == _BATCH_NORM and _is_decomposed(source, graph) and node.argument("index") in _RUNNING_STATISTICS:
+                return [_running_statistic(node, source, graph)]
             return [replace(node, target=source.target, arguments=(*source.arguments, ("result", node.argument("index"))))]
         if node.target == _INSTANCE_NORM:
             return self._instance_norm(node)
-        if not _is_apart(node, graph):
+        if not _is_decomposed(node, graph):
             return [node]
         if node.target in (_BATCH_NORM, _BATCH_NORM_NO_STATS):
-            return _norm(node, groups=node.shape[1], per_sample=False)
+            return _decompose_norm(node, groups=node.shape[1], per_sample=False)
         if node.target == _GROUP_NORM:
-            return _norm(node, groups=node.argument("num_groups"), per_sample=True)
+            return _decompose_norm(node, groups=node.argument("num_groups"), per_sample=True)
         return [node]
 
     def _instance_norm(self, node: Node) -> list[Node]:
         if not node.argument("use_input_stats"):
             kept = [(key, value) for key, value in node.arguments if key in _FROZEN_ARGUMENTS]
             return [replace(node, target=_FROZEN_NORM, arguments=tuple(kept))]
-        buffers = {which: node.argument(which) for which in _RUNNING.values()}
+        buffers = {which: node.argument(which) for which in _RUNNING_STATISTICS.values()}
         if None in buffers.values():
-            return _norm(node, groups=node.shape[1], per_sample=True) if _is_apart(node, self.graph) else [node]
+            return _decompose_norm(node, groups=node.shape[1], per_sample=True) if _is_decomposed(node, self.graph) else [node]
         if not all(self._is_own(buffer.name) for buffer in buffers.values()):
             return [node]
-        parts = _norm(node, groups=node.shape[1], per_sample=True)
+        parts = _decompose_norm(node, groups=node.shape[1], per_sample=True)
         for which, buffer in buffers.items():
             held = self.graph[buffer.name]
             arguments = (
-                ("moments", Ref(_part_name(node, "moments"))),
+                ("moments", Ref(_suffixed_name(node, "moments"))),
                 ("running", Ref(self.updates.get(held.target, held.name))),
                 ("momentum", node.argument("momentum")),
             )
-            made = replace(held, name=_part_name(node, which), kind="operator", target=f"sft.{which}", arguments=arguments)
+            made = replace(held, name=_suffixed_name(node, which), kind="operator", target=f"sft.{which}", arguments=arguments)
             parts.append(replace(made, module_path=node.module_path))
             self.updates[held.target] = made.name
         return parts
@@ -105,21 +105,21 @@ class _Parting:
         return graph[name].kind == "buffer" and all(graph[user].target == _INSTANCE_NORM for user in graph.users[name])
 
 
-def _is_apart(node: Node, graph: Graph) -> bool:
+def _is_decomposed(node: Node, graph: Graph) -> bool:
     """Whether a norm is taken apart: those of images are, and those that update buffers, which have no derivative of torch's."""
     return len(node.shape) == graph.axes.rank or node.target == _BATCH_NORM
 
 
-def _norm(node: Node, *, groups: Any, per_sample: bool) -> list[Node]:
+def _decompose_norm(node: Node, *, groups: Any, per_sample: bool) -> list[Node]:
     image: Ref = node.argument("input")
     num_axes = len(node.shape) - 2
     ones = (1,) * num_axes
     batch = node.shape[0] if per_sample else 1
-    moments = _node(
+    moments = _derived_node(
         node, "moments", (batch, groups, 3), (("self", image), ("groups", groups), ("per_sample", per_sample), ("axes", num_axes))
     )
     operands = (("weight", node.argument("weight")), ("bias", node.argument("bias")))
-    scale_shift = _node(
+    scale_shift = _derived_node(
         node,
         "scale_shift",
         (batch, node.shape[1], *ones, 2),
@@ -130,25 +130,25 @@ def _norm(node: Node, *, groups: Any, per_sample: bool) -> list[Node]:
 
 
 #: Which of the functional BatchNorm's results are the running statistics' next values.
-_RUNNING = {3: "running_mean", 4: "running_var"}
+_RUNNING_STATISTICS = {3: "running_mean", 4: "running_var"}
 
 
-def _running(node: Node, source: Node, graph: Graph) -> Node:
-    which = _RUNNING[node.argument("index")]
+def _running_statistic(node: Node, source: Node, graph: Graph) -> Node:
+    which = _RUNNING_STATISTICS[node.argument("index")]
     arguments: tuple[tuple[str, Any], ...] = (
-        ("moments", Ref(_part_name(source, "moments"))),
+        ("moments", Ref(_suffixed_name(source, "moments"))),
         ("running", source.argument(which)),
         ("momentum", source.argument("momentum")),
     )
-    if source.argument("momentum") == CUMULATIVE:
-        buffer, num_calls = _traced_back(source.argument(which).name, which, graph)
+    if source.argument("momentum") == CUMULATIVE_MOMENTUM:
+        buffer, num_calls = _source_buffer(source.argument(which).name, which, graph)
         path = buffer.target.removesuffix(which)
         count = next(held for held in graph.nodes if held.kind == "buffer" and held.target == f"{path}num_batches_tracked")
         arguments += (("num_batches", Ref(count.name)), ("num_calls", num_calls))
     return replace(node, target=f"sft.{which}", arguments=arguments, module_path=source.module_path)
 
 
-def _traced_back(name: str, which: str, graph: Graph) -> tuple[Node, int]:
+def _source_buffer(name: str, which: str, graph: Graph) -> tuple[Node, int]:
     """The buffer behind a running statistic, and which call of the module within this step reads it, from 1."""
     num_calls, node = 1, graph[name]
     while node.kind == "operator":
@@ -157,16 +157,16 @@ def _traced_back(name: str, which: str, graph: Graph) -> tuple[Node, int]:
     return node, num_calls
 
 
-def _part_name(node: Node, part: str) -> str:
+def _suffixed_name(node: Node, part: str) -> str:
     return f"{node.name}__{part}"
 
 
-def _node(norm: Node, part: str, shape: tuple[Any, ...], arguments: tuple[tuple[str, Any], ...]) -> Node:
+def _derived_node(norm: Node, part: str, shape: tuple[Any, ...], arguments: tuple[tuple[str, Any], ...]) -> Node:
     # Statistics of a half type's elements, and what follows from them, are in fp32, as eager PyTorch accumulates them.
     dtype, itemsize_bytes = ("float32", 4) if norm.itemsize_bytes < 4 else (norm.dtype, norm.itemsize_bytes)
     return replace(
         norm,
-        name=_part_name(norm, part),
+        name=_suffixed_name(norm, part),
         target=f"sft.{part}",
         shape=shape,
         arguments=arguments,

@@ -13,20 +13,20 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from sft.analysis.byshape import Formula, instead_of
+from sft.analysis.byshape import Decomposition, override_decomposition
 
-__all__ = ["norms_by_shape"]
+__all__ = ["use_batch_norm_meta"]
 
-_FORMULA = "native_batch_norm_helper"
-_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "functional")
+_BATCH_NORM_DECOMPOSITION = "native_batch_norm_helper"
+_BATCH_NORM_ARGUMENTS = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "functional")
 
 
-def norms_by_shape() -> AbstractContextManager[None]:
+def use_batch_norm_meta() -> AbstractContextManager[None]:
     """A context in which batch norms on fake tensors are not computed; all as ever where this torch has another formula."""
-    return instead_of(_FORMULA, _ARGUMENTS, _result_of)
+    return override_decomposition(_BATCH_NORM_DECOMPOSITION, _BATCH_NORM_ARGUMENTS, _batch_norm_meta)
 
 
-def _result_of(formula: Formula) -> Formula:
+def _batch_norm_meta(formula: Decomposition) -> Decomposition:
     def result(
         input: Tensor,
         weight: Tensor | None,
@@ -47,25 +47,25 @@ def _result_of(formula: Formula) -> Formula:
         if training and not functional and running_mean is not None and running_var is not None:
             running_mean.copy_(running_mean)  # they are written to, as far as anybody who watches can see
             running_var.copy_(running_var)
-        return _like(input), mean, invstd, running_mean, running_var
+        return _empty_like(input), mean, invstd, running_mean, running_var
 
     return result
 
 
-def _like(value: Tensor) -> Tensor:
+def _empty_like(value: Tensor) -> Tensor:
     """A tensor laid out like another one; of one that is seen to be contiguous nobody has to prove it.
 
     Strides are products of sizes. What PyTorch itself lays out counts at least one element in each dimension.
     """
     rests: set[Any] = {1}
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if _expression(stride) not in rests:
+        if _sympy_expression(stride) not in rests:
             return torch.empty_like(value)
-        counted = {_expression(size), _expression(torch.sym_max(size, 1))}
+        counted = {_sympy_expression(size), _sympy_expression(torch.sym_max(size, 1))}
         rests = {rest * count for rest in rests for count in counted}
     return torch.empty(value.shape, dtype=value.dtype, device=value.device)
 
 
-def _expression(size: int | torch.SymInt) -> Any:
+def _sympy_expression(size: int | torch.SymInt) -> Any:
     """A size as SymPy writes it."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

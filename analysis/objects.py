@@ -17,21 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft.analysis.attributes import PLAIN, is_plain, own_attributes
-from sft.analysis.leftovers import refill
+from sft.analysis.attributes import PLAIN_TYPES, is_plain, user_attributes
+from sft.analysis.leftovers import restore_container
 
-__all__ = ["Holder", "Noticing", "ObjectChanges", "held_by", "objects_kept", "objects_set"]
+__all__ = ["AttributeOwner", "ObjectChangeHook", "ObjectChanges", "reachable_objects", "preserve_objects", "override_objects"]
 
 #: How deep, and how far, objects are looked through.
-_MOST_LEVELS, _MOST_ITEMS, _MOST_OF_ONE = 4, 20_000, 256
+_MAX_LEVELS, _MAX_OBJECTS, _MAX_ITEMS_OF_OBJECT = 4, 20_000, 256
 
-_CONTAINERS = (list, tuple, dict)
-_NOT_LOOKED_INTO = (*PLAIN, torch.Tensor, nn.Module, Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-_NOTHING = object()
-_LIBRARIES = frozenset({"torch", "numpy", "builtins", "sft", "threading", "logging"})
+_CONTAINER_TYPES = (list, tuple, dict)
+_OPAQUE_TYPES = (*PLAIN_TYPES, torch.Tensor, nn.Module, Enum, type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+_UNSET = object()
+_NON_USER_LIBRARIES = frozenset({"torch", "numpy", "builtins", "sft", "threading", "logging"})
 
 
-class Holder:
+class AttributeOwner:
     """An object or a class with attributes, by what it is and not by what it equals."""
 
     def __init__(self, value: Any) -> None:
@@ -68,45 +68,47 @@ class Holder:
 
 
 #: New values of plain attributes, by what has them and the attribute's name.
-ObjectChanges = dict[tuple[Holder, str], Any]
+ObjectChanges = dict[tuple[AttributeOwner, str], Any]
 
 
-def held_by(model: nn.Module) -> list[Any]:
+def reachable_objects(model: nn.Module) -> list[Any]:
     """What the modules hold besides tensors, modules and plain values, and their own classes; what these hold, too."""
-    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__ if not _is_of_a_library(cls))
+    classes = dict.fromkeys(cls for module in model.modules() for cls in type(module).__mro__ if not _is_library_class(cls))
     found, seen = list[Any](classes), set[int]()
     waiting = [(value, 1) for cls in classes for value in vars(cls).values()]
-    waiting += [(value, 1) for module in model.modules() for _, value in own_attributes(module) if type(value) not in PLAIN]
-    most = len(waiting) + _MOST_ITEMS
+    waiting += [(value, 1) for module in model.modules() for _, value in user_attributes(module) if type(value) not in PLAIN_TYPES]
+    most = len(waiting) + _MAX_OBJECTS
     for value, level in waiting:  # which grows
-        if isinstance(value, _NOT_LOOKED_INTO) or id(value) in seen:
+        if isinstance(value, _OPAQUE_TYPES) or id(value) in seen:
             continue
         seen.add(id(value))
-        is_container = isinstance(value, _CONTAINERS)
+        is_container = isinstance(value, _CONTAINER_TYPES)
         if not is_container:
             found.append(value)
-        if level < _MOST_LEVELS and len(waiting) < most:
-            items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else _attributes(value)
-            waiting += [(item, level + 1) for item in itertools.islice(items, _MOST_OF_ONE) if type(item) not in PLAIN]
+        if level < _MAX_LEVELS and len(waiting) < most:
+            items = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else _attribute_values(value)
+            waiting += [(item, level + 1) for item in itertools.islice(items, _MAX_ITEMS_OF_OBJECT) if type(item) not in PLAIN_TYPES]
     return found
 
 
-def _attributes(value: Any) -> list[Any]:
+def _attribute_values(value: Any) -> list[Any]:
     return list(vars(value).values()) if _has_attributes(value) else []
 
 
 def _has_attributes(value: Any) -> bool:
-    return isinstance(getattr(value, "__dict__", None), dict) and not _is_of_a_library(type(value))
+    return isinstance(getattr(value, "__dict__", None), dict) and not _is_library_class(type(value))
 
 
-def _is_of_a_library(cls: type) -> bool:
-    return str(cls.__module__).partition(".")[0] in _LIBRARIES
+def _is_library_class(cls: type) -> bool:
+    return str(cls.__module__).partition(".")[0] in _NON_USER_LIBRARIES
 
 
 @contextlib.contextmanager
-def objects_kept(model: nn.Module) -> Iterator[ObjectChanges]:
+def preserve_objects(model: nn.Module) -> Iterator[ObjectChanges]:
     """Put back what calls set meanwhile; the dictionary gets what the first one changes plain attributes to."""
-    noticing = Noticing([Holder(value) for value in held_by(model) if isinstance(value, type) or _has_attributes(value)])
+    noticing = ObjectChangeHook(
+        [AttributeOwner(value) for value in reachable_objects(model) if isinstance(value, type) or _has_attributes(value)]
+    )
     try:
         with model.register_forward_pre_hook(noticing), model.register_forward_hook(noticing):
             yield noticing.changes
@@ -114,15 +116,15 @@ def objects_kept(model: nn.Module) -> Iterator[ObjectChanges]:
         noticing.restore()
 
 
-class Noticing:
+class ObjectChangeHook:
     """A hook that looks at objects when a call of a model begins, and when it ends.
 
     Not before or behind that: other threads may go on with what they hold.
     """
 
-    def __init__(self, holders: Sequence[Holder]) -> None:
+    def __init__(self, holders: Sequence[AttributeOwner]) -> None:
         self._holders, self._is_over, self.changes = holders, False, ObjectChanges()
-        self._before: dict[Holder, dict[str, Any]] = {}
+        self._before: dict[AttributeOwner, dict[str, Any]] = {}
         self._contents: list[tuple[Any, Any]] = []
 
     def __call__(self, model: nn.Module, inputs: tuple[Any, ...], *outputs: Any) -> None:
@@ -141,9 +143,9 @@ class Noticing:
         contents = {id(value): content for value, content in self._contents}
         for holder, before in self._before.items():
             for name, value in holder.values().items():
-                old = before.get(name, _NOTHING)
+                old = before.get(name, _UNSET)
                 old = contents.get(id(old), old)
-                if value is not old and is_plain(value) and (old is _NOTHING or (is_plain(old) and value != old)):
+                if value is not old and is_plain(value) and (old is _UNSET or (is_plain(old) and value != old)):
                     self.changes[holder, name] = copy(value)
 
     def restore(self) -> None:
@@ -151,12 +153,12 @@ class Noticing:
         for holder, before in self._before.items():
             holder.restore(before)
         for value, content in self._contents:
-            refill(value, content)
+            restore_container(value, content)
         self._before, self._contents = {}, []
 
 
 @contextlib.contextmanager
-def objects_set(changes: ObjectChanges) -> Iterator[None]:
+def override_objects(changes: ObjectChanges) -> Iterator[None]:
     """Other values of attributes."""
     held = {holder: holder.values() for holder, _ in changes}
     try:

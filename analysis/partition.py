@@ -24,11 +24,11 @@ from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 from sft.analysis.tile import tile_lengths
 
-__all__ = ["KnownRuns", "KnownTiles", "Partition", "PartitionSegment", "least_tile_bytes", "partition"]
+__all__ = ["PartitionGraphCache", "PartitionShapeCache", "Partition", "PartitionSegment", "least_tile_bytes", "partition"]
 
 
 @dataclass(frozen=True, slots=True)
-class KnownRuns:
+class PartitionGraphCache:
     """What partitions of one graph have in common, whatever the size and their limit.
 
     Attributes:
@@ -41,7 +41,7 @@ class KnownRuns:
 
 
 @dataclass(frozen=True, slots=True)
-class KnownTiles:
+class PartitionShapeCache:
     """What partitions of one graph at one size have in common, whatever their limit.
 
     Attributes:
@@ -49,7 +49,7 @@ class KnownTiles:
         tile_bytes: of the smallest tile of a tiled segment.
     """
 
-    runs: KnownRuns = field(default_factory=KnownRuns)
+    runs: PartitionGraphCache = field(default_factory=PartitionGraphCache)
     tile_bytes: dict[tuple[str, ...], int] = field(default_factory=dict)
 
 
@@ -91,7 +91,7 @@ def partition(
     streamed: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     limit_bytes: int,
-    known: KnownTiles | None = None,
+    known: PartitionShapeCache | None = None,
 ) -> Partition:
     """Cut the operators ``names`` so that no value of ``limit_bytes`` or more is ever whole (Listing 3).
 
@@ -106,7 +106,7 @@ def partition(
         limit_bytes: the memory; a value that fills it does not fit.
         known: keeps what does not depend on the limit, for others at the same shapes. Default: `None`
     """
-    known = known or KnownTiles()
+    known = known or PartitionShapeCache()
     must_tile = [_value_bytes(graph, shapes, name) >= limit_bytes for name in names]
     run = tuple(names)
     after = known.runs.post_dominators.get(run)
@@ -124,7 +124,7 @@ def partition(
         if kept:
             segments.append(PartitionSegment(names=tuple(kept), tiled=False))
             kept = []
-        segments.append(_tiled(graph, tuple(names[position : end + 1]), rows, streamed, shapes, limit_bytes, known))
+        segments.append(_tiled_segment(graph, tuple(names[position : end + 1]), rows, streamed, shapes, limit_bytes, known))
         position = end + 1
     if kept:
         segments.append(PartitionSegment(names=tuple(kept), tiled=False))
@@ -195,14 +195,14 @@ def _segment_end(start: int, must_tile: Sequence[bool], after: Sequence[int]) ->
     return end
 
 
-def _tiled(
+def _tiled_segment(
     graph: Graph,
     names: tuple[str, ...],
     rows: Mapping[str, Operator],
     streamed: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     limit_bytes: int,
-    known: KnownTiles,
+    known: PartitionShapeCache,
 ) -> PartitionSegment:
     dimensions = known.runs.dimensions.get(names)
     if dimensions is None:

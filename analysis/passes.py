@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from sft.analysis.annotate import annotated
-from sft.analysis.canonical import canonical
-from sft.analysis.gradients import with_buffers_kept
+from sft.analysis.annotate import infer_attributes
+from sft.analysis.canonical import canonicalize
+from sft.analysis.gradients import clone_updated_buffers
 from sft.analysis.graph import Graph
-from sft.analysis.masks import with_positional_masks
-from sft.analysis.norms import with_norms_apart
-from sft.analysis.transposed import with_overlaps_apart
-from sft.analysis.wrapped import with_wraps_apart
+from sft.analysis.masks import make_rng_positional
+from sft.analysis.norms import decompose_norms
+from sft.analysis.transposed import decompose_transposed_convolutions
+from sft.analysis.wrapped import decompose_circular_pads
 
-__all__ = ["in_terms_of_the_table"]
+__all__ = ["run_passes"]
 
 
-def in_terms_of_the_table(graph: Graph) -> Graph:
+def run_passes(graph: Graph) -> Graph:
     """The graph in the terms of the operator table, without what nobody reads.
 
     Raises:
         UnsupportedError: a mask whose shape follows the image without following one of its values.
     """
-    for rewrite in (canonical, annotated, with_norms_apart, with_overlaps_apart, with_wraps_apart, with_positional_masks):
+    for rewrite in (
+        canonicalize,
+        infer_attributes,
+        decompose_norms,
+        decompose_transposed_convolutions,
+        decompose_circular_pads,
+        make_rng_positional,
+    ):
         graph = rewrite(graph)
-    return with_buffers_kept(graph.without_dead_operators())
+    return clone_updated_buffers(graph.without_dead_operators())

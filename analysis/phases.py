@@ -21,12 +21,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from sft.analysis.delays import delayed
+from sft.analysis.delays import retime
 from sft.analysis.graph import Graph, Node
-from sft.analysis.operators import STATISTICS, WHOLE, Operator, operator_of, refusal
+from sft.analysis.operators import STATISTICS, WHOLE, Operator, operator_of, refusal_reason
 from sft.errors import UnsupportedError
 
-__all__ = ["Phase", "Phases", "find_phases"]
+__all__ = ["Phase", "PhasedGraph", "find_phases"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Phase:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Phases:
+class PhasedGraph:
     """The sorted graph.
 
     Attributes:
@@ -58,19 +58,19 @@ class Phases:
     whole_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
-def find_phases(graph: Graph) -> Phases:
+def find_phases(graph: Graph) -> PhasedGraph:
     """Classify every value and sort the operators.
 
     Raises:
         UnsupportedError: listing every operator without an exact rule, with its module path and a remedy.
     """
-    found = _classified(graph, has_pixels=True)
-    if _spreads_a_pixel(graph, *found[:2]):
-        found = _classified(graph, has_pixels=False)
-    return _sorted(graph, frozenset(found[0]), found[1], found[2])
+    found = _classify_values(graph, has_pixels=True)
+    if _broadcasts_single_pixel(graph, *found[:2]):
+        found = _classify_values(graph, has_pixels=False)
+    return _sort_into_phases(graph, frozenset(found[0]), found[1], found[2])
 
 
-def _classified(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[str, Operator], dict[str, str]]:
+def _classify_values(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[str, Operator], dict[str, str]]:
     """The values that come in strips, the table's row of each operator, and why it runs whole although it reads one of these.
 
     Args:
@@ -86,13 +86,13 @@ def _classified(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[str, 
     problems: list[str] = []
     depends = graph.descendants(graph.inputs)
     for node in graph.operators:
-        refused = refusal(node, graph)
+        refused = refusal_reason(node, graph)
         if refused is not None:
             if refused not in problems:  # an operator with several results is as many nodes
                 problems.append(refused)
             continue
         row, why = operator_of(node, graph, streamed)
-        if not has_pixels and row.role == "stream" and _is_pixel(graph, node.name):
+        if not has_pixels and row.role == "stream" and _is_single_pixel(graph, node.name):
             row, why = WHOLE, [f"{node.label}: makes a single pixel of the image"]
         if why:
             reasons[node.name] = why[0]
@@ -107,17 +107,17 @@ def _classified(graph: Graph, *, has_pixels: bool) -> tuple[set[str], dict[str, 
     return streamed, rows, reasons
 
 
-def _spreads_a_pixel(graph: Graph, streamed: Collection[str], rows: Mapping[str, Operator]) -> bool:
+def _broadcasts_single_pixel(graph: Graph, streamed: Collection[str], rows: Mapping[str, Operator]) -> bool:
     """Whether a single pixel that comes in strips is spread over a larger image (a gate made by a convolution as large as the image)."""
     for node in graph.operators:
         if rows[node.name].role == "stream":
-            pixels = [_is_pixel(graph, name) for name in rows[node.name].streamed_operands(node, streamed)]
+            pixels = [_is_single_pixel(graph, name) for name in rows[node.name].streamed_operands(node, streamed)]
             if any(pixels) and not all(pixels):
                 return True
     return False
 
 
-def _is_pixel(graph: Graph, name: str) -> bool:
+def _is_single_pixel(graph: Graph, name: str) -> bool:
     """Whether a value is as small as a single pixel along all axes, at every size."""
     return graph.axes.are_of(graph[name].shape) and all(extent == 1 for extent in graph.axes.of(graph[name].shape))
 
@@ -140,7 +140,7 @@ def _is_image_like(graph: Graph, node: Node, operands: Collection[str]) -> bool:
     )
 
 
-def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator], reasons: Mapping[str, str]) -> Phases:
+def _sort_into_phases(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator], reasons: Mapping[str, str]) -> PhasedGraph:
     prologue = _prologue(graph)
     level: dict[str, int] = {node.name: 0 for node in graph.nodes if node.kind != "operator"}
     level.update(dict.fromkeys(prologue, -1))
@@ -155,7 +155,7 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator], r
         strips = rows[node.name].streamed_operands(node, streamed)
         late = [runs[node.name] and not (runs[name] and name in strips) for name in waits_for]
         level[node.name] = max((level[name] + is_late for name, is_late in zip(waits_for, late, strict=True)), default=0)
-    level = delayed(graph, level, runs, streamed, lambda name: rows[name].streamed_operands(graph[name], streamed))
+    level = retime(graph, level, runs, streamed, lambda name: rows[name].streamed_operands(graph[name], streamed))
     num_phases = max((level[node.name] for node in graph.operators), default=0) + 1
     phases = tuple(
         Phase(
@@ -167,7 +167,7 @@ def _sorted(graph: Graph, streamed: frozenset[str], rows: dict[str, Operator], r
     leaves = tuple(node for node in graph.nodes if node.kind != "operator")
     ordered: tuple[Node, ...] = leaves + tuple(graph[name] for phase in phases for name in (*phase.streamed, *phase.tail))
     found = replace(graph, nodes=ordered)
-    return Phases(graph=found, phases=phases, streamed=streamed, rows=rows, prologue=prologue, whole_reasons=reasons)
+    return PhasedGraph(graph=found, phases=phases, streamed=streamed, rows=rows, prologue=prologue, whole_reasons=reasons)
 
 
 def _prologue(graph: Graph) -> tuple[str, ...]:

@@ -18,45 +18,45 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from sft.analysis.attributes import Changes, Watching, attributes_kept
-from sft.analysis.norms import CUMULATIVE
-from sft.analysis.objects import Noticing, objects_kept
+from sft.analysis.attributes import AttributeChanges, AttributeChangeHook, preserve_attributes
+from sft.analysis.norms import CUMULATIVE_MOMENTUM
+from sft.analysis.objects import ObjectChangeHook, preserve_objects
 
 __all__ = [
-    "COMPUTING_WEIGHTS",
-    "USED_ON",
-    "dropping_channels",
-    "hooks_aside",
-    "is_gathering",
+    "REPARAMETRIZATION_HOOKS",
+    "COMPUTE_DEVICES",
+    "squeeze_label_channels",
+    "disable_root_hooks",
+    "is_fsdp_hook",
     "is_sharded",
-    "on_fake_tensors",
-    "on_whole_parameters",
-    "prepared",
+    "use_fake_tensors",
+    "use_unsharded_parameters",
+    "prepare_for_tracing",
 ]
 
-_GLOBAL = tuple(f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre"))
+_GLOBAL_HOOK_NAMES = tuple(f"_global_{name}_hooks" for name in ("forward", "forward_pre", "backward", "backward_pre"))
 
 #: Hooks that only compute a weight, which the capture follows.
-COMPUTING_WEIGHTS = (WeightNorm, SpectralNorm, BasePruningMethod)
+REPARAMETRIZATION_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 #: Parameters that are elsewhere than on the device that the model runs on, and this device: those that are streamed.
-USED_ON: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+COMPUTE_DEVICES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 @contextlib.contextmanager
-def prepared(model: nn.Module) -> Iterator[Changes]:
+def prepare_for_tracing(model: nn.Module) -> Iterator[AttributeChanges]:
     """A model that the exporter can trace; behind it, what `forward` has changed of its plain attributes."""
     with (
-        _momenta_known(model),
-        attributes_kept(model) as changes,
-        hooks_aside(model),
-        _tensors_replaced(model, _as_parameter, buffers=False),
+        _fix_cumulative_momentum(model),
+        preserve_attributes(model) as changes,
+        disable_root_hooks(model),
+        _swap_tensors(model, _as_parameter, buffers=False),
     ):
         yield changes
 
 
 @contextlib.contextmanager
-def dropping_channels(model: nn.Module, lacking: Sequence[bool]) -> Iterator[None]:
+def squeeze_label_channels(model: nn.Module, lacking: Sequence[bool]) -> Iterator[None]:
     """Let the model take, for inputs that lack channels, images of one channel: it is taken away before the model sees them.
 
     So labels ``[N, H, W]`` are images ``[N, 1, H, W]`` to everything else.
@@ -64,11 +64,11 @@ def dropping_channels(model: nn.Module, lacking: Sequence[bool]) -> Iterator[Non
     if not any(lacking):
         yield
         return
-    with model.register_forward_pre_hook(_Dropping(lacking), prepend=True):
+    with model.register_forward_pre_hook(_SqueezeChannelHook(lacking), prepend=True):
         yield
 
 
-class _Dropping:
+class _SqueezeChannelHook:
     """A hook of ours."""
 
     def __init__(self, lacking: Sequence[bool]) -> None:
@@ -79,30 +79,30 @@ class _Dropping:
 
 
 @contextlib.contextmanager
-def on_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+def use_fake_tensors(model: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
     """A model whose parameters and buffers are fake. (``functional_call`` loses the originals of modules that have two names.)"""
-    replaced = _tensors_replaced(model, mode.from_tensor, buffers=True)
-    with on_whole_parameters(model, mode), replaced, attributes_kept(model), objects_kept(model):
+    replaced = _swap_tensors(model, mode.from_tensor, buffers=True)
+    with use_unsharded_parameters(model, mode), replaced, preserve_attributes(model), preserve_objects(model):
         yield
 
 
 @contextlib.contextmanager
-def on_whole_parameters(model: nn.Module, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+def use_unsharded_parameters(model: nn.Module, mode: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
     """A model whose sharded parameters are whole, and whose streamed ones are on the device, without their content: made in this mode,
     which makes them fake."""
 
     def is_elsewhere(value: torch.Tensor) -> bool:
-        return is_sharded(value) or USED_ON.get(value, value.device) != value.device
+        return is_sharded(value) or COMPUTE_DEVICES.get(value, value.device) != value.device
 
     def whole(value: torch.Tensor) -> torch.Tensor:
         if not is_elsewhere(value):
             return value
         with mode:
-            device = USED_ON.get(value, value.device)
+            device = COMPUTE_DEVICES.get(value, value.device)
             return nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=device), requires_grad=value.requires_grad)
 
     if any(map(is_elsewhere, model.parameters())):
-        with _tensors_replaced(model, whole, buffers=False):
+        with _swap_tensors(model, whole, buffers=False):
             yield
     else:
         yield
@@ -113,13 +113,13 @@ def is_sharded(value: torch.Tensor) -> bool:
     return hasattr(value, "device_mesh")
 
 
-def is_gathering(hook: Any) -> bool:
+def is_fsdp_hook(hook: Any) -> bool:
     """Whether a hook is one by which ``fully_shard`` gathers and frees weights."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp._fully_shard")
 
 
 @contextlib.contextmanager
-def _tensors_replaced(model: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool) -> Iterator[None]:
+def _swap_tensors(model: nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor], *, buffers: bool) -> Iterator[None]:
     """Other tensors in the place of parameters, and of buffers; those that are shared stay shared."""
     dictionaries: list[dict[str, Any]] = [module._parameters for module in model.modules()]
     dictionaries += [module._buffers for module in model.modules()] if buffers else []
@@ -144,7 +144,7 @@ def _as_parameter(value: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def hooks_aside(model: nn.Module) -> Iterator[None]:
+def disable_root_hooks(model: nn.Module) -> Iterator[None]:
     """Take the root's own hooks off: they run around each call of the compiled model, as they do in eager PyTorch, and not inside.
 
     Hooks for all modules (such as a FLOP counter's) would run on fake tensors, and are off as well; so are those that gather weights.
@@ -155,10 +155,11 @@ def hooks_aside(model: nn.Module) -> Iterator[None]:
         stay = {
             key: hook
             for key, hook in hooks.items()
-            if isinstance(hook, (*COMPUTING_WEIGHTS, _Dropping, Watching, Noticing)) or (module is not model and not is_gathering(hook))
+            if isinstance(hook, (*REPARAMETRIZATION_HOOKS, _SqueezeChannelHook, AttributeChangeHook, ObjectChangeHook))
+            or (module is not model and not is_fsdp_hook(hook))
         }
         vars(module)[name] = OrderedDict(stay)
-    everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL]
+    everywhere = [(hooks, dict(hooks)) for name, hooks in vars(nn.modules.module).items() if name in _GLOBAL_HOOK_NAMES]
     for hooks, _ in everywhere:
         hooks.clear()
     try:
@@ -171,7 +172,7 @@ def hooks_aside(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _momenta_known(model: nn.Module) -> Iterator[None]:
+def _fix_cumulative_momentum(model: nn.Module) -> Iterator[None]:
     """Give BatchNorms that average over all batches so far a number for their momentum, which would depend on a buffer's value."""
     # Out of training the momentum goes nowhere.
     averaging = [
@@ -181,7 +182,7 @@ def _momenta_known(model: nn.Module) -> Iterator[None]:
     ]
     try:
         for module in averaging:
-            module.momentum = CUMULATIVE
+            module.momentum = CUMULATIVE_MOMENTUM
         yield
     finally:
         for module in averaging:

@@ -2,9 +2,9 @@
 
 ``matmul``, ``bmm`` and ``einsum`` of two operands are read with a letter for each dimension, as ``einsum`` writes them. Two forms stream:
 
-* ``sft.contracted``: both operands are images, and what is summed over are all axes of the image (a pooling by attention, Gram matrices,
+* ``sft.contract_pixels``: both operands are images, and what is summed over are all axes of the image (a pooling by attention, Gram matrices,
   the keys times the values of linear attention). A reduction.
-* ``sft.mixed``: one operand is an image, the other a matrix for each sample; what is summed over are channels.
+* ``sft.mix_channels``: one operand is an image, the other a matrix for each sample; what is summed over are channels.
 
 Products that pair pixels with pixels (self-attention) run whole.
 """
@@ -17,22 +17,22 @@ from math import prod
 from string import ascii_letters
 from typing import Any
 
-from sft.analysis.extents import same
+from sft.analysis.extents import same_shape
 from sft.analysis.graph import Node, Ref
-from sft.analysis.layout import Layout
+from sft.analysis.layout import DimLayout
 
-__all__ = ["PRODUCTS", "Factor", "letters_of", "product"]
+__all__ = ["MATRIX_PRODUCTS", "ContractionOperand", "product_letters", "decompose_product"]
 
-PRODUCTS = frozenset({"aten.matmul.default", "aten.bmm.default", "aten.einsum.default"})
+MATRIX_PRODUCTS = frozenset({"aten.matmul.default", "aten.bmm.default", "aten.einsum.default"})
 
 
 @dataclass(frozen=True, slots=True)
-class Factor:
+class ContractionOperand:
     """An operand: its letters, the node that holds it, and how it lies in an image (``None``: it is no image)."""
 
     letters: str
     node: Node
-    layout: Layout | None
+    layout: DimLayout | None
 
     def dims(self, letter: str) -> tuple[int, ...]:
         """The dimensions of the node that a letter runs over."""
@@ -48,7 +48,7 @@ class Factor:
         return tuple(dim for letter in letters for dim in self.dims(letter))
 
 
-def letters_of(node: Node, ranks: Sequence[int]) -> tuple[str, str, str] | None:
+def product_letters(node: Node, ranks: Sequence[int]) -> tuple[str, str, str] | None:
     """A letter for each dimension of the two operands and of the result; ``None`` where they broadcast or repeat one."""
     if node.target != "aten.einsum.default":
         if not ranks[0] == ranks[1] >= 3:
@@ -62,17 +62,21 @@ def letters_of(node: Node, ranks: Sequence[int]) -> tuple[str, str, str] | None:
     return terms
 
 
-def product(node: Node, left: Factor, right: Factor, out: str, num_axes: int) -> tuple[tuple[Node, ...], Layout | None] | None:
+def decompose_product(
+    node: Node, left: ContractionOperand, right: ContractionOperand, out: str, num_axes: int
+) -> tuple[tuple[Node, ...], DimLayout | None] | None:
     """The nodes that stand for a product, and how its result lies in an image, if it does; ``None`` where no form of it streams."""
     if left.layout is not None and right.layout is not None:
-        return _contracted(node, left, right, out, num_axes)
+        return _contract_pixels(node, left, right, out, num_axes)
     image, matrix = (left, right) if left.layout is not None else (right, left)
-    return _mixed(node, image, matrix, out, num_axes)
+    return _mix_channels(node, image, matrix, out, num_axes)
 
 
-def _contracted(node: Node, left: Factor, right: Factor, out: str, num_axes: int) -> tuple[tuple[Node, ...], None] | None:
+def _contract_pixels(
+    node: Node, left: ContractionOperand, right: ContractionOperand, out: str, num_axes: int
+) -> tuple[tuple[Node, ...], None] | None:
     summed = [letter for letter in left.letters if letter in right.letters and letter not in out]
-    axes = [_axes_of(factor, summed, num_axes) for factor in (left, right)]
+    axes = [_axes_of_letters(factor, summed, num_axes) for factor in (left, right)]
     both = [letter for letter in out if letter in left.letters and letter in right.letters]
     groups = [letter for letter in both if not left.dims(letter) == right.dims(letter) == (0,)]
     free = [[letter for letter in out if letter in factor.letters and letter not in both] for factor in (left, right)]
@@ -80,8 +84,8 @@ def _contracted(node: Node, left: Factor, right: Factor, out: str, num_axes: int
     is_complete = sorted(order) == sorted(out) and set(left.letters + right.letters) == {*summed, *out}
     if len(both) != len(groups) + 1 or not is_complete or axes[0] != axes[1] or sorted(axes[0]) != list(range(num_axes)):
         return None
-    parts = [_channels(factor, groups, rest, num_axes) for factor, rest in zip((left, right), free, strict=True)]
-    if None in parts or not same([left.extent(g) for g in groups], [right.extent(g) for g in groups]):
+    parts = [_split_channels(factor, groups, rest, num_axes) for factor, rest in zip((left, right), free, strict=True)]
+    if None in parts or not same_shape([left.extent(g) for g in groups], [right.extent(g) for g in groups]):
         return None
     extents = {letter: (left if letter in left.letters else right).extent(letter) for letter in order}
     shape = tuple(extents[letter] for letter in order)
@@ -93,15 +97,17 @@ def _contracted(node: Node, left: Factor, right: Factor, out: str, num_axes: int
         ("shape", shape),
         ("axes", num_axes),
     )
-    made = replace(node, target="sft.contracted", shape=shape, arguments=arguments)
+    made = replace(node, target="sft.contract_pixels", shape=shape, arguments=arguments)
     if order == list(out):
         return (made,), None
     made = replace(made, name=f"{node.name}__contracted")
     turned = (("self", Ref(made.name)), ("order", tuple(order.index(letter) for letter in out)), ("shape", node.shape))
-    return (made, replace(node, target="sft.restored", arguments=turned)), None
+    return (made, replace(node, target="sft.restore_dims", arguments=turned)), None
 
 
-def _mixed(node: Node, image: Factor, matrix: Factor, out: str, num_axes: int) -> tuple[tuple[Node, ...], Layout] | None:
+def _mix_channels(
+    node: Node, image: ContractionOperand, matrix: ContractionOperand, out: str, num_axes: int
+) -> tuple[tuple[Node, ...], DimLayout] | None:
     first_axis = len(image.node.shape) - num_axes
     pixels = [letter for letter in image.letters if any(dim >= first_axis for dim in image.dims(letter))]
     samples = [letter for letter in image.letters if image.dims(letter) == (0,)]
@@ -112,10 +118,14 @@ def _mixed(node: Node, image: Factor, matrix: Factor, out: str, num_axes: int) -
         [*samples, *groups, *free, *pixels]
     )
     shared = [*samples, *groups, *summed]
-    if not is_read or len(samples) != 1 or sorted(_axes_of(image, pixels, num_axes)) != list(range(num_axes)):
+    if not is_read or len(samples) != 1 or sorted(_axes_of_letters(image, pixels, num_axes)) != list(range(num_axes)):
         return None
-    part = _channels(image, groups, summed, num_axes)
-    if part is None or set(image.letters) != {*shared, *pixels} or not same(*([f.extent(x) for x in shared] for f in (image, matrix))):
+    part = _split_channels(image, groups, summed, num_axes)
+    if (
+        part is None
+        or set(image.letters) != {*shared, *pixels}
+        or not same_shape(*([f.extent(x) for x in shared] for f in (image, matrix)))
+    ):
         return None
     inner = [prod(matrix.extent(letter) for letter in letters) for letters in (groups, free, summed)]
     order = tuple(matrix.letters.index(letter) for letter in (*samples, *groups, *free, *summed))
@@ -125,7 +135,7 @@ def _mixed(node: Node, image: Factor, matrix: Factor, out: str, num_axes: int) -
         matrix.node,
         name=f"{node.name}__matrix",
         kind="operator",
-        target="sft.restored",
+        target="sft.restore_dims",
         shape=shape,
         arguments=(("self", Ref(matrix.node.name)), ("order", order), ("shape", shape)),
         module_path=node.module_path,
@@ -133,19 +143,23 @@ def _mixed(node: Node, image: Factor, matrix: Factor, out: str, num_axes: int) -
     )
     channels = tuple(matrix.extent(letter) for letter in (*groups, *free)) or (1,)
     arguments = (("self", Ref(image.node.name)), ("matrix", Ref(turned.name)), ("part", part), ("channels", channels), ("axes", num_axes))
-    made = replace(node, target="sft.mixed", shape=(image.node.shape[0], *channels, *image.node.shape[first_axis:]), arguments=arguments)
+    made = replace(
+        node, target="sft.mix_channels", shape=(image.node.shape[0], *channels, *image.node.shape[first_axis:]), arguments=arguments
+    )
     shift = 1 + len(channels) - first_axis
     places: dict[str, tuple[int, ...]] = {letter: (1 + at,) for at, letter in enumerate((*groups, *free))}
     places |= {samples[0]: (0,), **{letter: tuple(dim + shift for dim in image.dims(letter)) for letter in pixels}}
-    return (turned, made), Layout(tuple(places[letter] for letter in out))
+    return (turned, made), DimLayout(tuple(places[letter] for letter in out))
 
 
-def _axes_of(factor: Factor, letters: Sequence[str], num_axes: int) -> list[int]:
+def _axes_of_letters(factor: ContractionOperand, letters: Sequence[str], num_axes: int) -> list[int]:
     """The axes that letters run over; others of its dimensions are negative."""
     return [dim - (len(factor.node.shape) - num_axes) for dim in factor.dims_of(letters)]
 
 
-def _channels(factor: Factor, groups: Sequence[str], rest: Sequence[str], num_axes: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _split_channels(
+    factor: ContractionOperand, groups: Sequence[str], rest: Sequence[str], num_axes: int
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The image's dimensions of channels that a product is made for each of, and the others; ``None`` where a letter is no channel."""
     first, second = factor.dims_of(groups), factor.dims_of(rest)
     channels = range(1, len(factor.node.shape) - num_axes)

@@ -3,7 +3,7 @@
 Python decides by ``torch.is_grad_enabled()``, ``weight.requires_grad`` or ``x.is_contiguous()``, and a graph has one side of the decision.
 A model that asks has a capture for each answer; most do not ask, and have one capture for all calls. So the trace itself is the same for
 all of them, with gradients and channels first, and only the answers differ. For tensors they are what the trace does, which then has inputs
-as the call has them (:attr:`Questions.needs_true_inputs`).
+as the call has them (:attr:`CallModeGuards.needs_true_inputs`).
 
 torch's own modules ask as well, for something faster that computes the same. They are answered as the trace is, and not noted.
 """
@@ -22,16 +22,16 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Answers", "Modes", "Question", "Questions"]
+__all__ = ["GuardValues", "CallModes", "GuardKind", "CallModeGuards"]
 
-Question = Literal["grad mode", "inference mode", "deterministic", "gradients", "layouts"]
+GuardKind = Literal["grad mode", "inference mode", "deterministic", "gradients", "layouts"]
 
 #: What was answered, in one order; comparable and hashable.
-Answers = tuple[tuple[Question, Any], ...]
+GuardValues = tuple[tuple[GuardKind, Any], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Modes:
+class CallModes:
     """What of a call `forward` may ask; as it is by default, the trace is.
 
     Attributes:
@@ -52,9 +52,9 @@ class Modes:
     channels_last: tuple[bool, ...] = ()
     weights_last: tuple[bool, ...] = ()
 
-    def answer(self, question: Question) -> Any:
+    def answer(self, question: GuardKind) -> Any:
         """What tells calls apart that are answered differently."""
-        answers: dict[Question, Any] = {
+        answers: dict[GuardKind, Any] = {
             "grad mode": self.grad_enabled,
             "inference mode": self.inference,
             "deterministic": self.deterministic,
@@ -63,17 +63,17 @@ class Modes:
         }
         return answers[question]
 
-    def answers(self, questions: Iterable[Question]) -> Answers:
+    def answers(self, questions: Iterable[GuardKind]) -> GuardValues:
         """The answers to these."""
         return tuple((question, self.answer(question)) for question in sorted(questions))
 
-    def agree(self, answers: Answers) -> bool:
+    def agree(self, answers: GuardValues) -> bool:
         """Whether this call is answered so."""
         return all(self.answer(question) == answer for question, answer in answers)
 
 
 #: What modules ask of tensors, and the answer where nothing computed has a gradient; ``None`` where that makes no difference.
-_OF_TENSORS: Mapping[Any, tuple[Question, Any]] = {
+_TENSOR_QUERIES: Mapping[Any, tuple[GuardKind, Any]] = {
     Tensor.requires_grad.__get__: ("gradients", (False,)),  # type: ignore[attr-defined]  # getset descriptors
     Tensor.is_leaf.__get__: ("gradients", (True,)),  # type: ignore[attr-defined]
     Tensor.grad_fn.__get__: ("gradients", (None,)),  # type: ignore[union-attr]
@@ -82,16 +82,16 @@ _OF_TENSORS: Mapping[Any, tuple[Question, Any]] = {
 }
 
 #: Functions of torch that tell a mode.
-_FUNCTIONS: Mapping[str, Question] = {
+_MODE_QUERIES: Mapping[str, GuardKind] = {
     "is_grad_enabled": "grad mode",
     "is_inference_mode_enabled": "inference mode",
     "are_deterministic_algorithms_enabled": "deterministic",
 }
 
-_SWITCHES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
+_MODE_SWITCHES = (torch.no_grad, torch.enable_grad, torch.set_grad_enabled, torch.inference_mode)
 
 
-class Questions:
+class CallModeGuards:
     """The questions of one trace.
 
     Args:
@@ -103,12 +103,12 @@ class Questions:
         enables_grad: whether `forward` itself switches gradients on, as under ``torch.enable_grad``.
     """
 
-    def __init__(self, modes: Modes, *, with_true_inputs: bool = False) -> None:
+    def __init__(self, modes: CallModes, *, with_true_inputs: bool = False) -> None:
         self.modes, self.with_true_inputs = modes, with_true_inputs
-        self.asked: set[Question] = set()
+        self.asked: set[GuardKind] = set()
         self.enables_grad = False
-        self._own: frozenset[Question] = frozenset()  # the modes that `forward` has switched, and that are what they are
-        self._outside: dict[Any, frozenset[Question]] = {}  # the same outside of a context that it is in
+        self._own: frozenset[GuardKind] = frozenset()  # the modes that `forward` has switched, and that are what they are
+        self._outside: dict[Any, frozenset[GuardKind]] = {}  # the same outside of a context that it is in
 
     @property
     def needs_true_inputs(self) -> bool:
@@ -121,24 +121,24 @@ class Questions:
         """While this is on, this thread's questions are answered."""
         self._own, self._outside = frozenset(), {}
         with contextlib.ExitStack() as stack:
-            for name, question in _FUNCTIONS.items():
+            for name, question in _MODE_QUERIES.items():
                 self._answer(stack, model, getattr(torch, name), question)
-            for switch in _SWITCHES:
+            for switch in _MODE_SWITCHES:
                 self._follow(stack, switch)
-            yield stack.enter_context(_OfTensors(self))
+            yield stack.enter_context(_TensorQueryRecorder(self))
 
-    def _answer(self, stack: contextlib.ExitStack, model: nn.Module, original: Callable[[], bool], question: Question) -> None:
+    def _answer(self, stack: contextlib.ExitStack, model: nn.Module, original: Callable[[], bool], question: GuardKind) -> None:
         thread = threading.get_ident()
 
         def answer() -> bool:
-            if threading.get_ident() != thread or _is_of_torch(sys._getframe(1)):
+            if threading.get_ident() != thread or _is_library_frame(sys._getframe(1)):
                 return original()
             self.asked.add(question)
             return original() if question in self._own else bool(self.modes.answer(question))
 
-        for namespace in (torch, *_namespaces(model)):
+        for namespace in (torch, *_model_namespaces(model)):
             for name in [name for name, value in vars(namespace).items() if value is original]:
-                _patch(stack, namespace, name, answer)
+                _patch_attribute(stack, namespace, name, answer)
 
     def _follow(self, stack: contextlib.ExitStack, switch: Any) -> None:
         """Notice what a switch of modes switches, and that it does no longer."""
@@ -163,31 +163,31 @@ class Questions:
             if threading.get_ident() == thread:
                 self._switched(context, sys._getframe(1))
 
-        _patch(stack, switch, "__enter__", entered)
-        _patch(stack, switch, "__exit__", left)
+        _patch_attribute(stack, switch, "__enter__", entered)
+        _patch_attribute(stack, switch, "__exit__", left)
         if switch is torch.set_grad_enabled:  # at once, and not when it is entered
-            _patch(stack, switch, "__init__", made)
+            _patch_attribute(stack, switch, "__init__", made)
 
     def _switched(self, context: Any, frame: FrameType) -> None:
         self._outside.setdefault(context, self._own)
         is_inference = isinstance(context, torch.inference_mode)
         self._own |= {"grad mode", "inference mode"} if is_inference else {"grad mode"}
         enables = isinstance(context, torch.enable_grad) or getattr(context, "mode", is_inference) != is_inference
-        if enables and not _is_of_torch(frame):
+        if enables and not _is_library_frame(frame):
             self.enables_grad = True
 
 
-class _OfTensors(TorchFunctionMode):
+class _TensorQueryRecorder(TorchFunctionMode):
     """Notes what is asked of tensors."""
 
-    def __init__(self, questions: Questions) -> None:
+    def __init__(self, questions: CallModeGuards) -> None:
         super().__init__()
         self._questions = questions
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = _OF_TENSORS.get(func)
-        if found is None or _is_of_torch(sys._getframe(1)):
+        found = _TENSOR_QUERIES.get(func)
+        if found is None or _is_library_frame(sys._getframe(1)):
             return func(*args, **kwargs)
         question, otherwise = found
         self._questions.asked.add(question)
@@ -196,12 +196,12 @@ class _OfTensors(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _patch(stack: contextlib.ExitStack, where: Any, name: str, value: Any) -> None:
+def _patch_attribute(stack: contextlib.ExitStack, where: Any, name: str, value: Any) -> None:
     stack.callback(setattr, where, name, vars(where)[name])
     setattr(where, name, value)
 
 
-def _is_of_torch(frame: FrameType) -> bool:
+def _is_library_frame(frame: FrameType) -> bool:
     """Whether torch's own code runs there, or ours; where torch enters a context for a function that is decorated, whose that is."""
     name = str(frame.f_globals.get("__name__"))
     if name == "torch.utils._contextlib":
@@ -209,7 +209,7 @@ def _is_of_torch(frame: FrameType) -> bool:
     return name.partition(".")[0] in ("torch", "sft")
 
 
-def _namespaces(model: nn.Module) -> list[Any]:
+def _model_namespaces(model: nn.Module) -> list[Any]:
     """The modules of Python that the model's classes are in: they may have bound a function of torch long before."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
     return [

@@ -10,21 +10,21 @@ from typing import Any
 
 import torch
 
-__all__ = ["plain_autograd", "quiet"]
+__all__ = ["without_autograd_debugging", "suppress_output"]
 
 #: Loggers that report what is raised as well.
-_TALKATIVE = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
+_NOISY_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export", "torch._subclasses.fake_tensor")
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
+def suppress_output() -> Iterator[None]:
     """Keep export's warnings and logs off the user's terminal; a failure is raised, not logged."""
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     levels = [logger.level for logger in loggers]
     try:
         for logger in loggers:
             logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(_Discard()):
+        with warnings.catch_warnings(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(_NullStream()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -32,7 +32,7 @@ def quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-class _Discard:
+class _NullStream:
     def write(self, text: str) -> int:
         return len(text)
 
@@ -41,7 +41,7 @@ class _Discard:
 
 
 @contextlib.contextmanager
-def plain_autograd() -> Iterator[None]:
+def without_autograd_debugging() -> Iterator[None]:
     """Trace without the caller's anomaly detection, which looks at numbers that a trace has not, and hooks on what autograd saves."""
     hooks: list[Any] = []
     while True:

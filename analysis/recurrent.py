@@ -13,26 +13,26 @@ from unittest import mock
 
 from torch._decomp import decompositions
 
-__all__ = ["states_in_shape"]
+__all__ = ["use_rnn_state_shapes"]
 
-_FORMULA = "_rnn_helper"
+_RNN_DECOMPOSITION = "_rnn_helper"
 
 
 @contextmanager
-def states_in_shape() -> Iterator[None]:
+def use_rnn_state_shapes() -> Iterator[None]:
     """A context in which the formula leaves states ``[N, H]``; all as ever where this torch has another formula."""
-    formula = getattr(decompositions, _FORMULA, None)
+    formula = getattr(decompositions, _RNN_DECOMPOSITION, None)
     if formula is None:
         yield
         return
 
     def result(*args: Any, **kwargs: Any) -> Any:
         out, states = formula(*args, **kwargs)
-        return out, [tuple(map(_in_shape, state)) if isinstance(state, tuple) else state for state in states]
+        return out, [tuple(map(_rnn_with_state_shapes, state)) if isinstance(state, tuple) else state for state in states]
 
-    with mock.patch.object(decompositions, _FORMULA, result):
+    with mock.patch.object(decompositions, _RNN_DECOMPOSITION, result):
         yield
 
 
-def _in_shape(state: Any) -> Any:
+def _rnn_with_state_shapes(state: Any) -> Any:
     return state.squeeze(0) if state.dim() == 3 else state

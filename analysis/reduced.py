@@ -4,8 +4,8 @@ Whatever reduces all axes of the image ends in a *global value*, one number or a
 
 * ``aten.sum.dim_IntList``, ``aten.mean.dim``: sums and means;
 * ``sft.moments``: mean, variance and count, also of all channels or of the whole batch together (:mod:`sft.analysis.norms`);
-* ``sft.extremes``: the largest (smallest) element and how often it occurs, since ``amax`` divides its gradient evenly;
-* ``sft.peak``: the largest element and its place, the first in row-major order, since a pooling's gradient goes to that one alone;
+* ``sft.minmax``: the largest (smallest) element and how often it occurs, since ``amax`` divides its gradient evenly;
+* ``sft.argmax``: the largest element and its place, the first in row-major order, since a pooling's gradient goes to that one alone;
 * ``sft.logsumexp``: a sum of exponentials that does not overflow.
 
 Norms are roots of sums, variances and deviations follow from moments, a softmax over the image is ``exp(x - logsumexp(x))`` pixel by
@@ -22,13 +22,24 @@ from typing import Any
 
 from sft.analysis.graph import Node, Ref
 
-__all__ = ["REDUCTIONS", "SOFTMAXES", "Chain", "Reduction", "peak", "pooled", "pooled_mean", "reduced", "softmax", "widened"]
+__all__ = [
+    "REDUCTIONS",
+    "SOFTMAXES",
+    "NodeSequence",
+    "ImageReduction",
+    "argmax_over_axes",
+    "reduce_over_axes",
+    "mean_over_axes",
+    "decompose_reduction",
+    "decompose_softmax",
+    "widen_half",
+]
 
-_WIDE = {"float16": "float32", "bfloat16": "float32"}
-_BYTES = {"float32": 4, "float64": 8, "int64": 8}
+_WIDE_DTYPES = {"float16": "float32", "bfloat16": "float32"}
+_ITEMSIZE_BYTES = {"float32": 4, "float64": 8, "int64": 8}
 
 
-class Chain:
+class NodeSequence:
     """Nodes that stand for one operator of the model; the last one takes its name."""
 
     def __init__(self, node: Node) -> None:
@@ -38,7 +49,7 @@ class Chain:
     def add(self, part: str, target: str, shape: Sequence[Any], arguments: Sequence[tuple[str, Any]], dtype: str | None = None) -> Node:
         """Add an operator."""
         kind = self.node.dtype if dtype is None else dtype
-        size = self.node.itemsize_bytes if kind == self.node.dtype else _BYTES.get(kind, 2)
+        size = self.node.itemsize_bytes if kind == self.node.dtype else _ITEMSIZE_BYTES.get(kind, 2)
         name = f"{self.node.name}__{part}"
         made = replace(
             self.node, name=name, target=target, shape=tuple(shape), arguments=tuple(arguments), dtype=kind, itemsize_bytes=size, effect=""
@@ -58,7 +69,7 @@ class Chain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
+class ImageReduction:
     """A reduction of an image over all of its axes, and maybe more.
 
     Attributes:
@@ -91,33 +102,39 @@ class Reduction:
         return not self.rest
 
 
-def reduced(reduction: Reduction) -> tuple[Node, ...] | None:
+def decompose_reduction(reduction: ImageReduction) -> tuple[Node, ...] | None:
     """The nodes that stand for a reduction; ``None`` where there is no form of it that streams."""
-    chain = Chain(reduction.node)
+    chain = NodeSequence(reduction.node)
     small = REDUCTIONS[reduction.node.target](chain, reduction)
     if small is None:
         return None
     small = chain.cast(small, reduction.node.dtype, "rounded")
-    return _as_the_model_has_it(chain, reduction, small)
+    return _restore_model_shape(chain, reduction, small)
 
 
-def _as_the_model_has_it(chain: Chain, reduction: Reduction, small: Node) -> tuple[Node, ...]:
+def _restore_model_shape(chain: NodeSequence, reduction: ImageReduction, small: Node) -> tuple[Node, ...]:
     """Put what is left of batch and channels into the model's order and shape."""
     left = sorted(set(range(len(reduction.lead))) - set(reduction.rest))
     order = [left.index(dim) for dim in reduction.order]
     if order != list(range(len(left))) or tuple(small.shape) != tuple(reduction.node.shape):
         arguments = (("self", Ref(small.name)), ("order", tuple(order)), ("shape", tuple(reduction.node.shape)))
-        chain.add("placed", "sft.restored", reduction.node.shape, arguments)
+        chain.add("placed", "sft.restore_dims", reduction.node.shape, arguments)
     return chain.finish()
 
 
-def widened(chain: Chain, image: Node) -> Node:
+def widen_half(chain: NodeSequence, image: Node) -> Node:
     """Half types are widened first: squares and exponentials of theirs leave their range."""
-    return chain.cast(image, _WIDE.get(image.dtype, image.dtype), "wide")
+    return chain.cast(image, _WIDE_DTYPES.get(image.dtype, image.dtype), "wide")
 
 
-def _small(
-    chain: Chain, target: str, value: Node, lead: Sequence[Any], rest: Sequence[int], extra: tuple[tuple[str, Any], ...], prefix: str = ""
+def _reduce_rest(
+    chain: NodeSequence,
+    target: str,
+    value: Node,
+    lead: Sequence[Any],
+    rest: Sequence[int],
+    extra: tuple[tuple[str, Any], ...],
+    prefix: str = "",
 ) -> Node:
     """The same reduction of what is left, over the dimensions ``rest``."""
     if not rest:
@@ -127,93 +144,93 @@ def _small(
     return chain.add(f"{prefix}rest", target, shape, arguments, value.dtype)
 
 
-def pooled_mean(chain: Chain, image: Node, num_axes: int, rest: Sequence[int]) -> Node:
+def mean_over_axes(chain: NodeSequence, image: Node, num_axes: int, rest: Sequence[int]) -> Node:
     """The mean over the axes and the dimensions ``rest``."""
-    return pooled(chain, image, num_axes, rest, "aten.mean.dim")
+    return reduce_over_axes(chain, image, num_axes, rest, "aten.mean.dim")
 
 
-def pooled(chain: Chain, image: Node, num_axes: int, rest: Sequence[int], target: str, prefix: str = "") -> Node:
+def reduce_over_axes(chain: NodeSequence, image: Node, num_axes: int, rest: Sequence[int], target: str, prefix: str = "") -> Node:
     """The sum or mean over the axes, and then over the dimensions ``rest`` in the small."""
     nothing: tuple[tuple[str, Any], ...] = (("dtype", None),)
     first_axis = len(image.shape) - num_axes
     arguments = (("self", Ref(image.name)), ("dim", tuple(range(first_axis, len(image.shape)))), ("keepdim", False), *nothing)
     found = chain.add(f"{prefix}pooled", target, image.shape[:first_axis], arguments, image.dtype)
-    return _small(chain, target, found, image.shape[:first_axis], rest, nothing, prefix)
+    return _reduce_rest(chain, target, found, image.shape[:first_axis], rest, nothing, prefix)
 
 
-def _summed(chain: Chain, reduction: Reduction, image: Node, target: str = "aten.sum.dim_IntList") -> Node:
-    return pooled(chain, image, reduction.num_axes, reduction.rest, target)
+def _sum_over_axes(chain: NodeSequence, reduction: ImageReduction, image: Node, target: str = "aten.sum.dim_IntList") -> Node:
+    return reduce_over_axes(chain, image, reduction.num_axes, reduction.rest, target)
 
 
-def _sum(chain: Chain, reduction: Reduction) -> Node | None:
-    return _summed(chain, reduction, reduction.image) if _keeps_type(reduction) else None
+def _decompose_sum(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    return _sum_over_axes(chain, reduction, reduction.image) if _keeps_dtype(reduction) else None
 
 
-def _mean(chain: Chain, reduction: Reduction) -> Node | None:
-    return _summed(chain, reduction, reduction.image, "aten.mean.dim") if _keeps_type(reduction) else None
+def _decompose_mean(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    return _sum_over_axes(chain, reduction, reduction.image, "aten.mean.dim") if _keeps_dtype(reduction) else None
 
 
-def _keeps_type(reduction: Reduction) -> bool:
+def _keeps_dtype(reduction: ImageReduction) -> bool:
     return reduction.node.dtype == reduction.image.dtype
 
 
-def _extreme(chain: Chain, reduction: Reduction, *, largest: bool, image: Node | None = None) -> Node | None:
+def _decompose_minmax(chain: NodeSequence, reduction: ImageReduction, *, largest: bool, image: Node | None = None) -> Node | None:
     image = reduction.image if image is None else image
     if reduction.rest:
         return None
     arguments = (("self", Ref(image.name)), ("largest", largest), ("axes", reduction.num_axes))
-    both = chain.add("extremes", "sft.extremes", (*reduction.lead, 2), arguments, "float64")
-    return _column(chain, both, 0, image.dtype)
+    both = chain.add("extremes", "sft.minmax", (*reduction.lead, 2), arguments, "float64")
+    return _select_statistic(chain, both, 0, image.dtype)
 
 
-def _column(chain: Chain, value: Node, index: int, dtype: str, part: str = "value") -> Node:
+def _select_statistic(chain: NodeSequence, value: Node, index: int, dtype: str, part: str = "value") -> Node:
     """One of several global values; what is kept in fp64 to hold counts and places is rounded here."""
     arguments = (("self", Ref(value.name)), ("dim", len(value.shape) - 1), ("index", index))
     column = chain.add(part, "aten.select.int", value.shape[:-1], arguments, value.dtype)
     return chain.cast(column, dtype, f"{part}_as_is")
 
 
-def _amax(chain: Chain, reduction: Reduction) -> Node | None:
-    return _extreme(chain, reduction, largest=True)
+def _decompose_amax(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    return _decompose_minmax(chain, reduction, largest=True)
 
 
-def _amin(chain: Chain, reduction: Reduction) -> Node | None:
-    return _extreme(chain, reduction, largest=False)
+def _decompose_amin(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    return _decompose_minmax(chain, reduction, largest=False)
 
 
-def _peak(chain: Chain, reduction: Reduction) -> Node | None:
-    return peak(chain, reduction) if reduction.is_pooled else None
+def _decompose_argmax(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    return argmax_over_axes(chain, reduction) if reduction.is_pooled else None
 
 
-def peak(chain: Chain, reduction: Reduction) -> Node:
+def argmax_over_axes(chain: NodeSequence, reduction: ImageReduction) -> Node:
     """The largest element, or (where that is asked for) its place in row-major order."""
     arguments = (("self", Ref(reduction.image.name)), ("axes", reduction.num_axes))
-    both = chain.add("peak", "sft.peak", (*reduction.lead, 2), arguments, "float64")
-    return _column(chain, both, reduction.node.argument("result", 0), reduction.node.dtype)
+    both = chain.add("peak", "sft.argmax", (*reduction.lead, 2), arguments, "float64")
+    return _select_statistic(chain, both, reduction.node.argument("result", 0), reduction.node.dtype)
 
 
-def _vector_norm(chain: Chain, reduction: Reduction) -> Node | None:
-    order, image = float(reduction.node.argument("ord", 2)), widened(chain, reduction.image)
+def _decompose_vector_norm(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    order, image = float(reduction.node.argument("ord", 2)), widen_half(chain, reduction.image)
     shape, this = image.shape, ("self", Ref(image.name))
     if reduction.node.argument("dtype") is not None or (0 <= order < 1) or -inf < order < 0:
         return None
     if order == 2:
         square = chain.add("square", "aten.mul.Tensor", shape, (this, ("other", Ref(image.name))), image.dtype)
-        return _root(chain, _summed(chain, reduction, square), 2.0)
+        return _nth_root(chain, _sum_over_axes(chain, reduction, square), 2.0)
     size = chain.add("size", "aten.abs.default", shape, (this,), image.dtype)
     if abs(order) == inf:
-        return _extreme(chain, reduction, largest=order > 0, image=size)
+        return _decompose_minmax(chain, reduction, largest=order > 0, image=size)
     if order == 1:
-        return _summed(chain, reduction, size)
+        return _sum_over_axes(chain, reduction, size)
     power = chain.add("power", "aten.pow.Tensor_Scalar", shape, (("self", Ref(size.name)), ("exponent", order)), image.dtype)
-    return _root(chain, _summed(chain, reduction, power), order)
+    return _nth_root(chain, _sum_over_axes(chain, reduction, power), order)
 
 
-def _root(chain: Chain, value: Node, order: float) -> Node:
-    return chain.add("root", "sft.root", value.shape, (("self", Ref(value.name)), ("order", order)), value.dtype)
+def _nth_root(chain: NodeSequence, value: Node, order: float) -> Node:
+    return chain.add("root", "sft.nth_root", value.shape, (("self", Ref(value.name)), ("order", order)), value.dtype)
 
 
-def moments_of(chain: Chain, reduction: Reduction) -> tuple[Node, tuple[Any, ...]] | None:
+def moments_over_axes(chain: NodeSequence, reduction: ImageReduction) -> tuple[Node, tuple[Any, ...]] | None:
     """Moments over the axes and the rest, and the shape of what they are of; ``None`` where only some channels are reduced."""
     num_lead, channels = len(reduction.lead), range(1, len(reduction.lead))
     rest, image = set(reduction.rest), reduction.image
@@ -224,15 +241,15 @@ def moments_of(chain: Chain, reduction: Reduction) -> tuple[Node, tuple[Any, ...
     groups = 1 if of_all_channels else reduction.num_channels
     batch = image.shape[0] if per_sample else 1
     arguments = (("self", Ref(image.name)), ("groups", groups), ("per_sample", per_sample), ("axes", reduction.num_axes))
-    dtype = _WIDE.get(image.dtype, image.dtype)
+    dtype = _WIDE_DTYPES.get(image.dtype, image.dtype)
     made = chain.add("moments", "sft.moments", (batch, groups, 3), arguments, dtype)
     return made, tuple(reduction.lead[dim] for dim in range(num_lead) if dim not in rest)
 
 
-def _variance(chain: Chain, reduction: Reduction, *, is_root: bool) -> Node | None:
+def _decompose_variance(chain: NodeSequence, reduction: ImageReduction, *, is_root: bool) -> Node | None:
     node = reduction.node
     correction = node.argument("correction", 1 if node.argument("unbiased", True) else 0)
-    found = moments_of(chain, reduction)
+    found = moments_over_axes(chain, reduction)
     if found is None:
         return None
     moments, shape = found
@@ -241,63 +258,63 @@ def _variance(chain: Chain, reduction: Reduction, *, is_root: bool) -> Node | No
         return chosen
     arguments = (("moments", Ref(moments.name)), ("correction", 1 if correction is None else correction), ("shape", shape))
     variance = chain.add("variance", "sft.variance", shape, arguments, moments.dtype)
-    return _root(chain, variance, 2.0) if is_root else variance
+    return _nth_root(chain, variance, 2.0) if is_root else variance
 
 
-def _var(chain: Chain, reduction: Reduction) -> Node | None:
-    return _variance(chain, reduction, is_root=False)
+def _decompose_var(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    return _decompose_variance(chain, reduction, is_root=False)
 
 
-def _std(chain: Chain, reduction: Reduction) -> Node | None:
-    return _variance(chain, reduction, is_root=True)
+def _decompose_std(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    return _decompose_variance(chain, reduction, is_root=True)
 
 
-def _pooled_logsumexp(chain: Chain, image: Node, lead: Sequence[Any], num_axes: int) -> Node:
+def _logsumexp_over_axes(chain: NodeSequence, image: Node, lead: Sequence[Any], num_axes: int) -> Node:
     arguments = (("self", Ref(image.name)), ("axes", num_axes))
     return chain.add("logsumexp", "sft.logsumexp", lead, arguments, image.dtype)
 
 
-def _logsumexp(chain: Chain, reduction: Reduction) -> Node | None:
-    image = widened(chain, reduction.image)
-    found = _pooled_logsumexp(chain, image, reduction.lead, reduction.num_axes)
-    return _small(chain, "aten.logsumexp.default", found, reduction.lead, reduction.rest, ())
+def _decompose_logsumexp(chain: NodeSequence, reduction: ImageReduction) -> Node | None:
+    image = widen_half(chain, reduction.image)
+    found = _logsumexp_over_axes(chain, image, reduction.lead, reduction.num_axes)
+    return _reduce_rest(chain, "aten.logsumexp.default", found, reduction.lead, reduction.rest, ())
 
 
-def softmax(node: Node, image: Node, num_axes: int) -> tuple[Node, ...] | None:
-    """``softmax`` and ``log_softmax`` over all axes of an image: pixel by pixel, once the sum is known."""
+def decompose_softmax(node: Node, image: Node, num_axes: int) -> tuple[Node, ...] | None:
+    """``decompose_softmax`` and ``log_softmax`` over all axes of an image: pixel by pixel, once the sum is known."""
     if node.argument("dtype") is not None:
         return None
-    chain = Chain(node)
-    wide = widened(chain, image)
+    chain = NodeSequence(node)
+    wide = widen_half(chain, image)
     lead = image.shape[: len(image.shape) - num_axes]
-    total = _pooled_logsumexp(chain, wide, lead, num_axes)
+    total = _logsumexp_over_axes(chain, wide, lead, num_axes)
     # Where something overflowed ATen's softmax is NaN everywhere: what adds zero to a finite sum makes NaN of infinity.
     zero = chain.add("zero", "aten.sub.Tensor", lead, (("self", Ref(total.name)), ("other", Ref(total.name)), ("alpha", 1)), wide.dtype)
     total = chain.add("finite", "aten.add.Tensor", lead, (("self", Ref(total.name)), ("other", Ref(zero.name)), ("alpha", 1)), wide.dtype)
     pixel = (*lead, *[1] * num_axes)
-    spread = chain.add("total", "sft.aligned", pixel, (("self", Ref(total.name)), ("shape", pixel)), wide.dtype)
+    spread = chain.add("total", "sft.align_dims", pixel, (("self", Ref(total.name)), ("shape", pixel)), wide.dtype)
     arguments = (("self", Ref(wide.name)), ("other", Ref(spread.name)), ("alpha", 1))
     found = chain.add("difference", "aten.sub.Tensor", image.shape, arguments, wide.dtype)
-    if node.target not in _LOGARITHMS:
+    if node.target not in _LOG_SOFTMAXES:
         found = chain.add("share", "aten.exp.default", image.shape, (("self", Ref(found.name)),), wide.dtype)
     chain.cast(found, node.dtype, "rounded")
     return chain.finish()
 
 
-_LOGARITHMS = frozenset({"aten.log_softmax.int", "aten._log_softmax.default"})
+_LOG_SOFTMAXES = frozenset({"aten.log_softmax.int", "aten._log_softmax.default"})
 #: Softmaxes along dimensions.
 SOFTMAXES = frozenset({"aten.softmax.int", "aten.log_softmax.int"})
 
 #: How each reduction is taken apart, by target.
-REDUCTIONS: dict[str, Callable[[Chain, Reduction], Node | None]] = {
-    **{f"aten.sum.{kind}": _sum for kind in ("dim_IntList", "default")},
-    **{f"aten.mean.{kind}": _mean for kind in ("dim", "default")},
-    "aten.amax.default": _amax,
-    "aten.amin.default": _amin,
-    "aten.max.dim": _peak,
-    "aten.linalg_vector_norm.default": _vector_norm,
-    **{f"aten.{name}.{kind}": _var for name in ("var", "var_mean") for kind in ("default", "dim", "correction")},
-    **{f"aten.{name}.{kind}": _std for name in ("std", "std_mean") for kind in ("default", "dim", "correction")},
-    "aten.logsumexp.default": _logsumexp,
-    **{f"aten.adaptive_max_pool{n}d.default": _peak for n in (1, 2, 3)},
+REDUCTIONS: dict[str, Callable[[NodeSequence, ImageReduction], Node | None]] = {
+    **{f"aten.sum.{kind}": _decompose_sum for kind in ("dim_IntList", "default")},
+    **{f"aten.mean.{kind}": _decompose_mean for kind in ("dim", "default")},
+    "aten.amax.default": _decompose_amax,
+    "aten.amin.default": _decompose_amin,
+    "aten.max.dim": _decompose_argmax,
+    "aten.linalg_vector_norm.default": _decompose_vector_norm,
+    **{f"aten.{name}.{kind}": _decompose_var for name in ("var", "var_mean") for kind in ("default", "dim", "correction")},
+    **{f"aten.{name}.{kind}": _decompose_std for name in ("std", "std_mean") for kind in ("default", "dim", "correction")},
+    "aten.logsumexp.default": _decompose_logsumexp,
+    **{f"aten.adaptive_max_pool{n}d.default": _decompose_argmax for n in (1, 2, 3)},
 }

@@ -17,13 +17,13 @@ from torch import nn
 from sft.analysis.leftovers import REGISTRIES
 from sft.errors import UnsupportedError
 
-__all__ = ["registrations_followed"]
+__all__ = ["check_registrations"]
 
-_KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
+_REGISTRY_KINDS = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
 
 
 @contextlib.contextmanager
-def registrations_followed(model: nn.Module) -> Iterator[None]:
+def check_registrations(model: nn.Module) -> Iterator[None]:
     """While this is on, `forward` runs for the exporter.
 
     Raises:
@@ -40,15 +40,15 @@ def registrations_followed(model: nn.Module) -> Iterator[None]:
             if old is new:
                 continue
             place = f"{path}.{name}" if path else name
-            if registry == "_buffers" and _are_alike(old, new):
+            if registry == "_buffers" and _same_dtype_and_shape(old, new):
                 setattr(module, name, new)
             elif _has_tensors(old) or _has_tensors(new):
-                problems.append(_refusal(place, _KINDS[registry], old, new))
+                problems.append(_registration_problem(place, _REGISTRY_KINDS[registry], old, new))
     if problems:
         raise UnsupportedError(problems)
 
 
-def _are_alike(old: Any, new: Any) -> bool:
+def _same_dtype_and_shape(old: Any, new: Any) -> bool:
     if not isinstance(old, torch.Tensor) or not isinstance(new, torch.Tensor):
         return False
     return old.dtype == new.dtype and old.dim() == new.dim() and all(a == b for a, b in zip(old.shape, new.shape, strict=True))
@@ -61,7 +61,7 @@ def _has_tensors(value: Any) -> bool:
     return value is not None
 
 
-def _refusal(place: str, kind: str, old: Any, new: Any) -> str:
+def _registration_problem(place: str, kind: str, old: Any, new: Any) -> str:
     if old is None:
         return (
             f"{place}: `forward` makes this {kind} when it first runs, and a compiled model would make it again at each call; make it in "

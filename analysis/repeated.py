@@ -3,7 +3,7 @@
 A module that runs one block many times by a schedule of its own cannot be stepped into: its blocks are not in its ``forward``. While a
 model is captured such a module calls ``sft::repeat`` instead. The exporter writes that down as it does any operator: what it reads (the
 input, weights, buffers), what it makes (the output, and the next values of buffers that change), and a number. Behind the number is what
-the lowering asks for everything else, a :class:`Repetition`, which the graph's node holds in the number's place.
+the lowering asks for everything else, a :class:`RepeatHandle`, which the graph's node holds in the number's place.
 
 The next values are nodes of their own, made where the repetition runs; a module writes them to its buffers as any other would.
 """
@@ -21,25 +21,25 @@ from torch import Tensor, nn
 
 from sft.analysis.graph import Node, Ref
 
-__all__ = ["NEXT", "REPEAT", "Capturing", "Repetition", "capturing", "drawing", "repetitions_followed"]
+__all__ = ["REPEAT_NEXT", "REPEAT", "RepeatCapture", "RepeatHandle", "current_repeat_capture", "with_rng_arguments", "capture_repeats"]
 
 #: The operator, and a buffer's next value.
-REPEAT, NEXT = "sft.repeat.default", "sft.repeat_next"
+REPEAT, REPEAT_NEXT = "sft.repeat.default", "sft.repeat_next"
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("repeat(Tensor x, Tensor[] params, Tensor[] fixed, Tensor[] shared, Tensor[] updated, int which) -> Tensor[]")
 
 
-def _results(
+def _fake_results(
     x: Tensor, params: Sequence[Tensor], fixed: Sequence[Tensor], shared: Sequence[Tensor], updated: Sequence[Tensor], which: int
 ) -> list[Tensor]:
     return [torch.empty_like(value, memory_format=torch.contiguous_format) for value in (x, *updated)]
 
 
-torch.library.register_fake("sft::repeat", _results, lib=_LIBRARY)
+torch.library.register_fake("sft::repeat", _fake_results, lib=_LIBRARY)
 
 
-class Repetition(Protocol):
+class RepeatHandle(Protocol):
     """What a node knows of the blocks that it stands for; the rest is for whoever lowers it."""
 
     @property
@@ -49,7 +49,7 @@ class Repetition(Protocol):
 
 
 @dataclass(slots=True)
-class Capturing:
+class RepeatCapture:
     """A capture that is going on.
 
     Attributes:
@@ -58,7 +58,7 @@ class Capturing:
     """
 
     paths: dict[int, str]
-    repetitions: list[Repetition] = field(default_factory=list)
+    repetitions: list[RepeatHandle] = field(default_factory=list)
 
     def path_of(self, module: nn.Module) -> str:
         """The qualified name of a module, for messages."""
@@ -66,7 +66,7 @@ class Capturing:
 
     def call(
         self,
-        repetition: Repetition,
+        repetition: RepeatHandle,
         x: Tensor,
         *,
         params: Sequence[Tensor],
@@ -89,26 +89,26 @@ class Capturing:
         return found
 
 
-_CURRENT: ContextVar[Capturing | None] = ContextVar("sft_capturing", default=None)
+_CURRENT_CAPTURE: ContextVar[RepeatCapture | None] = ContextVar("sft_capturing", default=None)
 
 
-def capturing() -> Capturing | None:
+def current_repeat_capture() -> RepeatCapture | None:
     """The capture that is going on here; ``None`` where there is none."""
-    return _CURRENT.get()
+    return _CURRENT_CAPTURE.get()
 
 
 @contextlib.contextmanager
-def repetitions_followed(model: nn.Module) -> Iterator[Capturing]:
+def capture_repeats(model: nn.Module) -> Iterator[RepeatCapture]:
     """While this is on, repeated blocks of ``model`` are written down instead of run."""
-    found = Capturing({id(module): path for path, module in model.named_modules()})
-    token = _CURRENT.set(found)
+    found = RepeatCapture({id(module): path for path, module in model.named_modules()})
+    token = _CURRENT_CAPTURE.set(found)
     try:
         yield found
     finally:
-        _CURRENT.reset(token)
+        _CURRENT_CAPTURE.reset(token)
 
 
-def drawing(node: Node, seed: Ref, site: int) -> Node | None:
+def with_rng_arguments(node: Node, seed: Ref, site: int) -> Node | None:
     """A repetition with what its masks follow, the seed and its own number among the random operators; ``None`` if it draws none."""
     if node.target != REPEAT or not node.argument("which").is_random:
         return None

@@ -37,13 +37,13 @@ from sft.analysis.axes import ROWS
 from sft.analysis.graph import Graph
 from sft.analysis.operators import Operator
 
-__all__ = ["Bools", "Walked", "constant_over", "repeating", "repeating_back"]
+__all__ = ["BoolArray", "StripRanges", "is_constant_per_strip", "constant_strips_forward", "constant_strips_backward"]
 
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
+IntArray = npt.NDArray[np.int64]
 
 
-class Walked(Protocol):
+class StripRanges(Protocol):
     """What a schedule says of the rows at hand and the rows kept before each step."""
 
     @property
@@ -51,16 +51,16 @@ class Walked(Protocol):
     @property
     def names(self) -> tuple[str, ...]: ...
     @property
-    def frontier(self) -> Mapping[str, Ints]: ...
+    def frontier(self) -> Mapping[str, IntArray]: ...
     @property
-    def kept(self) -> Mapping[str, Ints]: ...
+    def kept(self) -> Mapping[str, IntArray]: ...
 
 
-def constant_over(same: Bools, start: Ints, stop: Ints) -> Bools:
+def is_constant_per_strip(same: BoolArray, start: IntArray, stop: IntArray) -> BoolArray:
     """For each strip whether all rows that it and the strip before it read equal each other.
 
     >>> same = np.array([False, True, True, False, True])  # rows 0 to 2 are equal, and rows 3 and 4
-    >>> constant_over(same, np.array([0, 1, 2, 3]), np.array([2, 3, 4, 5])).tolist()
+    >>> is_constant_per_strip(same, np.array([0, 1, 2, 3]), np.array([2, 3, 4, 5])).tolist()
     [False, True, False, False]
 
     Args:
@@ -76,7 +76,9 @@ def constant_over(same: Bools, start: Ints, stop: Ints) -> Bools:
     return np.concatenate([[False], is_constant])
 
 
-def repeating(graph: Graph, rows: Mapping[str, Operator], streamed: Collection[str], schedule: Walked, alike: Bools) -> Bools:
+def constant_strips_forward(
+    graph: Graph, rows: Mapping[str, Operator], streamed: Collection[str], schedule: StripRanges, alike: BoolArray
+) -> BoolArray:
     """The strips that make what the strip before them made.
 
     Args:
@@ -88,7 +90,7 @@ def repeating(graph: Graph, rows: Mapping[str, Operator], streamed: Collection[s
     """
     found = np.zeros(len(alike), dtype=bool)
     own = [name for name in schedule.names if name in streamed and name not in schedule.sources]
-    for start, stop in _stretches(alike):
+    for start, stop in _true_runs(alike):
         same_from: dict[str, int] = {}
         settled = np.ones(stop - start, dtype=bool)
         for name in own:
@@ -104,7 +106,9 @@ def repeating(graph: Graph, rows: Mapping[str, Operator], streamed: Collection[s
     return found
 
 
-def repeating_back(graph: Graph, rows: Mapping[str, Operator], streamed: Collection[str], schedule: Walked, alike: Bools) -> Bools:
+def constant_strips_backward(
+    graph: Graph, rows: Mapping[str, Operator], streamed: Collection[str], schedule: StripRanges, alike: BoolArray
+) -> BoolArray:
     """The strips whose gradients are those of the strip behind them.
 
     Args:
@@ -117,7 +121,7 @@ def repeating_back(graph: Graph, rows: Mapping[str, Operator], streamed: Collect
     """
     found = np.zeros(len(alike), dtype=bool)
     own = [name for name in schedule.names if name in streamed and name not in schedule.sources]
-    for start, stop in _stretches(alike):
+    for start, stop in _true_runs(alike):
         same_to = {name: int(schedule.kept[name][stop]) for name in own}
         settled = np.ones(stop - start, dtype=bool)
         for name in reversed(own):
@@ -134,7 +138,7 @@ def repeating_back(graph: Graph, rows: Mapping[str, Operator], streamed: Collect
     return found
 
 
-def _stretches(flags: Bools) -> Iterator[tuple[int, int]]:
+def _true_runs(flags: BoolArray) -> Iterator[tuple[int, int]]:
     """First and last+1 index of each stretch of true ones."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     yield from zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True)

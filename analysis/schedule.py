@@ -27,10 +27,10 @@ import numpy.typing as npt
 from sft.analysis.graph import Graph
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
-from sft.analysis.steps import Band, NodeRows, Read, Step
-from sft.analysis.walking import WalkedOperator, advance, reads_of, rows_walked
+from sft.analysis.steps import RowBand, NodeRows, OperandRead, StripStep
+from sft.analysis.walking import FrontierOperator, propagate_frontiers, operand_reads, walked_rows
 
-__all__ = ["Schedule", "build_schedule", "row_rates", "source_rates", "total_stride"]
+__all__ = ["StripSchedule", "build_schedule", "row_rates", "source_rates", "total_stride"]
 
 Rows = npt.NDArray[np.int64]
 
@@ -38,7 +38,7 @@ _NOTHING = Interval(0, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class StripSchedule:
     """All steps of one run, as arrays over the steps.
 
     Attributes:
@@ -48,9 +48,9 @@ class Schedule:
         frontier: for each value its rows at hand before step ``i`` (index ``num_steps`` is the end).
         kept: for each value the first row still needed at that point.
         reads: for each operator its streamed operands with access maps' first and last rows, before clipping.
-        phases: for each operator that asks for it the phase of its first new row in each step; see :class:`Read`.
+        phases: for each operator that asks for it the phase of its first new row in each step; see :class:`OperandRead`.
         strip_rows: rows of the tallest source that one step advances by.
-        own: of a band (:class:`Band`), for each result the rows that are its own.
+        own: of a band (:class:`RowBand`), for each result the rows that are its own.
     """
 
     sources: tuple[str, ...]
@@ -68,9 +68,9 @@ class Schedule:
         """Number of strips."""
         return len(next(iter(self.frontier.values()))) - 1
 
-    def step(self, index: int) -> Step:
+    def step(self, index: int) -> StripStep:
         """Step ``index``."""
-        return Step(index=index, nodes=tuple(self.node_rows(name, index) for name in self.names))
+        return StripStep(index=index, nodes=tuple(self.node_rows(name, index) for name in self.names))
 
     def node_rows(self, name: str, index: int) -> NodeRows:
         """One value in step ``index``."""
@@ -85,7 +85,9 @@ class Schedule:
             kept=Interval(int(kept[end]), new.stop),
             wanted=(new.intersect(self.own[name]) or _NOTHING) if name in self.own else new,
             reads=tuple(
-                Read.clipped(operand, Interval(low, high), self.extents[operand], phase) for operand, low, high in spans if high > low
+                OperandRead.clipped(operand, Interval(low, high), self.extents[operand], phase)
+                for operand, low, high in spans
+                if high > low
             ),
         )
 
@@ -225,8 +227,8 @@ def build_schedule(
     streamed: frozenset[str],
     extents: Mapping[str, int],
     strip_rows: int,
-    band: Band | None = None,
-) -> Schedule:
+    band: RowBand | None = None,
+) -> StripSchedule:
     """Walk the operators ``names`` in strips of ``strip_rows`` rows of their tallest source.
 
     Args:
@@ -244,10 +246,10 @@ def build_schedule(
         name: Interval(0, extents[name]) if band is None else band.computed[name] for name in (*sources, *names) if name in streamed
     }
     own = computed if band is None else band.own
-    walked = rows_walked(sources, computed, extents, height)
+    walked = walked_rows(sources, computed, extents, height)
     strip = max(1, min(strip_rows, len(walked)))
-    operators = [WalkedOperator.of(graph[name], rows[name], streamed) for name in names]
-    unclipped = advance(operators, streamed, extents, sources, computed, walked, strip)
+    operators = [FrontierOperator.of(graph[name], rows[name], streamed) for name in names]
+    unclipped = propagate_frontiers(operators, streamed, extents, sources, computed, walked, strip)
     frontier: dict[str, Rows] = {}
     clipped: dict[tuple[int, Interval], Rows] = {}
     for name in (*sources, *names):
@@ -268,7 +270,7 @@ def build_schedule(
         entries = []
         window = operator.window(frontier)
         for operand in operator.operands:
-            low, high, floor_row = reads_of(operator, window, frontier, operand, computed, own)
+            low, high, floor_row = operand_reads(operator, window, frontier, operand, computed, own)
             entries.append((operand, low, high))
             if floor_row is not frontier[operand]:
                 kept[operand] = np.minimum(kept[operand], floor_row)
@@ -276,7 +278,7 @@ def build_schedule(
         if operator.is_phased:
             access = operator.access
             phases[name] = (access.scale * frontier[name][:-1] + access.first) % access.divisor
-    return Schedule(
+    return StripSchedule(
         sources=sources,
         names=(*sources, *names),
         extents={name: extents.get(name, 0) for name in (*sources, *names)},

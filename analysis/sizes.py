@@ -14,35 +14,35 @@ from functools import lru_cache
 import sympy as sp
 import torch
 
-from sft.analysis.extents import floor
+from sft.analysis.extents import symbolic_floor
 
-__all__ = ["AsFloat", "Quotient", "Truncated", "extent_of", "plain_expr"]
+__all__ = ["FloatSize", "FloatQuotient", "TruncatedSize", "extent_from_torch", "expr_from_torch"]
 
 
-def _plain_symbol(symbol: sp.Symbol) -> sp.Symbol:
+def _positive_symbol(symbol: sp.Symbol) -> sp.Symbol:
     return sp.Symbol(symbol.name, integer=True, positive=True)
 
 
-def extent_of(size: int | torch.SymInt) -> sp.Expr | int:
+def extent_from_torch(size: int | torch.SymInt) -> sp.Expr | int:
     """A size of the exporter's as a number, or on our symbols."""
     if isinstance(size, int):
         return size
     expr = size.node.expr
     if expr.is_number:
         return int(expr)
-    return plain_expr(expr)
+    return expr_from_torch(expr)
 
 
 @lru_cache(maxsize=2**12)  # a network has many values of one size
-def plain_expr(expr: sp.Expr) -> sp.Expr:
+def expr_from_torch(expr: sp.Expr) -> sp.Expr:
     """Torch's own integer division in SymPy's words, on our symbols."""
     plain = expr
     for name, meaning in _TORCH_FUNCTIONS.items():
         plain = plain.replace(lambda e, name=name: type(e).__name__ == name, lambda e, meaning=meaning: meaning(*e.args))
-    return plain.xreplace({symbol: _plain_symbol(symbol) for symbol in plain.free_symbols})
+    return plain.xreplace({symbol: _positive_symbol(symbol) for symbol in plain.free_symbols})
 
 
-class AsFloat(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+class FloatSize(sp.Function):  # type: ignore[misc]  # SymPy is not typed
     """A size as a floating-point number, so that what it is multiplied by is not: ``0.6 * (2 * n + 1)`` is rounded once, as PyTorch does.
 
     SymPy would make ``1.2 * n + 0.6`` of it, which at some sizes is just below the whole number that PyTorch finds.
@@ -62,7 +62,7 @@ class AsFloat(sp.Function):  # type: ignore[misc]  # SymPy is not typed
         return found
 
 
-class Quotient(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+class FloatQuotient(sp.Function):  # type: ignore[misc]  # SymPy is not typed
     """A quotient in double precision; SymPy's would be exact, and ``size / 49 * 49`` the size again."""
 
     @classmethod
@@ -79,7 +79,7 @@ def _is_power_of_two(number: sp.Expr) -> bool:
     return bool(number.is_number and number > 0 and math.frexp(float(number))[0] == 0.5)
 
 
-class Truncated(sp.Function):  # type: ignore[misc]  # SymPy is not typed
+class TruncatedSize(sp.Function):  # type: ignore[misc]  # SymPy is not typed
     """A number without what is behind its point, as ``int`` takes it: of one below zero that is not its floor."""
 
     is_integer = True
@@ -92,16 +92,16 @@ class Truncated(sp.Function):  # type: ignore[misc]  # SymPy is not typed
 
 #: The exporter's own SymPy functions.
 _TORCH_FUNCTIONS: dict[str, Callable[..., sp.Expr]] = {
-    "FloorDiv": lambda a, b: floor(a / b),
+    "FloorDiv": lambda a, b: symbolic_floor(a / b),
     "CleanDiv": lambda a, b: a / b,
-    "CeilDiv": lambda a, b: floor((a + b - 1) / b),
-    "PythonMod": lambda a, b: a - b * floor(a / b),
-    "Mod": lambda a, b: a - b * floor(a / b),
-    "IntTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else Quotient(a, b),
-    "FloatTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else Quotient(a, b),
-    "ToFloat": lambda a: AsFloat(a) if a.is_Add or a.is_Mul else a,
-    "TruncToInt": lambda a: floor(a) if a.is_nonnegative else Truncated(a),
-    "FloorToInt": lambda a: floor(a),
+    "CeilDiv": lambda a, b: symbolic_floor((a + b - 1) / b),
+    "PythonMod": lambda a, b: a - b * symbolic_floor(a / b),
+    "Mod": lambda a, b: a - b * symbolic_floor(a / b),
+    "IntTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else FloatQuotient(a, b),
+    "FloatTrueDiv": lambda a, b: a / b if _is_power_of_two(b) else FloatQuotient(a, b),
+    "ToFloat": lambda a: FloatSize(a) if a.is_Add or a.is_Mul else a,
+    "TruncToInt": lambda a: symbolic_floor(a) if a.is_nonnegative else TruncatedSize(a),
+    "FloorToInt": lambda a: symbolic_floor(a),
     "CeilToInt": lambda a: sp.ceiling(a),
     "Max": lambda *a: sp.Max(*a),
     "Min": lambda *a: sp.Min(*a),

@@ -11,11 +11,11 @@ from functools import cached_property
 
 from sft.analysis.interval import Interval
 
-__all__ = ["Band", "NodeRows", "Read", "Step"]
+__all__ = ["RowBand", "NodeRows", "OperandRead", "StripStep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Band:
+class RowBand:
     """The part of an image that one of several walks is for, its halo above and below included.
 
     Attributes:
@@ -28,7 +28,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class OperandRead:
     """What one operator reads of one operand in one step.
 
     Attributes:
@@ -46,10 +46,10 @@ class Read:
     phase: int = 0
 
     @classmethod
-    def clipped(cls, operand: str, span: Interval, extent: int, phase: int = 0) -> Read:
+    def clipped(cls, operand: str, span: Interval, extent: int, phase: int = 0) -> OperandRead:
         """The read of ``span``, borders ignored, of a value of ``extent`` rows.
 
-        >>> Read.clipped("x", Interval(-1, 8), 6)
+        >>> OperandRead.clipped("x", Interval(-1, 8), 6)
         Read(operand='x', rows=Interval(start=0, stop=6), pad_low=1, pad_high=2, phase=0)
         """
         rows = span.clip(extent)
@@ -76,7 +76,7 @@ class NodeRows:
     held: Interval
     kept: Interval
     wanted: Interval
-    reads: tuple[Read, ...]
+    reads: tuple[OperandRead, ...]
 
     @property
     def carried(self) -> Interval:
@@ -90,7 +90,7 @@ class NodeRows:
 
 
 @dataclass(frozen=True)
-class Step:
+class StripStep:
     """One strip: what every value gains, holds and keeps, in global rows."""
 
     index: int

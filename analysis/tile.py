@@ -6,7 +6,7 @@ readers), which holds for tiles of equal size far from the border; here *positio
 exactly its halo, clipped at the image, and knows how much padding it has. Nor does the backward pass ask for a wider halo: a tile's
 gradient with respect to a row that neighbouring tiles read too is a summand, and the sum over the tiles is the whole.
 
-The result is a :class:`Step` that carries nothing in or out. A result that is upsampled, or read inside too, may be computed beyond the
+The result is a :class:`StripStep` that carries nothing in or out. A result that is upsampled, or read inside too, may be computed beyond the
 part wanted; what comes from outside (its gradient) belongs to the part wanted alone.
 """
 
@@ -22,16 +22,24 @@ import numpy.typing as npt
 from sft.analysis.graph import Graph
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
-from sft.analysis.steps import NodeRows, Read, Step
+from sft.analysis.steps import NodeRows, OperandRead, StripStep
 
-__all__ = ["TileSchedule", "kinds_of", "tile_at", "tile_lengths", "tile_lengths_at", "tile_step", "tile_steps"]
+__all__ = [
+    "TileSchedule",
+    "distinct_steps",
+    "independent_tile_at",
+    "tile_lengths",
+    "tile_lengths_at",
+    "independent_tile",
+    "independent_tiles",
+]
 
 Rows = npt.NDArray[np.int64]
 
 _NOTHING = Interval(0, 0)
 
 
-def tile_step(
+def independent_tile(
     graph: Graph,
     names: Sequence[str],
     rows: Mapping[str, Operator],
@@ -41,7 +49,7 @@ def tile_step(
     *,
     axis: int = 0,
     index: int = 0,
-) -> Step:
+) -> StripStep:
     """What a tile computes and reads along one axis.
 
     Args:
@@ -55,16 +63,16 @@ def tile_step(
         axis: of the image; "rows" are columns along the second one.
         index: the tile's number.
     """
-    needed, taken = _walk_back(graph, names, rows, streamed, extents, wanted, axis)
-    reads: dict[str, tuple[Read, ...]] = {}
+    needed, taken = _required_rows(graph, names, rows, streamed, extents, wanted, axis)
+    reads: dict[str, tuple[OperandRead, ...]] = {}
     for name, spans in taken.items():
         phase = rows[name].access(graph[name], axis).phase(needed[name].start) if rows[name].is_phased and name in needed else 0
-        reads[name] = tuple(Read.clipped(operand, span, extents[operand], phase) for operand, span in spans)
+        reads[name] = tuple(OperandRead.clipped(operand, span, extents[operand], phase) for operand, span in spans)
     nodes = []
     for name in (*graph.sources(names, streamed), *names):
         own = wanted[name].clip(extents[name]) if name in wanted else _NOTHING
-        nodes.append(_alone(name, needed.get(name, _NOTHING), own, reads.get(name, ())))
-    return Step(index=index, nodes=tuple(nodes))
+        nodes.append(_uncarried_rows(name, needed.get(name, _NOTHING), own, reads.get(name, ())))
+    return StripStep(index=index, nodes=tuple(nodes))
 
 
 def tile_lengths(
@@ -77,12 +85,12 @@ def tile_lengths(
     *,
     axis: int = 0,
 ) -> dict[str, int]:
-    """How many rows the tile of :func:`tile_step` computes of each value, and needs of each source; values without any are left out."""
-    needed, _ = _walk_back(graph, names, rows, streamed, extents, wanted, axis)
+    """How many rows the tile of :func:`independent_tile` computes of each value, and needs of each source; values without any are left out."""
+    needed, _ = _required_rows(graph, names, rows, streamed, extents, wanted, axis)
     return {name: len(part) for name, part in needed.items() if part}
 
 
-def _walk_back(
+def _required_rows(
     graph: Graph,
     names: Sequence[str],
     rows: Mapping[str, Operator],
@@ -111,11 +119,11 @@ def _walk_back(
     return needed, taken
 
 
-def _alone(name: str, rows: Interval, wanted: Interval, reads: tuple[Read, ...]) -> NodeRows:
+def _uncarried_rows(name: str, rows: Interval, wanted: Interval, reads: tuple[OperandRead, ...]) -> NodeRows:
     return NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), wanted=wanted, reads=reads)
 
 
-def tile_at(
+def independent_tile_at(
     graph: Graph,
     names: Sequence[str],
     rows: Mapping[str, Operator],
@@ -125,13 +133,13 @@ def tile_at(
     *,
     axis: int,
     index: int = 0,
-) -> Step:
+) -> StripStep:
     """The tile whose results stand for the pixels ``span`` of the largest source.
 
     Every result, and everything that a reduction takes, is divided among tiles in proportion: each row belongs to one tile.
     """
-    wanted = _shares_of(graph, names, rows, streamed, extents)(span)
-    return tile_step(graph, names, rows, streamed, extents, wanted, axis=axis, index=index)
+    wanted = _proportional_rows(graph, names, rows, streamed, extents)(span)
+    return independent_tile(graph, names, rows, streamed, extents, wanted, axis=axis, index=index)
 
 
 def tile_lengths_at(
@@ -144,12 +152,12 @@ def tile_lengths_at(
     *,
     axis: int,
 ) -> dict[str, int]:
-    """What :func:`tile_lengths` tells of the tile of :func:`tile_at`."""
-    wanted = _shares_of(graph, names, rows, streamed, extents)(span)
+    """What :func:`tile_lengths` tells of the tile of :func:`independent_tile_at`."""
+    wanted = _proportional_rows(graph, names, rows, streamed, extents)(span)
     return tile_lengths(graph, names, rows, streamed, extents, wanted, axis=axis)
 
 
-def _shares_of(
+def _proportional_rows(
     graph: Graph, names: Sequence[str], rows: Mapping[str, Operator], streamed: Collection[str], extents: Mapping[str, int]
 ) -> Callable[[Interval], dict[str, Interval]]:
     """For pixels of the largest source what is wanted of each result, and of everything that a reduction takes."""
@@ -159,7 +167,7 @@ def _shares_of(
     return lambda span: {name: Interval(*(-(-at * extents[name] // extent) for at in (span.start, span.stop))) for name in ends}
 
 
-def tile_steps(
+def independent_tiles(
     graph: Graph,
     names: Sequence[str],
     rows: Mapping[str, Operator],
@@ -168,20 +176,20 @@ def tile_steps(
     tile_px: int,
     *,
     axis: int,
-) -> tuple[Step, ...]:
+) -> tuple[StripStep, ...]:
     """The tiles along one axis that stand for ``tile_px`` pixels of the largest source each; tiles without any result are left out."""
     extent = max(extents[name] for name in graph.sources(names, streamed))
-    wanted_in = _shares_of(graph, names, rows, streamed, extents)
-    steps: list[Step] = []
+    wanted_in = _proportional_rows(graph, names, rows, streamed, extents)
+    steps: list[StripStep] = []
     for start in range(0, extent, tile_px):
         wanted = wanted_in(Interval(start, min(start + tile_px, extent)))
-        step = tile_step(graph, names, rows, streamed, extents, wanted, axis=axis, index=len(steps))
+        step = independent_tile(graph, names, rows, streamed, extents, wanted, axis=axis, index=len(steps))
         if any(node.wanted for node in step.nodes):
             steps.append(step)
     return tuple(steps)
 
 
-def kinds_of(steps: Sequence[Step]) -> tuple[Rows, Rows]:
+def distinct_steps(steps: Sequence[StripStep]) -> tuple[Rows, Rows]:
     """Indices of steps with pairwise different signatures, and for each step which of them it equals."""
     if len(steps) == 1:
         return np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
@@ -209,7 +217,7 @@ class TileSchedule:
 
     sources: tuple[str, ...]
     names: tuple[str, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[StripStep, ...]
     strip_rows: int
 
     @property
@@ -217,7 +225,7 @@ class TileSchedule:
         """Number of tiles."""
         return len(self.steps)
 
-    def step(self, index: int) -> Step:
+    def step(self, index: int) -> StripStep:
         """Tile ``index``."""
         return self.steps[index]
 
@@ -236,7 +244,7 @@ class TileSchedule:
     @cached_property
     def kinds(self) -> tuple[Rows, Rows]:
         """Tile indices with pairwise different signatures, and for each tile which of them it equals."""
-        return kinds_of(self.steps)
+        return distinct_steps(self.steps)
 
     @cached_property
     def frontier(self) -> Mapping[str, Rows]:

@@ -22,33 +22,37 @@ from typing import Any
 
 from sft.analysis.axes import ROWS
 from sft.analysis.graph import Graph, Node, Ref
-from sft.analysis.operators.base import entry, open_entry
+from sft.analysis.operators.base import axis_entry, symbolic_axis_entry
 
-__all__ = ["with_overlaps_apart"]
+__all__ = ["decompose_transposed_convolutions"]
 
 
-def with_overlaps_apart(graph: Graph) -> Graph:
+def decompose_transposed_convolutions(graph: Graph) -> Graph:
     """The graph with every transposed convolution of images whose rows overlap replaced by its parts."""
     depends = graph.descendants(graph.inputs)
     nodes: list[Node] = []
     for node in graph.nodes:
-        nodes += _parts(node, graph) if _is_to_part(node, graph) and node.argument("weight").name not in depends else [node]
+        nodes += (
+            _decompose_transposed_convolution(node, graph)
+            if _has_overlapping_rows(node, graph) and node.argument("weight").name not in depends
+            else [node]
+        )
     return replace(graph, nodes=tuple(nodes))
 
 
-def _is_to_part(node: Node, graph: Graph) -> bool:
+def _has_overlapping_rows(node: Node, graph: Graph) -> bool:
     if not node.target.startswith(f"aten.conv_transpose{graph.axes.count}d.") or len(node.shape) != graph.axes.rank:
         return False
-    kernel, stride, dilation = (entry(node.argument(name), ROWS) for name in ("kernel_size", "stride", "dilation"))
+    kernel, stride, dilation = (axis_entry(node.argument(name), ROWS) for name in ("kernel_size", "stride", "dilation"))
     return dilation * (kernel - 1) + 1 > stride
 
 
-def _parts(node: Node, graph: Graph) -> list[Node]:
+def _decompose_transposed_convolution(node: Node, graph: Graph) -> list[Node]:
     weight, image = graph[node.argument("weight").name], graph[node.argument("input").name]
     groups, count = node.argument("groups"), graph.axes.count
     wider: list[Node] = []
-    if node.dtype in _HALF:
-        wider = [_widened(value, node, name) for value, name in ((weight, "weight"), (image, "input"))]
+    if node.dtype in _HALF_DTYPES:
+        wider = [_widened_operand(value, node, name) for value, name in ((weight, "weight"), (image, "input"))]
         weight, image = wider
     inputs, channels, kernel, *rest = weight.shape
     shape = (inputs, channels * kernel, 1, *rest)
@@ -62,7 +66,7 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
         module_path=node.module_path,
         effect="",
     )
-    across = {name: _across(node.argument(name), alone, count) for name, alone in _ALONE.items()}
+    across = {name: _without_rows(node.argument(name), alone, count) for name, alone in _NEUTRAL_ARGUMENTS.items()}
     arguments = (
         ("input", Ref(image.name)),
         ("weight", Ref(rows.name)),
@@ -80,7 +84,9 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
         itemsize_bytes=image.itemsize_bytes,
         arguments=arguments,
     )
-    spread = tuple((_NAMES.get(name, name), open_entry(node.argument(name), ROWS)) for name in ("kernel_size", *_ALONE))
+    spread = tuple(
+        (_ARGUMENT_NAMES.get(name, name), symbolic_axis_entry(node.argument(name), ROWS)) for name in ("kernel_size", *_NEUTRAL_ARGUMENTS)
+    )
     sums = replace(
         node,
         target="sft.overlap_add",
@@ -89,7 +95,7 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
     return [*wider, rows, products, sums]
 
 
-def _widened(value: Node, node: Node, name: str) -> Node:
+def _widened_operand(value: Node, node: Node, name: str) -> Node:
     """What the operator reads, in single precision."""
     return replace(
         value,
@@ -104,12 +110,12 @@ def _widened(value: Node, node: Node, name: str) -> Node:
     )
 
 
-_HALF = frozenset({"float16", "bfloat16"})
+_HALF_DTYPES = frozenset({"float16", "bfloat16"})
 #: Arguments with an entry for each axis, and what they are along one that is not spread.
-_ALONE = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
-_NAMES = {"kernel_size": "kernel"}
+_NEUTRAL_ARGUMENTS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1}
+_ARGUMENT_NAMES = {"kernel_size": "kernel"}
 
 
-def _across(value: Any, alone: int, count: int) -> tuple[Any, ...]:
+def _without_rows(value: Any, alone: int, count: int) -> tuple[Any, ...]:
     """An argument for each axis with the rows left alone."""
-    return (alone, *(open_entry(value, axis) for axis in range(1, count)))
+    return (alone, *(symbolic_axis_entry(value, axis) for axis in range(1, count)))

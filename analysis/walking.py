@@ -18,7 +18,7 @@ from sft.analysis.graph import Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator
 
-__all__ = ["WalkedOperator", "advance", "reads_of", "rows_walked"]
+__all__ = ["FrontierOperator", "propagate_frontiers", "operand_reads", "walked_rows"]
 
 Rows = npt.NDArray[np.int64]
 #: One row, or one for each step.
@@ -27,7 +27,7 @@ _RowsT = TypeVar("_RowsT", int, Rows)
 _NOTHING = Interval(0, 0)
 
 
-def rows_walked(sources: Sequence[str], computed: Mapping[str, Interval], extents: Mapping[str, int], height: int) -> Interval:
+def walked_rows(sources: Sequence[str], computed: Mapping[str, Interval], extents: Mapping[str, int], height: int) -> Interval:
     """The rows of the tallest source that a walk advances over, so that every source is read from its first row to its last."""
     walked = _NOTHING
     for name in sources:
@@ -38,7 +38,7 @@ def rows_walked(sources: Sequence[str], computed: Mapping[str, Interval], extent
 
 
 @dataclass(frozen=True, slots=True)
-class WalkedOperator:
+class FrontierOperator:
     """An operator as a walk sees it.
 
     Attributes:
@@ -56,7 +56,7 @@ class WalkedOperator:
     is_phased: bool
 
     @classmethod
-    def of(cls, node: Node, row: Operator, streamed: Collection[str]) -> WalkedOperator:
+    def of(cls, node: Node, row: Operator, streamed: Collection[str]) -> FrontierOperator:
         """An operator with its row of the table."""
         operands = tuple(dict.fromkeys(operand for operand in node.operands if operand in streamed))
         reduces = row.role == "reduce"
@@ -84,8 +84,8 @@ class WalkedOperator:
         return first, np.where(out[1:] > out[:-1], last + 1, first[:-1])
 
 
-def advance(
-    operators: Sequence[WalkedOperator],
+def propagate_frontiers(
+    operators: Sequence[FrontierOperator],
     streamed: frozenset[str],
     extents: Mapping[str, int],
     sources: Sequence[str],
@@ -105,7 +105,7 @@ def advance(
             least = front[operator.operands[0]]
             for operand in operator.operands[1:]:
                 if front[operand] is not least:
-                    least = _least(least, front[operand])
+                    least = _minimum_frontier(least, front[operand])
             front[operator.name] = operator.frontier(least)
         return front
 
@@ -122,12 +122,12 @@ def advance(
     return {name: trimmed[id(values)] for name, values in front.items()}
 
 
-def _least(first: _RowsT, second: _RowsT) -> _RowsT:
+def _minimum_frontier(first: _RowsT, second: _RowsT) -> _RowsT:
     return min(first, second) if isinstance(first, int) else np.minimum(first, second)
 
 
-def reads_of(
-    operator: WalkedOperator,
+def operand_reads(
+    operator: FrontierOperator,
     window: tuple[Rows, Rows],
     frontier: Mapping[str, Rows],
     operand: str,

@@ -3,7 +3,7 @@
 The rows that stand above the image are its last ones, which a walk sees at its end. They are few, so they are a global value:
 
 * ``sft.border_rows``: the last ``low`` rows of the image, then its first ``high`` ones, collected in one walk;
-* ``sft.wrapped``: the image with these rows above and below it, streamed in the next walk;
+* ``sft.circular_pad``: the image with these rows above and below it, streamed in the next walk;
 * ``pad`` along the other axes, of which a strip holds all, where they are padded too.
 """
 
@@ -13,25 +13,25 @@ from dataclasses import replace
 
 from sft.analysis.graph import Graph, Node, Ref
 
-__all__ = ["with_wraps_apart"]
+__all__ = ["decompose_circular_pads"]
 
 
-def with_wraps_apart(graph: Graph) -> Graph:
+def decompose_circular_pads(graph: Graph) -> Graph:
     """The graph with every circular padding of an image's rows replaced by its parts."""
     nodes: list[Node] = []
     for node in graph.nodes:
-        nodes += _parts(node, graph) if _is_to_part(node, graph) else [node]
+        nodes += _decompose_circular_pad(node, graph) if _wraps_rows(node, graph) else [node]
     return replace(graph, nodes=tuple(nodes))
 
 
-def _is_to_part(node: Node, graph: Graph) -> bool:
+def _wraps_rows(node: Node, graph: Graph) -> bool:
     if node.target != "aten.pad.default" or node.argument("mode") != "circular" or len(node.shape) != graph.axes.rank:
         return False
     flat = node.argument("pad")
     return len(flat) == 2 * graph.axes.count and any(flat[-2:]) and min(flat) >= 0
 
 
-def _parts(node: Node, graph: Graph) -> list[Node]:
+def _decompose_circular_pad(node: Node, graph: Graph) -> list[Node]:
     count, flat = graph.axes.count, node.argument("pad")
     image, (low, high) = graph[node.argument("self").name], flat[-2:]
     lead, (rows, *rest) = image.shape[:-count], graph.axes.of(image.shape)
@@ -47,7 +47,7 @@ def _parts(node: Node, graph: Graph) -> list[Node]:
     wrapped = replace(
         node,
         name=node.name if is_all else f"{node.name}__wrapped",
-        target="sft.wrapped",
+        target="sft.circular_pad",
         shape=(*lead, rows + low + high, *rest),
         arguments=(("self", Ref(image.name)), ("border", Ref(border.name)), *amounts),
     )

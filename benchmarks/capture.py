@@ -26,8 +26,8 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from sft.analysis.capture import Capture, capture
-from sft.analysis.casts import Casts
-from sft.analysis.functional import FunctionalProgram, functional
+from sft.analysis.casts import AutocastPolicy
+from sft.analysis.functional import FunctionalProgram, functionalize
 from sft.analysis.graph import Graph, map_refs
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -118,16 +118,16 @@ def timed_capture(model: nn.Module, shape: tuple[int, ...], *, direct: bool, aut
     """Capture once, one way or the other."""
     seconds, is_direct = 0.0, False
 
-    def watched(exported: ExportedProgram, casts: Casts | None = None) -> FunctionalProgram:
+    def watched(exported: ExportedProgram, casts: AutocastPolicy | None = None) -> FunctionalProgram:
         nonlocal seconds, is_direct
         started = time.process_time()
-        with nullcontext() if direct else patch("sft.analysis.functional.rewritten", lambda *_: None):
-            found = functional(exported, casts)
+        with nullcontext() if direct else patch("sft.analysis.functional.functionalize_by_rewriting", lambda *_: None):
+            found = functionalize(exported, casts)
         seconds += time.process_time() - started
         is_direct = found.program is exported
         return found
 
-    with patch("sft.analysis.exporting.functional", watched):
+    with patch("sft.analysis.exporting.functionalize", watched):
         started = time.process_time()
         found = capture(model, [shape], [torch.float32], torch.device("cpu"), autocast=autocast)
         capture_seconds = time.process_time() - started

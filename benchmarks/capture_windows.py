@@ -66,7 +66,7 @@ def measured(name: str, size_px: int) -> Result:
     timed(model, size_px, any_size=False)  # warms up
     one_size, one_size_seconds = timed(model, size_px, any_size=False)
     found, seconds = timed(model, size_px)
-    with patch("sft.analysis.intricate._MOST_OPERATIONS", 10**9):
+    with patch("sft.analysis.intricate._MAX_OPERATIONS", 10**9):
         followed, followed_seconds = timed(model, size_px)
     return Result(
         model=name,

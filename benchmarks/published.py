@@ -27,16 +27,16 @@ from rich.progress import track
 from torch import nn
 
 import sft
-from sft.asking import Asking
+from sft.asking import PlanningSession
 from sft.errors import BudgetError
 from sft.libraries import ModelName
 from sft.plan.chain import acg, offload_dp, optimal
 from sft.plan.chain.bound import offload_bound_seconds
-from sft.plan.chain.chain import Chain, Stage
-from sft.plan.chain.link import Link
-from sft.plan.chain.offloading import least_bytes, plain_peak_bytes
+from sft.plan.chain.chain import StageChain, Stage
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.offloading import min_offload_bytes, plain_peak_bytes
 from sft.plan.chain.simulate import simulate
-from sft.plan.chain.strategies import STRATEGIES, strategy
+from sft.plan.chain.strategies import SOLVERS, get_solver
 
 _MIB = 2**20
 
@@ -78,7 +78,7 @@ TILED = ("alexnet", "vgg11", "vgg13", "vgg16", "vgg19", "resnet18", "resnet34", 
 OFFLOADED = ("resnet50", "resnet101", "resnet152", "densenet121", "densenet201", "inception_v3")
 
 #: The link of the offloading paper: 12.2 GB/s, one way at a time.
-LINK = Link(down_bytes_per_second=12.2e9, up_bytes_per_second=12.2e9, full_duplex=False)
+LINK = HostLink(down_bytes_per_second=12.2e9, up_bytes_per_second=12.2e9, full_duplex=False)
 
 
 def make_model(name: str) -> nn.Module:
@@ -99,7 +99,7 @@ def tiled_row(row: Published) -> dict[str, Any]:
     if row.name not in TILED:
         return {}
     model = make_model(row.name)
-    asking = Asking(model, (row.batch, 3, row.size, row.size))
+    asking = PlanningSession(model, (row.batch, 3, row.size, row.size))
     try:
         least = asking.plan(1, sft.Options())
     except BudgetError as error:
@@ -205,8 +205,8 @@ def trade_off_rows() -> list[dict[str, Any]]:
     stage = Stage(forward_seconds=1.0, backward_seconds=1.0, output_bytes=1, grad_bytes=1)
 
     def seconds(num_layers: int, memory: int) -> float:
-        chain = Chain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
-        return simulate(chain, optimal.solve(chain, budget_bytes=memory, bucket_bytes=1)).seconds
+        chain = StageChain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
+        return simulate(chain, optimal.solve_optimal(chain, budget_bytes=memory, bucket_bytes=1)).seconds
 
     found = []
     for reading in READINGS:
@@ -242,13 +242,13 @@ def trade_off(rows: list[dict[str, Any]]) -> Table:
     return Table(title="Equal layers (Butt, section 4.1)", headers=headers, rows=cells)
 
 
-def solver_rows(chain: Chain) -> list[dict[str, Any]]:
+def solver_rows(chain: StageChain) -> list[dict[str, Any]]:
     """The optimal solver on DenseNet-121 with buckets of 1, 5 and 25 MB, at half of plain training's memory."""
     budget = plain_peak_bytes(chain) // 2
     found = []
     for megabytes in (1, 5, 25):
         started = time.process_time()
-        schedule = optimal.solve(chain, budget_bytes=budget, bucket_bytes=megabytes * 10**6)
+        schedule = optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=megabytes * 10**6)
         cpu_seconds = time.process_time() - started
         result = simulate(chain, schedule)
         found.append(
@@ -283,9 +283,9 @@ def solver_table(rows: list[dict[str, Any]]) -> Table:
     return Table(title="Solving DenseNet-121, batch 32, at half of its memory (Butt, section 4.2)", headers=headers, rows=cells)
 
 
-def offload_rows(name: str, chain: Chain, num_budgets: int) -> list[dict[str, Any]]:
+def offload_rows(name: str, chain: StageChain, num_budgets: int) -> list[dict[str, Any]]:
     """Step time over the lower bound, for budgets from the least that works up to plain's."""
-    low, top = least_bytes(chain), plain_peak_bytes(chain)
+    low, top = min_offload_bytes(chain), plain_peak_bytes(chain)
     found = []
     for step in range(num_budgets):
         budget = low + (top - low) * step // num_budgets
@@ -299,9 +299,9 @@ def offload_rows(name: str, chain: Chain, num_budgets: int) -> list[dict[str, An
     return found
 
 
-def _ratio(chain: Chain, name: str, budget_bytes: int, unit_seconds: float) -> float | None:
+def _ratio(chain: StageChain, name: str, budget_bytes: int, unit_seconds: float) -> float | None:
     try:
-        return simulate(chain, strategy(name)(chain, budget_bytes=budget_bytes, link=LINK), link=LINK).seconds / unit_seconds
+        return simulate(chain, get_solver(name)(chain, budget_bytes=budget_bytes, link=LINK), link=LINK).seconds / unit_seconds
     except BudgetError:
         return None
 
@@ -318,13 +318,13 @@ def offload_table(rows: list[dict[str, Any]]) -> Table:
     return Table(title=title, headers=headers, rows=cells)
 
 
-def joint_rows(name: str, chain: Chain) -> list[dict[str, Any]]:
+def joint_rows(name: str, chain: StageChain) -> list[dict[str, Any]]:
     """Every strategy at shares of plain's memory, as multiples of plain's time."""
     top = plain_peak_bytes(chain)
     found = []
     for percent in (60, 40, 25, 15):
         row: dict[str, Any] = {"network": name, "percent": percent}
-        for solver in STRATEGIES:
+        for solver in SOLVERS:
             started = time.process_time()
             row[solver] = _ratio(chain, solver, top * percent // 100, chain.compute_seconds)
             row[f"{solver} cpu_seconds"] = time.process_time() - started
@@ -334,7 +334,7 @@ def joint_rows(name: str, chain: Chain) -> list[dict[str, Any]]:
 
 def joint_table(rows: list[dict[str, Any]]) -> Table:
     """The rows for people."""
-    names = [name for name in STRATEGIES if name != "none"]
+    names = [name for name in SOLVERS if name != "none"]
     cells = [
         [
             row["network"],

@@ -7,8 +7,8 @@ import inspect
 from collections import defaultdict
 from pathlib import Path
 
-from sft.analysis.canonical import REWRITTEN
-from sft.analysis.operators import rows_of_table
+from sft.analysis.canonical import CANONICALIZED_TARGETS
+from sft.analysis.operators import operator_table
 
 PAGE = Path(__file__).with_name("operators.md")
 
@@ -36,7 +36,7 @@ def page() -> str:
     """The page."""
     families: dict[str, list[str]] = defaultdict(list)
     texts: dict[str, str] = {}
-    for target, rows in sorted(rows_of_table().items()):
+    for target, rows in sorted(operator_table().items()):
         for row in (row for row in rows if type(row).__name__ not in _WHOLE):
             name = type(row).__name__ if type(row).__name__ not in ("Drawn",) else row.name
             families[name].append(f"`{target.removeprefix('aten.')}`")
@@ -48,7 +48,7 @@ def page() -> str:
         "",
         "## Followed without moving anything, or rewritten into the above",
         "",
-        ", ".join(f"`{t.removeprefix('aten.')}`" for t in REWRITTEN),
+        ", ".join(f"`{t.removeprefix('aten.')}`" for t in CANONICALIZED_TARGETS),
     ]
     return "\n".join(lines) + "\n"
 

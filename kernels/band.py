@@ -23,13 +23,13 @@ import numpy.typing as npt
 from sft.errors import InputError
 from sft.kernels.geometry import Span
 
-__all__ = ["Band", "Interpolation", "ResizeAxis"]
+__all__ = ["BandedWeights", "Interpolation", "ResizeAxis"]
 
 Interpolation = Literal["nearest", "nearest-exact", "linear"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Band:
+class BandedWeights:
     """A banded matrix. ``first`` and ``count`` are int64 ``[rows]``, ``weights`` fp64 ``[rows, most]``."""
 
     first: npt.NDArray[np.int64]
@@ -37,7 +37,7 @@ class Band:
     weights: npt.NDArray[np.float64]
 
     @classmethod
-    def of_entries(cls, num_rows: int, rows: npt.NDArray[Any], columns: npt.NDArray[Any], values: npt.NDArray[Any]) -> Band:
+    def of_entries(cls, num_rows: int, rows: npt.NDArray[Any], columns: npt.NDArray[Any], values: npt.NDArray[Any]) -> BandedWeights:
         """The band of entries that lie close together in each row; those of one place are added up."""
         rows, columns, values = rows[values != 0], columns[values != 0], values[values != 0]
         first, last = np.full(num_rows, np.iinfo(np.int64).max), np.full(num_rows, -1)
@@ -50,16 +50,16 @@ class Band:
         np.add.at(weights, (rows, columns - first[rows]), values)
         return cls(first=first, count=count, weights=weights)
 
-    def transposed(self, num_columns: int) -> Band:
+    def transposed(self, num_columns: int) -> BandedWeights:
         """The band of the transposed matrix, of a matrix that has ``num_columns``."""
         rows, places = np.nonzero(np.arange(self.weights.shape[1]) < self.count[:, None])
-        return Band.of_entries(num_columns, self.first[rows] + places, rows, self.weights[rows, places])
+        return BandedWeights.of_entries(num_columns, self.first[rows] + places, rows, self.weights[rows, places])
 
-    def rows(self, span: Span) -> Band:
+    def rows(self, span: Span) -> BandedWeights:
         """The rows of a span; those beyond its extent are empty."""
         low, high = span.data
         size = (span.size, self.weights.shape[1])
-        band = Band(first=np.zeros(span.size, np.int64), count=np.zeros(span.size, np.int64), weights=np.zeros(size))
+        band = BandedWeights(first=np.zeros(span.size, np.int64), count=np.zeros(span.size, np.int64), weights=np.zeros(size))
         held = slice(span.start + low, span.start + high)
         band.first[low:high], band.count[low:high], band.weights[low:high] = self.first[held], self.count[held], self.weights[held]
         return band
@@ -100,17 +100,17 @@ class ResizeAxis:
                 f"an axis of {self.input.extent} rows becomes one of {self.output.extent} by {self.scale}; give positive sizes"
             )
 
-    def band(self, *, single: bool) -> Band:
+    def band(self, *, single: bool) -> BandedWeights:
         """The rows of the output span, as a matrix on rows of the whole input.
 
         Args:
             single: the image is of single or half precision; matters for ``nearest`` alone.
         """
-        return _whole(self._rule(), single)[0].rows(self.output)
+        return _whole_bands(self._rule(), single)[0].rows(self.output)
 
-    def adjoint_band(self, *, single: bool) -> Band:
+    def adjoint_band(self, *, single: bool) -> BandedWeights:
         """The rows of the input span, as a matrix on rows of the whole output's gradient."""
-        return _whole(self._rule(), single)[1].rows(self.input)
+        return _whole_bands(self._rule(), single)[1].rows(self.input)
 
     def missing_input(self, *, single: bool) -> tuple[int, int] | None:
         """Input rows, in global coordinates, that the output needs and the input buffer lacks; None if it has all."""
@@ -131,13 +131,13 @@ class ResizeAxis:
         )
 
 
-def _missing(span: Span, band: Band) -> tuple[int, int] | None:
+def _missing(span: Span, band: BandedWeights) -> tuple[int, int] | None:
     first, last = band.reads()
     return None if first == last or (span.start <= first and last <= span.stop) else (first, last)
 
 
 @functools.lru_cache(maxsize=64)
-def _whole(axis: ResizeAxis, single: bool) -> tuple[Band, Band]:
+def _whole_bands(axis: ResizeAxis, single: bool) -> tuple[BandedWeights, BandedWeights]:
     """The matrix of the whole axis, and its transpose."""
     extent, length = axis.input.extent, axis.output.extent
     rows = np.arange(length)
@@ -145,13 +145,13 @@ def _whole(axis: ResizeAxis, single: bool) -> tuple[Band, Band]:
         lower, share = (rows, np.zeros(length)) if extent == length else _linear(axis)
         upper = np.minimum(lower + 1, extent - 1)
         entries = (np.concatenate([rows, rows]), np.concatenate([lower, upper]), np.concatenate([1 - share, share]))
-        band = Band.of_entries(length, *entries)
+        band = BandedWeights.of_entries(length, *entries)
     else:
         precision: Any = np.float32 if single else np.float64
         ratio = precision(1.0 / axis.scale) if axis.scale else precision(extent) / precision(length)
         centres = rows.astype(precision) + precision(0.5 if axis.mode == "nearest-exact" else 0)
         nearest = np.minimum(np.floor((centres * ratio).astype(np.float32)).astype(np.int64), extent - 1)
-        band = Band.of_entries(length, rows, nearest, np.ones(length))
+        band = BandedWeights.of_entries(length, rows, nearest, np.ones(length))
     return band, band.transposed(extent)
 
 

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from sft.kernels.geometry import Geometry
 
-__all__ = ["Blocks", "Variant", "block_size", "can_walk_rows", "default_blocks", "is_flat", "variant_blocks"]
+__all__ = ["BlockSizes", "LaunchVariant", "block_size", "can_walk_rows", "default_blocks", "is_flat", "variant_blocks"]
 
 #: How a convolution is split into programs: what is measured to be fastest may be another for each layer and GPU. ``small`` and ``tall``
 #: have fewer and more pixels in a block, ``wide`` more channels, ``deep`` loads further ahead, ``rows`` walks down the rows. The inner
 #: block is that of the default.
-Variant = Literal["default", "small", "tall", "wide", "deep", "rows"]
+LaunchVariant = Literal["default", "small", "tall", "wide", "deep", "rows"]
 
 #: the least extent of a product of blocks that every target has
-_SMALLEST = 16
+_MIN_BLOCK_SIZE = 16
 #: the fewest pixels that Hopper's products of warp groups take
 _WARP_GROUP = 64
 #: rows that one program walks down; two more are read
@@ -26,7 +26,7 @@ _WALK_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
+class BlockSizes:
     """How much one program computes. Powers of two of at least 16."""
 
     #: pixels of a block
@@ -43,10 +43,10 @@ class Blocks:
 
 def is_flat(group_in: int) -> bool:
     """Whether a block's inner axis takes channels of several taps: where a tap's own would not fill the smallest block."""
-    return group_in < _SMALLEST
+    return group_in < _MIN_BLOCK_SIZE
 
 
-def default_blocks(num_channels: int, num_inner: int, dtype: torch.dtype) -> Blocks:
+def default_blocks(num_channels: int, num_inner: int, dtype: torch.dtype) -> BlockSizes:
     """Blocks for any layer: they compile without spills for sm_80 and sm_90 (see the tests), and were tuned on nothing.
 
     Args:
@@ -56,10 +56,10 @@ def default_blocks(num_channels: int, num_inner: int, dtype: torch.dtype) -> Blo
     inner = block_size(num_inner, 32 if dtype == torch.float32 else 64)
     # Where each element of a block has an address of its own, a larger one runs out of registers.
     pixels = 64 if dtype == torch.float32 or is_flat(num_inner) else 128
-    return Blocks(pixels=pixels, channels=block_size(num_channels, 64), inner=inner)
+    return BlockSizes(pixels=pixels, channels=block_size(num_channels, 64), inner=inner)
 
 
-def variant_blocks(blocks: Blocks, variant: Variant, num_channels: int, *, is_loaded: bool) -> Blocks:
+def variant_blocks(blocks: BlockSizes, variant: LaunchVariant, num_channels: int, *, is_loaded: bool) -> BlockSizes:
     """The blocks of a variant of a launch whose default these are.
 
     Args:
@@ -90,4 +90,4 @@ def can_walk_rows(geometry: Geometry, num_inner: int, groups: int, weight: Tenso
 
 def block_size(number: int, largest: int) -> int:
     """The least power of two that is not less than ``number``, within 16 and ``largest``."""
-    return max(_SMALLEST, min(largest, 1 << max(0, number - 1).bit_length()))
+    return max(_MIN_BLOCK_SIZE, min(largest, 1 << max(0, number - 1).bit_length()))

@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["assembler_of", "can_compute_operands", "matmul", "relu", "safe_precision", "zero_where_off"]
+__all__ = ["assembler_version", "can_compute_operands", "matmul", "relu", "safe_precision", "relu_gradient"]
 
-_RIGHT_ASSEMBLER = (13, 3)
+_FIRST_FIXED_ASSEMBLER = (13, 3)
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
 
@@ -41,7 +41,7 @@ def relu(x):
 
 
 @triton.jit
-def zero_where_off(gradient, y):
+def relu_gradient(gradient, y):
     """The gradient where the output ``y`` of a ReLU is not zero; torch's rule, in which NaN counts as on."""
     return tl.where(y.to(tl.float32) <= 0, 0.0, gradient).to(gradient.dtype)
 
@@ -50,12 +50,12 @@ def can_compute_operands(device: torch.device) -> bool:
     """Whether products of computed operands come out right: on anything but Hopper, or with the assembler of CUDA 13.3 or newer."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
         return True
-    major, minor = assembler_of(90).split(".")[:2]
-    return (int(major), int(minor)) >= _RIGHT_ASSEMBLER
+    major, minor = assembler_version(90).split(".")[:2]
+    return (int(major), int(minor)) >= _FIRST_FIXED_ASSEMBLER
 
 
 @functools.cache
-def assembler_of(capability: int) -> str:
+def assembler_version(capability: int) -> str:
     """Version of the assembler that kernels for a compute capability (90 for sm_90) are made with, such as ``"13.4"``."""
     from triton.backends.nvidia.compiler import get_ptxas  # not above: it is not there without NVIDIA's backend
 

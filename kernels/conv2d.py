@@ -3,7 +3,7 @@
 A tile is said by a ``Geometry``: input buffer with its halo in, output rows out, zeros at the true border only. On CUDA
 Triton kernels run, elsewhere the plain PyTorch of ``conv2d_reference``.
 
-The gradients of the weight and the bias are sums over the whole image, so a tile only adds to them: to ``Slots`` in fp32,
+The gradients of the weight and the bias are sums over the whole image, so a tile only adds to them: to ``GradientSlots`` in fp32,
 which the caller keeps for as long as strips come, and adds up once at the end.
 """
 
@@ -23,7 +23,7 @@ from sft.kernels.conv2d_reference import reference_conv2d, reference_data_gradie
 from sft.kernels.dispatch import KERNEL_DTYPES, empty_channels_last, uses_triton
 from sft.kernels.geometry import Geometry, check_buffer, raise_problems
 
-__all__ = ["Activation", "Precision", "Slots", "check_layer", "conv2d", "conv2d_data_gradient", "conv2d_weight_gradient"]
+__all__ = ["Activation", "Precision", "GradientSlots", "check_layer", "conv2d", "conv2d_data_gradient", "conv2d_weight_gradient"]
 __all__ += ["precision_of", "scaled_weight", "weight_gradients"]
 
 Activation = Literal["none", "relu"]
@@ -42,7 +42,7 @@ _NO_TILE = "these tensors are not a tile of this convolution"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slots:
+class GradientSlots:
     """Where tiles add up the gradients of a weight and of a bias, in fp32 (fp64 for an fp64 weight)."""
 
     #: ``[splits, outputs, kh, kw, inputs of a group]``, contiguous
@@ -51,7 +51,7 @@ class Slots:
     biases: Tensor | None
 
     @classmethod
-    def zeros(cls, weight: Tensor, *, bias: bool, num_splits: int = 32) -> Slots:
+    def zeros(cls, weight: Tensor, *, bias: bool, num_splits: int = 32) -> GradientSlots:
         """Empty sums for the gradient of ``weight`` ``[outputs, inputs of a group, kh, kw]``.
 
         Args:
@@ -66,11 +66,11 @@ class Slots:
 
     def total(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """The gradients: ``[outputs, inputs of a group, kh, kw]`` in channels-last layout, and ``[outputs]``. Or of a volume's weight."""
-        weight = _total(self.weights, dtype).movedim(-1, 1)
-        return weight, None if self.biases is None else _total(self.biases, dtype)
+        weight = _reduce_slots(self.weights, dtype).movedim(-1, 1)
+        return weight, None if self.biases is None else _reduce_slots(self.biases, dtype)
 
 
-def _total(slots: Tensor, dtype: torch.dtype) -> Tensor:
+def _reduce_slots(slots: Tensor, dtype: torch.dtype) -> Tensor:
     if uses_triton(slots):
         from sft.kernels.conv2d_weight_gradient_triton import launch_reduce  # not above: it imports Triton
 
@@ -193,7 +193,7 @@ def conv2d_weight_gradient(
     x: Tensor,
     geometry: Geometry,
     *,
-    into: Slots,
+    into: GradientSlots,
     output: Tensor | None = None,
     groups: int = 1,
     precision: Precision | None = None,
@@ -267,7 +267,7 @@ class _Conv2d(torch.autograd.Function):
             scaled = weight if scale is None else scaled_weight(weight, scale)
             dx = conv2d_data_gradient(gradient, scaled, ctx.geometry, partial=True, **common)
         if any(ctx.needs_input_grad[1:4]):
-            slots = Slots.zeros(weight, bias=ctx.needs_input_grad[3])
+            slots = GradientSlots.zeros(weight, bias=ctx.needs_input_grad[3])
             conv2d_weight_gradient(gradient, x, ctx.geometry, into=slots, **common)
             dw, ds, db = weight_gradients(slots, weight, scale, ctx.bias)
         if ctx.needs_input_grad[4]:
@@ -282,7 +282,7 @@ def scaled_weight(weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def weight_gradients(
-    slots: Slots, weight: Tensor, scale: Tensor | None, bias: torch.dtype | None
+    slots: GradientSlots, weight: Tensor, scale: Tensor | None, bias: torch.dtype | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of weight, scale and bias, from slots that were filled as if there were no scale.
 

@@ -13,13 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import Blocks, Variant, can_walk_rows, default_blocks, variant_blocks
-from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, zero_where_off
+from sft.kernels.blocks import BlockSizes, LaunchVariant, can_walk_rows, default_blocks, variant_blocks
+from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, relu_gradient
 from sft.kernels.conv2d_reference import dense_gradient
 from sft.kernels.conv2d_rows_triton import launch_data_gradient_by_rows
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
-from sft.kernels.windows_triton import first_tap, pixel_strides, unpooled, window_constants
+from sft.kernels.windows_triton import first_tap, pixel_strides, unpool_gradient, window_constants
 
 __all__ = ["data_gradient_kernel", "launch_data_gradient"]
 
@@ -119,12 +119,12 @@ def data_gradient_kernel(
             at_h, at_w = at_h // 2, at_w // 2
             o_dy, o_y = i_n * dy_n + at_h * dy_h + at_w * dy_w, i_n * y_n + at_h * y_h + at_w * y_w
             o_taps = i_n * taps_n + at_h * taps_h + at_w * taps_w
-            dy = unpooled(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel[None, :], number, m_dy, RELU)  # [P, K]
+            dy = unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel[None, :], number, m_dy, RELU)  # [P, K]
         else:
             dy = tl.load(p_dy + (i_n * dy_n + at_h * dy_h + at_w * dy_w) + channel[None, :], mask=m_dy, other=0.0)  # [P, K]
             if RELU:
                 y = tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + channel[None, :], mask=m_dy, other=0.0)
-                dy = zero_where_off(dy, y)
+                dy = relu_gradient(dy, y)
         o_w = channel[:, None] * w_o + tap_h * w_h + tap_w * w_w + i_c * w_i
         w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
         acc = matmul(dy, w, acc, PRECISION)
@@ -145,8 +145,8 @@ def launch_data_gradient(
     groups: int,
     precision: str,
     taps: Tensor | None = None,
-    variant: Variant = "default",
-    blocks: Blocks | None = None,
+    variant: LaunchVariant = "default",
+    blocks: BlockSizes | None = None,
 ) -> None:
     """Write the input's gradient to ``out``; arguments as ``conv2d.conv2d_data_gradient`` checks them, ``out`` not empty.
 
@@ -197,10 +197,10 @@ def launch_data_gradient(
             *weight.stride(),
             *pixel_strides(out),
             height.shift,
-            *_with_gradient(height.output.data, gradient.shape[2], taps),
+            *_rows_with_gradient(height.output.data, gradient.shape[2], taps),
             *height.input.data,
             width.shift,
-            *_with_gradient(width.output.data, gradient.shape[3], taps),
+            *_rows_with_gradient(width.output.data, gradient.shape[3], taps),
             *width.input.data,
             **window_constants(geometry.axes),
             TAPS_H=strides[0] // math.gcd(strides[0], height.window.dilation),
@@ -217,6 +217,6 @@ def launch_data_gradient(
         )
 
 
-def _with_gradient(data: tuple[int, int], size: int, taps: Tensor | None) -> tuple[int, int]:
+def _rows_with_gradient(data: tuple[int, int], size: int, taps: Tensor | None) -> tuple[int, int]:
     """The rows of an output that have a gradient: a last odd one has no maximum."""
     return data if taps is None else (data[0], min(data[1], 2 * size))

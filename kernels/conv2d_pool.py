@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sft.kernels.conv2d import Activation, Precision, Slots, check_layer, scaled_weight, weight_gradients
+from sft.kernels.conv2d import Activation, Precision, GradientSlots, check_layer, scaled_weight, weight_gradients
 from sft.kernels.conv2d_reference import dense_gradient, reference_conv2d, reference_data_gradient, reference_weight_gradient
 from sft.kernels.dispatch import empty_channels_last, uses_triton
-from sft.kernels.geometry import Geometry, Window, check_buffer, raise_problems
-from sft.kernels.pool_reference import pack, reference_max_pool
+from sft.kernels.geometry import Geometry, KernelWindow, check_buffer, raise_problems
+from sft.kernels.pool_reference import pack_taps, reference_max_pool
 
 __all__ = [
     "conv2d_max_pool",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _NO_TILE = "these tensors are not a tile of this convolution and its maxima"
-_PAIRS = Window(kernel=2, stride=2)
+_POOL_WINDOW = KernelWindow(kernel=2, stride=2)
 
 
 def pooled_size(geometry: Geometry) -> tuple[int, int]:
@@ -40,7 +40,7 @@ def pooled_size(geometry: Geometry) -> tuple[int, int]:
     Raises:
         InputError: the tile does not consist of whole maxima.
 
-    >>> window = Window(kernel=3, padding=1)
+    >>> window = KernelWindow(kernel=3, padding=1)
     >>> pooled_size(Geometry.whole((6, 5), window, window))
     (3, 2)
     """
@@ -90,8 +90,8 @@ def conv2d_max_pool_with_taps(
         launch_conv2d(x, weight, bias, None, out, geometry, groups=1, relu=relu, precision=mode, scale=scale, taps=taps)
         return out, taps
     y = reference_conv2d(x, weight, bias, None, geometry, groups=1, relu=relu, scale=scale)
-    maxima, chosen = reference_max_pool(y, Geometry.whole((y.shape[2], y.shape[3]), _PAIRS, _PAIRS))
-    taps.copy_(pack(chosen))
+    maxima, chosen = reference_max_pool(y, Geometry.whole((y.shape[2], y.shape[3]), _POOL_WINDOW, _POOL_WINDOW))
+    taps.copy_(pack_taps(chosen))
     return out.copy_(maxima), taps
 
 
@@ -144,7 +144,7 @@ def conv2d_max_pool_weight_gradient(
     x: Tensor,
     geometry: Geometry,
     *,
-    into: Slots,
+    into: GradientSlots,
     output: Tensor | None = None,
     precision: Precision | None = None,
 ) -> None:
@@ -190,7 +190,7 @@ def conv2d_max_pool(
 ) -> Tensor:
     """The maxima of one tile, differentiable once; the gradient of ``x`` is this tile's share. See ``conv2d_max_pool_with_taps``.
 
-    >>> window = Window(kernel=1)
+    >>> window = KernelWindow(kernel=1)
     >>> x = torch.tensor([[[[-1.0, 2.0], [3.0, -4.0]]]])
     >>> conv2d_max_pool(x, torch.full((1, 1, 1, 1), 2.0), Geometry.whole((2, 2), window, window)).flatten().tolist()
     [6.0]
@@ -230,7 +230,7 @@ class _ConvMaxPool(torch.autograd.Function):
             scaled = weight if scale is None else scaled_weight(weight, scale)
             dx = conv2d_max_pool_data_gradient(gradient, taps, scaled, ctx.geometry, partial=True, **common)
         if any(ctx.needs_input_grad[1:4]):
-            slots = Slots.zeros(weight, bias=ctx.needs_input_grad[3])
+            slots = GradientSlots.zeros(weight, bias=ctx.needs_input_grad[3])
             conv2d_max_pool_weight_gradient(gradient, taps, x, ctx.geometry, into=slots, **common)
             dw, ds, db = weight_gradients(slots, weight, scale, ctx.bias)
         return dx, dw, ds, db, None, None

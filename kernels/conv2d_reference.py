@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight, conv3d_weight
 
-from sft.kernels.geometry import Axis
+from sft.kernels.geometry import TileAxis
 
 __all__ = [
-    "data_of",
+    "data_view",
     "dense_gradient",
-    "from_windows",
+    "fold_windows",
     "padded_input",
     "reference_conv2d",
     "reference_data_gradient",
@@ -26,11 +26,11 @@ __all__ = [
 ]
 
 
-class Axes(Protocol):
+class GeometryLike(Protocol):
     """A geometry of as many axes as an image or a volume has."""
 
     @property
-    def axes(self) -> tuple[Axis, ...]: ...
+    def axes(self) -> tuple[TileAxis, ...]: ...
 
 
 _CONVOLUTIONS: dict[int, tuple[Any, Any, Any]] = {
@@ -39,12 +39,12 @@ _CONVOLUTIONS: dict[int, tuple[Any, Any, Any]] = {
 }
 
 
-def data_of(tensor: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
+def data_view(tensor: Tensor, spans: tuple[tuple[int, int], ...]) -> Tensor:
     """The view of a buffer's rows and columns that are data, given as half-open ranges."""
     return tensor[(slice(None), slice(None), *(slice(low, high) for low, high in spans))]
 
 
-def padded_input(x: Tensor, geometry: Axes, value: float = 0.0) -> Tensor:
+def padded_input(x: Tensor, geometry: GeometryLike, value: float = 0.0) -> Tensor:
     """What the output's windows read, with ``value`` where that is not data."""
     pads: list[int] = []
     for axis in reversed(geometry.axes):
@@ -52,7 +52,7 @@ def padded_input(x: Tensor, geometry: Axes, value: float = 0.0) -> Tensor:
         first, last = axis.window.reads(0, axis.output.size)
         offset = axis.shift + axis.window.padding
         pads += [low - (first + offset), (last + offset) - high]
-    return F.pad(data_of(x, tuple(axis.input.data for axis in geometry.axes)), pads, value=value)
+    return F.pad(data_view(x, tuple(axis.input.data for axis in geometry.axes)), pads, value=value)
 
 
 def reference_conv2d(
@@ -60,7 +60,7 @@ def reference_conv2d(
     weight: Tensor,
     bias: Tensor | None,
     residual: Tensor | None,
-    geometry: Axes,
+    geometry: GeometryLike,
     *,
     groups: int,
     relu: bool,
@@ -80,17 +80,19 @@ def reference_conv2d(
     return y.relu() if relu else y
 
 
-def reference_data_gradient(gradient: Tensor, output: Tensor | None, weight: Tensor, geometry: Axes, *, groups: int) -> Tensor:
+def reference_data_gradient(gradient: Tensor, output: Tensor | None, weight: Tensor, geometry: GeometryLike, *, groups: int) -> Tensor:
     """The gradient of the input buffer; zero in rows that are not data."""
     spans = [span.data for axis in geometry.axes for span in (axis.input, axis.output)]
     if any(low == high for low, high in spans):
         return gradient.new_zeros(gradient.shape[0], weight.shape[1] * groups, *(axis.input.size for axis in geometry.axes))
     spread_out = _CONVOLUTIONS[len(geometry.axes)][1]
-    spread = spread_out(_on(gradient, output, geometry), weight, stride=_strides(geometry), dilation=_dilations(geometry), groups=groups)
-    return from_windows(spread, geometry)
+    spread = spread_out(
+        _masked_gradient(gradient, output, geometry), weight, stride=_strides(geometry), dilation=_dilations(geometry), groups=groups
+    )
+    return fold_windows(spread, geometry)
 
 
-def from_windows(spread: Tensor, geometry: Axes) -> Tensor:
+def fold_windows(spread: Tensor, geometry: GeometryLike) -> Tensor:
     """The input buffer of what was added up over the rows that the output's rows of data read; zero in rows that are not data."""
     to_data: list[int] = []
     to_buffer: list[int] = []
@@ -104,11 +106,11 @@ def from_windows(spread: Tensor, geometry: Axes) -> Tensor:
 
 
 def reference_weight_gradient(
-    gradient: Tensor, output: Tensor | None, x: Tensor, shape: tuple[int, ...], geometry: Axes, *, groups: int
+    gradient: Tensor, output: Tensor | None, x: Tensor, shape: tuple[int, ...], geometry: GeometryLike, *, groups: int
 ) -> tuple[Tensor, Tensor]:
     """A tile's share of the gradients of a weight of ``shape``, and of a bias; in fp32 at least."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
-    on, padded = _on(gradient, output, geometry).to(dtype), padded_input(x, geometry).to(dtype)
+    on, padded = _masked_gradient(gradient, output, geometry).to(dtype), padded_input(x, geometry).to(dtype)
     of_weight = _CONVOLUTIONS[len(geometry.axes)][2]
     weight = of_weight(padded, shape, on, stride=_strides(geometry), dilation=_dilations(geometry), groups=groups)
     return weight, on.transpose(0, 1).flatten(1).sum(1)
@@ -133,16 +135,16 @@ def dense_gradient(gradient: Tensor, output: Tensor | None, taps: Tensor | None,
     return dense
 
 
-def _on(gradient: Tensor, output: Tensor | None, geometry: Axes) -> Tensor:
+def _masked_gradient(gradient: Tensor, output: Tensor | None, geometry: GeometryLike) -> Tensor:
     """The gradient's rows that are outputs of the image, where the ReLU behind them is on."""
     spans = tuple(axis.output.data for axis in geometry.axes)
-    part = data_of(gradient, spans)
-    return part if output is None else torch.where(data_of(output, spans) <= 0, 0, part)
+    part = data_view(gradient, spans)
+    return part if output is None else torch.where(data_view(output, spans) <= 0, 0, part)
 
 
-def _strides(geometry: Axes) -> tuple[int, ...]:
+def _strides(geometry: GeometryLike) -> tuple[int, ...]:
     return tuple(axis.window.stride for axis in geometry.axes)
 
 
-def _dilations(geometry: Axes) -> tuple[int, ...]:
+def _dilations(geometry: GeometryLike) -> tuple[int, ...]:
     return tuple(axis.window.dilation for axis in geometry.axes)

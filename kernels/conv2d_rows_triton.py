@@ -19,11 +19,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import Blocks
-from sft.kernels.blocks_triton import matmul, relu, safe_precision, zero_where_off
+from sft.kernels.blocks import BlockSizes
+from sft.kernels.blocks_triton import matmul, relu, safe_precision, relu_gradient
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
-from sft.kernels.windows_triton import inside, pixel_strides
+from sft.kernels.windows_triton import is_inside, pixel_strides
 
 __all__ = ["launch_conv2d_by_rows", "launch_data_gradient_by_rows", "row_streaming_kernel"]
 
@@ -120,7 +120,7 @@ def row_streaming_kernel(
     for step in range(num_rows + 2):
         at_h = first_row + shift_h + step
         at_w = i_p + shift_w
-        limit = tl.where(inside(at_h, low_h, high_h), num_in, 0)
+        limit = tl.where(is_inside(at_h, low_h, high_h), num_in, 0)
         m_row = m_p[:, None] & (i_k[None, :] < limit)
         x0 = _pixels(p_x, p_on, x_h, x_w, on_h, on_w, at_h, at_w, low_w, high_w, i_k, m_row, MASKED)
         complete = matmul(x0, w6, complete, PRECISION)
@@ -148,7 +148,7 @@ def row_streaming_kernel(
         if RELU:
             complete = relu(complete)
         if TURNED:
-            m_image = inside(i_p, from_w, tl.where(inside(i_h, from_h, to_h), to_w, from_w))
+            m_image = is_inside(i_p, from_w, tl.where(is_inside(i_h, from_h, to_h), to_w, from_w))
             complete = tl.where(m_image[:, None], complete, 0.0)
         y = complete.to(p_y.dtype.element_ty)
         if POOL:
@@ -186,11 +186,11 @@ def _pixels(
     MASKED: tl.constexpr,
 ):
     """One row of pixels of x, [P, K]. The row's offset takes 64 bits, those in the row do not, and registers are short."""
-    mask = mask & inside(at_w, low_w, high_w)[:, None]
+    mask = mask & is_inside(at_w, low_w, high_w)[:, None]
     at_h, at_w = at_h.to(tl.int64), at_w[:, None]
     x = tl.load(p_x + at_h * x_h + (at_w * x_w + channel[None, :]), mask=mask, other=0.0)
     if MASKED:
-        x = zero_where_off(x, tl.load(p_on + at_h * on_h + (at_w * on_w + channel[None, :]), mask=mask, other=0.0))
+        x = relu_gradient(x, tl.load(p_on + at_h * on_h + (at_w * on_w + channel[None, :]), mask=mask, other=0.0))
     return x
 
 
@@ -220,7 +220,7 @@ def launch_conv2d_by_rows(
     *,
     relu: bool,
     precision: str,
-    blocks: Blocks,
+    blocks: BlockSizes,
     scale: Tensor | None = None,
     taps: Tensor | None = None,
 ) -> None:
@@ -248,7 +248,7 @@ def launch_data_gradient_by_rows(
     geometry: Geometry,
     *,
     precision: str,
-    blocks: Blocks,
+    blocks: BlockSizes,
 ) -> None:
     """As ``conv2d_data_gradient_triton.launch_data_gradient``, for one group and a window of 3 x 3 without stride and dilation."""
     w_o, w_i, w_h, w_w = weight.stride()
@@ -272,7 +272,7 @@ def _launch(
     sides: tuple[int, ...],
     options: dict[str, bool],
     precision: str,
-    blocks: Blocks,
+    blocks: BlockSizes,
 ) -> None:
     values, *strides = weight
     scale, bias, residual, out, taps = results

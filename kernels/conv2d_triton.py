@@ -2,7 +2,7 @@
 
 The rows of the product are pixels, its columns channels; the inner axis runs over taps of the kernel and, within each, over
 channels in blocks. A pixel's sum is formed in that order whatever tile it lies in and whatever block, so tiles have the bits
-of the whole as long as the inner block (``Blocks.inner``) is the same; it depends on the layer alone.
+of the whole as long as the inner block (``BlockSizes.inner``) is the same; it depends on the layer alone.
 
 Affixes: ``p_`` pointer, ``i_`` index, ``o_`` offsets, ``m_`` mask. P pixels, K inner block, C channels of the result.
 Four warps: eight are reported to miscompile loops over taps on Hopper (pytorch/pytorch issue 173068).
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import Blocks, Variant, can_walk_rows, default_blocks, is_flat, variant_blocks
+from sft.kernels.blocks import BlockSizes, LaunchVariant, can_walk_rows, default_blocks, is_flat, variant_blocks
 from sft.kernels.blocks_triton import can_compute_operands, matmul, relu, safe_precision
 from sft.kernels.conv2d_rows_triton import launch_conv2d_by_rows
 from sft.kernels.geometry import Geometry
@@ -181,8 +181,8 @@ def launch_conv2d(
     scale: Tensor | None = None,
     levels: tuple[Tensor, Tensor] | None = None,
     taps: Tensor | None = None,
-    variant: Variant = "default",
-    blocks: Blocks | None = None,
+    variant: LaunchVariant = "default",
+    blocks: BlockSizes | None = None,
 ) -> None:
     """Write the convolution of a tile to ``out``; arguments as ``conv2d.conv2d`` checks them, ``out`` not empty.
 

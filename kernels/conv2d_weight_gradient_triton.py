@@ -16,12 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import Variant, block_size, is_flat
-from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, zero_where_off
+from sft.kernels.blocks import LaunchVariant, block_size, is_flat
+from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, relu_gradient
 from sft.kernels.conv2d_reference import dense_gradient
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
-from sft.kernels.windows_triton import pixel_strides, unpooled, window_constants
+from sft.kernels.windows_triton import pixel_strides, unpool_gradient, window_constants
 
 __all__ = ["launch_reduce", "launch_weight_gradient", "reduce_kernel", "weight_gradient_kernel"]
 
@@ -115,12 +115,12 @@ def weight_gradient_kernel(
             number, q_h, q_w = (i_h % 2 * 2 + i_w % 2).to(tl.int32), i_h // 2, i_w // 2
             o_dy, o_y = i_n * dy_n + q_h * dy_h + q_w * dy_w, i_n * y_n + q_h * y_h + q_w * y_w
             o_taps = i_n * taps_n + q_h * taps_h + q_w * taps_w
-            dy = unpooled(p_dy, p_y, p_taps, o_dy, o_y, o_taps, i_o[None, :], number, m_dy, RELU)  # [P, O]
+            dy = unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, i_o[None, :], number, m_dy, RELU)  # [P, O]
         else:
             dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_o[None, :], mask=m_dy, other=0.0)  # [P, O]
             if RELU:
                 y = tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_o[None, :], mask=m_dy, other=0.0)
-                dy = zero_where_off(dy, y)
+                dy = relu_gradient(dy, y)
         at_h, at_w = i_h * STRIDE_H + tap_h, i_w * STRIDE_W + tap_w
         m_x = m_p & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w) & m_k
         x = tl.load(p_x + (i_n * x_n + at_h * x_h + at_w * x_w) + channel, mask=m_x, other=0)  # [P, C]
@@ -170,7 +170,7 @@ def launch_weight_gradient(
     precision: str,
     levels: tuple[Tensor, Tensor] | None = None,
     taps: Tensor | None = None,
-    variant: Variant = "default",
+    variant: LaunchVariant = "default",
     block: tuple[int, int, int] | None = None,
 ) -> None:
     """Add a tile's share to the slots ``weights`` and ``biases``; arguments as ``conv2d.conv2d_weight_gradient`` checks them.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft.errors import InputError
-from sft.kernels.conv2d import Activation, Precision, Slots, precision_of, scaled_weight, weight_gradients
+from sft.kernels.conv2d import Activation, Precision, GradientSlots, precision_of, scaled_weight, weight_gradients
 from sft.kernels.conv2d_reference import reference_conv2d, reference_data_gradient, reference_weight_gradient
 from sft.kernels.dispatch import uses_triton
 from sft.kernels.geometry import check_buffer, raise_problems
@@ -89,7 +89,7 @@ def conv3d_data_gradient(
     if not partial:
         geometry.check_adjoint()
     mode = _check(None, weight, geometry, precision, [("gradient", gradient), ("output", output)], None)
-    out = _empty(gradient, (gradient.shape[0], weight.shape[1], *geometry.input_size))
+    out = _empty_channels_last_3d(gradient, (gradient.shape[0], weight.shape[1], *geometry.input_size))
     if not out.numel():
         return out
     if uses_triton(gradient):
@@ -105,7 +105,7 @@ def conv3d_weight_gradient(
     x: Tensor,
     geometry: VolumeGeometry,
     *,
-    into: Slots,
+    into: GradientSlots,
     output: Tensor | None = None,
     precision: Precision | None = None,
 ) -> None:
@@ -114,7 +114,7 @@ def conv3d_weight_gradient(
     Args:
         gradient, output: as for ``conv3d_data_gradient``, without a halo.
         x: the input buffer, as for ``conv3d``.
-        into: the sums, changed in place: ``Slots.zeros`` of the weight.
+        into: the sums, changed in place: ``GradientSlots.zeros`` of the weight.
         precision: as for ``conv3d``.
 
     Raises:
@@ -152,7 +152,7 @@ class _Conv3d(torch.autograd.Function):
         options: tuple[bool, Precision],
     ) -> Tensor:
         relu, mode = options
-        out = _empty(x, (x.shape[0], weight.shape[0], *geometry.output_size))
+        out = _empty_channels_last_3d(x, (x.shape[0], weight.shape[0], *geometry.output_size))
         if out.numel() and uses_triton(x):
             from sft.kernels.conv3d_triton import launch_conv3d  # not above: it imports Triton
 
@@ -175,7 +175,7 @@ class _Conv3d(torch.autograd.Function):
             scaled = weight if scale is None else scaled_weight(weight, scale)
             dx = conv3d_data_gradient(gradient, scaled, ctx.geometry, partial=True, **common)
         if any(ctx.needs_input_grad[1:4]):
-            slots = Slots.zeros(weight, bias=ctx.needs_input_grad[3])
+            slots = GradientSlots.zeros(weight, bias=ctx.needs_input_grad[3])
             conv3d_weight_gradient(gradient, x, ctx.geometry, into=slots, **common)
             dw, ds, db = weight_gradients(slots, weight, scale, ctx.bias)
         if ctx.needs_input_grad[4]:
@@ -183,7 +183,7 @@ class _Conv3d(torch.autograd.Function):
         return dx, dw, ds, db, dr, None, None
 
 
-def _empty(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _empty_channels_last_3d(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last_3d)
 
 

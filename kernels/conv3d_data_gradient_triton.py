@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import Blocks, default_blocks
-from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, zero_where_off
+from sft.kernels.blocks import BlockSizes, default_blocks
+from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, relu_gradient
 from sft.kernels.conv2d_reference import dense_gradient
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.volume import VolumeGeometry
-from sft.kernels.windows_triton import first_tap, inside, voxel_strides, window_constants
+from sft.kernels.windows_triton import first_tap, is_inside, voxel_strides, window_constants
 
 __all__ = ["launch_volume_data_gradient", "volume_data_gradient_kernel"]
 
@@ -118,20 +118,20 @@ def volume_data_gradient_kernel(
         # Multiples of the strides wherever they are not negative, and masked where they are.
         num_slices, num_rows = i_d - shift_d - tap_d * DILATION_D, i_h - shift_h - tap_h * DILATION_H
         num_columns = i_w - shift_w - tap_w * DILATION_W
-        m_dy = m_p & inside(num_slices, low_d * STRIDE_D, high_d * STRIDE_D) & inside(num_rows, low_h * STRIDE_H, high_h * STRIDE_H)
-        m_dy = m_dy & inside(num_columns, low_w * STRIDE_W, high_w * STRIDE_W) & m_k[None, :]
+        m_dy = m_p & is_inside(num_slices, low_d * STRIDE_D, high_d * STRIDE_D) & is_inside(num_rows, low_h * STRIDE_H, high_h * STRIDE_H)
+        m_dy = m_dy & is_inside(num_columns, low_w * STRIDE_W, high_w * STRIDE_W) & m_k[None, :]
         at_d, at_h = (num_slices // STRIDE_D).to(tl.int64), (num_rows // STRIDE_H).to(tl.int64)
         at_w = (num_columns // STRIDE_W).to(tl.int64)
         o_dy = i_n * dy_n + at_d * dy_d + at_h * dy_h + at_w * dy_w
         dy = tl.load(p_dy + o_dy + channel[None, :], mask=m_dy, other=0.0)  # [P, K]
         if RELU:
             o_y = i_n * y_n + at_d * y_d + at_h * y_h + at_w * y_w
-            dy = zero_where_off(dy, tl.load(p_y + o_y + channel[None, :], mask=m_dy, other=0.0))
+            dy = relu_gradient(dy, tl.load(p_y + o_y + channel[None, :], mask=m_dy, other=0.0))
         o_w = channel[:, None] * w_o + (tap_d * w_d + tap_h * w_h + tap_w * w_w) + i_c * w_i
         w = tl.load(p_w + o_w, mask=m_k[:, None] & m_c, other=0.0)  # [K, C]
         acc = matmul(dy, w, acc, PRECISION)
 
-    m_image = inside(i_d, from_d, to_d) & inside(i_h, from_h, to_h) & inside(i_w, from_w, to_w)
+    m_image = is_inside(i_d, from_d, to_d) & is_inside(i_h, from_h, to_h) & is_inside(i_w, from_w, to_w)
     dx = tl.where(m_image, acc, 0.0).to(p_dx.dtype.element_ty)
     o_dx = i_n * dx_n + i_d.to(tl.int64) * dx_d + i_h.to(tl.int64) * dx_h + i_w.to(tl.int64) * dx_w
     tl.store(p_dx + o_dx + i_c, dx, mask=m_p & m_c)
@@ -145,7 +145,7 @@ def launch_volume_data_gradient(
     geometry: VolumeGeometry,
     *,
     precision: str,
-    blocks: Blocks | None = None,
+    blocks: BlockSizes | None = None,
 ) -> None:
     """Write the input's gradient to ``out``; arguments as ``conv3d.conv3d_data_gradient`` checks them, ``out`` not empty."""
     precision = safe_precision(precision, weight.device)  # on which the blocks depend

@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks import Blocks, default_blocks, is_flat
+from sft.kernels.blocks import BlockSizes, default_blocks, is_flat
 from sft.kernels.blocks_triton import matmul, relu, safe_precision
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.volume import VolumeGeometry
-from sft.kernels.windows_triton import inside, voxel_strides, window_constants
+from sft.kernels.windows_triton import is_inside, voxel_strides, window_constants
 
 __all__ = ["conv3d_kernel", "launch_conv3d"]
 
@@ -111,8 +111,8 @@ def conv3d_kernel(
             m_k = channel < num_in
         reach_d, reach_h = tap_x // (KERNEL_H * KERNEL_W) * DILATION_D, tap_x // KERNEL_W % KERNEL_H * DILATION_H
         reach_w = tap_x % KERNEL_W * DILATION_W
-        m_x = m_p & inside(first_d + reach_d, low_d, high_d) & inside(first_h + reach_h, low_h, high_h)
-        m_x = m_x & inside(first_w + reach_w, low_w, high_w) & m_k[None, :]
+        m_x = m_p & is_inside(first_d + reach_d, low_d, high_d) & is_inside(first_h + reach_h, low_h, high_h)
+        m_x = m_x & is_inside(first_w + reach_w, low_w, high_w) & m_k[None, :]
         o_tap = reach_d * x_d + reach_h * x_h + reach_w * x_w
         x = tl.load(p_x + o_x + (o_tap + channel[None, :]), mask=m_x, other=0.0)  # [P, K]
         o_w = channel[:, None] * w_i + tap_w // (KERNEL_H * KERNEL_W) * w_d + tap_w // KERNEL_W % KERNEL_H * w_h
@@ -143,7 +143,7 @@ def launch_conv3d(
     relu: bool,
     precision: str,
     scale: Tensor | None = None,
-    blocks: Blocks | None = None,
+    blocks: BlockSizes | None = None,
 ) -> None:
     """Write the convolution of a tile to ``out``; arguments as ``conv3d.conv3d`` checks them, ``out`` not empty."""
     precision = safe_precision(precision, weight.device)  # on which the blocks depend

@@ -10,11 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from sft.kernels.blocks import block_size, is_flat
-from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, zero_where_off
+from sft.kernels.blocks_triton import can_compute_operands, matmul, safe_precision, relu_gradient
 from sft.kernels.conv2d_reference import dense_gradient
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.volume import VolumeGeometry
-from sft.kernels.windows_triton import inside, voxel_strides, window_constants
+from sft.kernels.windows_triton import is_inside, voxel_strides, window_constants
 
 __all__ = ["launch_volume_weight_gradient", "volume_weight_gradient_kernel"]
 
@@ -105,9 +105,9 @@ def volume_weight_gradient_kernel(
         dy = tl.load(p_dy + (i_n * dy_n + i_d * dy_d + i_h * dy_h + i_w * dy_w) + i_o[None, :], mask=m_dy, other=0.0)  # [P, O]
         if RELU:
             y = tl.load(p_y + (i_n * y_n + i_d * y_d + i_h * y_h + i_w * y_w) + i_o[None, :], mask=m_dy, other=0.0)
-            dy = zero_where_off(dy, y)
+            dy = relu_gradient(dy, y)
         at_d, at_h, at_w = i_d * STRIDE_D + tap_d, i_h * STRIDE_H + tap_h, i_w * STRIDE_W + tap_w
-        m_x = m_p & inside(at_d, low_d, high_d) & inside(at_h, low_h, high_h) & inside(at_w, low_w, high_w) & m_k
+        m_x = m_p & is_inside(at_d, low_d, high_d) & is_inside(at_h, low_h, high_h) & is_inside(at_w, low_w, high_w) & m_k
         x = tl.load(p_x + (i_n * x_n + at_d * x_d + at_h * x_h + at_w * x_w) + channel, mask=m_x, other=0.0)  # [P, C]
         acc = matmul(tl.trans(dy), x, acc, PRECISION)
         if BIAS:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks_triton import relu, zero_where_off
+from sft.kernels.blocks_triton import relu, relu_gradient
 from sft.kernels.geometry import Geometry
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.windows_triton import pixel_strides, window_constants
@@ -148,7 +148,7 @@ def depthwise_gradient_kernel(
         m_dy = m_dy & (num_columns >= low_w * STRIDE_W) & (num_columns < high_w * STRIDE_W) & (num_columns % STRIDE_W == 0) & m_c
         dy = tl.load(p_dy + (i_n * dy_n + at_h * dy_h + at_w * dy_w) + i_o, mask=m_dy, other=0.0)
         if RELU:
-            dy = zero_where_off(dy, tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + i_o, mask=m_dy, other=0.0))
+            dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + at_h * y_h + at_w * y_w) + i_o, mask=m_dy, other=0.0))
         w = tl.load(p_w + i_o * w_o + tap_h * w_h + tap_w * w_w, mask=m_c, other=0.0)
         # A weight that is not finite must not reach pixels that it has nothing to do with.
         acc += tl.where(m_dy, dy.to(tl.float32) * w.to(tl.float32), 0.0)
@@ -212,7 +212,7 @@ def depthwise_weight_kernel(
         m_dy = (i_p < stop) & m_c[None, :]
         dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_c[None, :], mask=m_dy, other=0.0)
         if RELU:
-            dy = zero_where_off(dy, tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_c[None, :], mask=m_dy, other=0.0))
+            dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_c[None, :], mask=m_dy, other=0.0))
         dy = dy.to(tl.float32)
         at_h, at_w = i_h * STRIDE_H + tap_h, i_w * STRIDE_W + tap_w
         m_x = m_dy & (at_h >= low_h) & (at_h < high_h) & (at_w >= low_w) & (at_w < high_w)

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from sft.errors import InputError
 from sft.kernels.dispatch import has_triton
 from sft.kernels.dropout_reference import reference_dropout, reference_keep_mask, reference_write_mask
-from sft.kernels.mask_tile import Kind, MaskTile
+from sft.kernels.mask_tile import MaskKind, MaskTile
 
-__all__ = ["Kind", "PositionalDropout", "dropout", "keep_mask", "positional_dropout", "write_mask"]
+__all__ = ["MaskKind", "PositionalDropout", "dropout", "keep_mask", "positional_dropout", "write_mask"]
 
 
-def _apply(x: Tensor, tile: MaskTile, out: Tensor | None) -> Tensor:
+def _dropout_forward(x: Tensor, tile: MaskTile, out: Tensor | None) -> Tensor:
     """``x`` times mask times scale, by the kernel of the device; differentiates nothing."""
     result = torch.empty_like(x) if out is None else out
     if x.numel() == 0:
@@ -41,7 +41,7 @@ class _Dropout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tile: MaskTile) -> Tensor:
         ctx.tile = tile
-        return _apply(x, tile, None)
+        return _dropout_forward(x, tile, None)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -59,7 +59,7 @@ def keep_mask(
     site: int,
     draw: int,
     p: float,
-    kind: Kind,
+    kind: MaskKind,
     device: torch.device | str = "cpu",
 ) -> Tensor:
     """The mask of one tile.
@@ -121,7 +121,7 @@ def dropout(
     site: int,
     draw: int,
     p: float,
-    kind: Kind,
+    kind: MaskKind,
     out: Tensor | None = None,
 ) -> Tensor:
     """Apply dropout to one tile: ``x * mask * scale`` with the mask of ``keep_mask`` and scale ``1 / (1 - p)``.
@@ -154,10 +154,10 @@ def dropout(
         raise InputError("dropout writes a tile like its input, {}, but out is {}; allocate it like the input".format(*described))
     if torch.is_grad_enabled() and (x.requires_grad or out.requires_grad):
         raise InputError("dropout with out= is not differentiable, and an argument requires grad; leave out= away or use torch.no_grad()")
-    return _apply(x, tile, out)
+    return _dropout_forward(x, tile, out)
 
 
-def positional_dropout(x: Tensor, p: float, *, site: int, seed: int, draw: int = 0, kind: Kind = "element") -> Tensor:
+def positional_dropout(x: Tensor, p: float, *, site: int, seed: int, draw: int = 0, kind: MaskKind = "element") -> Tensor:
     """The same dropout of a whole tensor: what a tiled run must equal, for tests and plain PyTorch models.
 
     Args:
@@ -186,11 +186,11 @@ class PositionalDropout(nn.Module):
         seed: the key; set the attribute to a new one (``sft.kernels.philox.draw_seed``) before each step.
     """
 
-    def __init__(self, p: float = 0.5, *, site: int, kind: Kind = "element", seed: int = 0) -> None:
+    def __init__(self, p: float = 0.5, *, site: int, kind: MaskKind = "element", seed: int = 0) -> None:
         super().__init__()
         self.p = p
         self.site = site
-        self.kind: Kind = kind
+        self.kind: MaskKind = kind
         self.seed = seed
         self.draw = 0
 

@@ -15,47 +15,47 @@ from torch import Tensor
 from sft.kernels.mask_tile import CHANNELS_PER_CALL, MaskTile, ceil_div
 from sft.kernels.philox import philox4x32
 
-__all__ = ["block_words", "blocks_of", "reference_block", "reference_dropout", "reference_keep_mask", "reference_write_mask"]
+__all__ = ["block_words", "mask_blocks", "reference_block", "reference_dropout", "reference_keep_mask", "reference_write_mask"]
 
 #: Philox calls in a block: below 4 MiB of temporaries, and enough that the launches do not show
 _BLOCK_CALLS = 2**15
 
-Block = tuple[slice, slice, slice, slice]
+BlockSlices = tuple[slice, slice, slice, slice]
 
 
 def reference_keep_mask(tile: MaskTile, device: torch.device) -> Tensor:
     """The mask as a bool tensor of shape ``tile.mask_shape``, True where kept."""
     mask = torch.empty(tile.mask_shape, dtype=torch.bool, device=device)
-    for block in blocks_of(tile.mask_shape):
-        mask[block] = _keep(tile, block, device)
+    for block in mask_blocks(tile.mask_shape):
+        mask[block] = _keep_block(tile, block, device)
     return mask
 
 
 def reference_dropout(x: Tensor, tile: MaskTile, out: Tensor) -> None:
     """Write ``x`` times mask times scale to ``out``, which has the shape and dtype of ``x`` and may be ``x``."""
     scale = tile.scale(x.dtype)
-    for block in blocks_of(tile.mask_shape):
+    for block in mask_blocks(tile.mask_shape):
         region = tuple(slice(None) if size == 1 else part for size, part in zip(tile.mask_shape, block, strict=True))
         # A product and not a choice, as in eager PyTorch: a dropped NaN stays one.
-        torch.mul(x[region], _keep(tile, block, x.device), out=out[region]).mul_(scale)
+        torch.mul(x[region], _keep_block(tile, block, x.device), out=out[region]).mul_(scale)
 
 
 def reference_write_mask(tile: MaskTile, out: Tensor) -> None:
     """Write the mask as ones and zeros to ``out``, of shape ``tile.shape`` and any dtype."""
     mask = out[tuple(slice(None) if size != 1 else slice(0, 1) for size in tile.mask_shape)]
-    for block in blocks_of(tile.mask_shape):
-        mask[block] = _keep(tile, block, out.device)
+    for block in mask_blocks(tile.mask_shape):
+        mask[block] = _keep_block(tile, block, out.device)
     if mask.shape != out.shape:
         out.copy_(mask.expand(out.shape))
 
 
 def reference_block(shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     """Sizes of the largest block that a mask of ``shape`` is made in: what bounds the temporaries."""
-    block = next(blocks_of(shape))
+    block = next(mask_blocks(shape))
     return (len(range(*block[0].indices(shape[0]))), *(part.stop - part.start for part in block[1:]))
 
 
-def blocks_of(shape: tuple[int, int, int, int]) -> Iterator[Block]:
+def mask_blocks(shape: tuple[int, int, int, int]) -> Iterator[BlockSlices]:
     """Blocks that cover ``shape``: whole rows if possible, then columns of rows, groups of channels, samples."""
     samples, channels, rows, columns = shape
     calls = _BLOCK_CALLS
@@ -68,7 +68,7 @@ def blocks_of(shape: tuple[int, int, int, int]) -> Iterator[Block]:
     yield from itertools.product(parts[0], parts[1], parts[2], parts[3])
 
 
-def block_words(tile: MaskTile, block: Block, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def block_words(tile: MaskTile, block: BlockSlices, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The words of one block of ``tile.mask_shape``, ``[n, groups of four channels, h, w]`` for each channel of a group."""
     sample, channel, row, column = block
     group = slice(channel.start // CHANNELS_PER_CALL, ceil_div(channel.stop, CHANNELS_PER_CALL))
@@ -80,7 +80,7 @@ def block_words(tile: MaskTile, block: Block, device: torch.device) -> tuple[Ten
     return philox4x32((index & 0xFFFFFFFF, index >> 32, site, draw), tile.key)
 
 
-def _keep(tile: MaskTile, block: Block, device: torch.device) -> Tensor:
+def _keep_block(tile: MaskTile, block: BlockSlices, device: torch.device) -> Tensor:
     """The mask of one block of ``tile.mask_shape``."""
     words = block_words(tile, block, device)
     samples, groups, rows, columns = words[0].shape

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from sft.errors import InputError
 
-__all__ = ["Axis", "Geometry", "Span", "Window", "check_axes_adjoint", "check_axes_forward", "check_buffer", "is_channels_last"]
+__all__ = ["TileAxis", "Geometry", "Span", "KernelWindow", "check_axes_adjoint", "check_axes_forward", "check_buffer", "is_channels_last"]
 __all__ += ["raise_problems"]
 
 
@@ -73,10 +73,10 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Window:
+class KernelWindow:
     """What an output row reads along one axis.
 
-    >>> window = Window(kernel=3, stride=2, padding=1)
+    >>> window = KernelWindow(kernel=3, stride=2, padding=1)
     >>> window.reads(0, 4), window.outputs(7), window.writes(0, 3)
     ((-1, 8), 4, (0, 2))
     """
@@ -112,17 +112,17 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Axis:
+class TileAxis:
     """One axis of a tile: the input rows in one buffer, the output rows in another, and the window between them.
 
-    >>> axis = Axis(input=Span(start=6, size=6, extent=20), output=Span(start=7, size=4, extent=20), window=Window(kernel=3, padding=1))
+    >>> axis = TileAxis(input=Span(start=6, size=6, extent=20), output=Span(start=7, size=4, extent=20), window=KernelWindow(kernel=3, padding=1))
     >>> axis.missing_input(), axis.missing_output(), axis.shift
     (None, (5, 13), 0)
     """
 
     input: Span
     output: Span
-    window: Window
+    window: KernelWindow
 
     @property
     def shift(self) -> int:
@@ -131,14 +131,14 @@ class Axis:
 
     def missing_input(self) -> tuple[int, int] | None:
         """Input rows, in global coordinates, that the output needs and the input buffer lacks; None if it has all."""
-        return _missing(self.input, *self.window.reads(*_inside(self.output)))
+        return _missing(self.input, *self.window.reads(*_rows_inside(self.output)))
 
     def missing_output(self) -> tuple[int, int] | None:
         """Output rows whose gradients the input's gradient needs and the output buffer lacks; None if it has all."""
-        return _missing(self.output, *self.window.writes(*_inside(self.input)))
+        return _missing(self.output, *self.window.writes(*_rows_inside(self.input)))
 
 
-def _inside(span: Span) -> tuple[int, int]:
+def _rows_inside(span: Span) -> tuple[int, int]:
     """The span's rows of the image, in global coordinates."""
     low, high = span.data
     return span.start + low, span.start + high
@@ -155,24 +155,24 @@ def _missing(span: Span, first: int, last: int) -> tuple[int, int] | None:
 class Geometry:
     """Both axes of a tile. See the module's docstring."""
 
-    height: Axis
-    width: Axis
+    height: TileAxis
+    width: TileAxis
 
     @classmethod
-    def whole(cls, extents: tuple[int, int], height: Window, width: Window) -> Geometry:
+    def whole(cls, extents: tuple[int, int], height: KernelWindow, width: KernelWindow) -> Geometry:
         """The geometry without tiles: the whole image ``extents`` (height, width) in, all outputs of equal padding out.
 
-        >>> Geometry.whole((5, 8), Window(kernel=2, stride=2), Window(kernel=2, stride=2)).output_size
+        >>> Geometry.whole((5, 8), KernelWindow(kernel=2, stride=2), KernelWindow(kernel=2, stride=2)).output_size
         (2, 4)
         """
         axes = [
-            Axis(input=Span.whole(extent), output=Span.whole(window.outputs(extent)), window=window)
+            TileAxis(input=Span.whole(extent), output=Span.whole(window.outputs(extent)), window=window)
             for extent, window in zip(extents, (height, width), strict=True)
         ]
         return cls(height=axes[0], width=axes[1])
 
     @property
-    def axes(self) -> tuple[Axis, Axis]:
+    def axes(self) -> tuple[TileAxis, TileAxis]:
         """Height and width."""
         return self.height, self.width
 
@@ -211,7 +211,7 @@ class Geometry:
         check_axes_adjoint({"height": self.height, "width": self.width})
 
 
-def check_axes_forward(axes: dict[str, Axis]) -> None:
+def check_axes_forward(axes: dict[str, TileAxis]) -> None:
     """``Geometry.check_forward`` of these axes."""
     problems = []
     for name, axis in axes.items():
@@ -224,7 +224,7 @@ def check_axes_forward(axes: dict[str, Axis]) -> None:
     raise_problems("this tile cannot be computed", problems)
 
 
-def check_axes_adjoint(axes: dict[str, Axis]) -> None:
+def check_axes_adjoint(axes: dict[str, TileAxis]) -> None:
     """``Geometry.check_adjoint`` of these axes."""
     problems = []
     for name, axis in axes.items():

@@ -29,9 +29,9 @@ import torch
 from sft.errors import InputError
 from sft.kernels.philox import key_of
 
-__all__ = ["CHANNELS_PER_CALL", "Kind", "MaskTile", "ceil_div", "threshold_of"]
+__all__ = ["CHANNELS_PER_CALL", "MaskKind", "MaskTile", "ceil_div", "threshold_of"]
 
-Kind = Literal["element", "channel", "row", "batch"]
+MaskKind = Literal["element", "channel", "row", "batch"]
 
 #: a Philox call gives four words
 CHANNELS_PER_CALL = 4
@@ -77,12 +77,12 @@ class MaskTile:
     #: probability of a drop
     p: float
     #: what is dropped together
-    kind: Kind
+    kind: MaskKind
 
     def __post_init__(self) -> None:
         problems = []
-        if self.kind not in get_args(Kind):
-            problems.append(f"kind is {self.kind!r}; choose one of {', '.join(get_args(Kind))}")
+        if self.kind not in get_args(MaskKind):
+            problems.append(f"kind is {self.kind!r}; choose one of {', '.join(get_args(MaskKind))}")
         if not 0.0 <= self.p <= 1.0:
             problems.append(f"p is {self.p}; it is a probability, from 0 to 1")
         if not -(2**63) <= self.seed < 2**64:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sft.errors import InputError
-from sft.kernels.dropout_reference import block_words, blocks_of
+from sft.kernels.dropout_reference import block_words, mask_blocks
 from sft.kernels.mask_tile import MaskTile
 
 __all__ = ["Distribution", "positional_noise", "write_noise"]
@@ -24,7 +24,7 @@ __all__ = ["Distribution", "positional_noise", "write_noise"]
 Distribution = Literal["uniform", "normal", "exponential"]
 
 #: Of a uniform number: as many bits as its type has for fractions, so that none is rounded to 1.
-_BITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_MANTISSA_BITS = {torch.float64: 32, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 
 
 def write_noise(tile: MaskTile, distribution: Distribution, out: Tensor) -> None:
@@ -40,30 +40,30 @@ def write_noise(tile: MaskTile, distribution: Distribution, out: Tensor) -> None
     Raises:
         InputError: there is no such noise.
     """
-    if distribution not in get_args(Distribution) or out.dtype not in _BITS or tile.kind != "element":
+    if distribution not in get_args(Distribution) or out.dtype not in _MANTISSA_BITS or tile.kind != "element":
         raise InputError(
             f"there is no {distribution!r} noise of {out.dtype}, drawn by {tile.kind}; choose {', '.join(get_args(Distribution))}"
         )
-    for block in blocks_of(tile.shape):
+    for block in mask_blocks(tile.shape):
         words = block_words(tile, block, out.device)
-        numbers = torch.stack(_numbers(words, distribution, out.dtype), 2).flatten(1, 2)
+        numbers = torch.stack(_words_to_distribution(words, distribution, out.dtype), 2).flatten(1, 2)
         out[block] = numbers[:, : block[1].stop - block[1].start].to(out.dtype)
 
 
-def _numbers(words: tuple[Tensor, Tensor, Tensor, Tensor], distribution: Distribution, dtype: torch.dtype) -> list[Tensor]:
+def _words_to_distribution(words: tuple[Tensor, Tensor, Tensor, Tensor], distribution: Distribution, dtype: torch.dtype) -> list[Tensor]:
     """The numbers of four words, in fp64."""
     if distribution == "uniform":
-        return [(word >> (32 - _BITS[dtype])).double() * 2.0 ** -_BITS[dtype] for word in words]
+        return [(word >> (32 - _MANTISSA_BITS[dtype])).double() * 2.0 ** -_MANTISSA_BITS[dtype] for word in words]
     if distribution == "exponential":
-        return [-_inside(word).log() for word in words]
+        return [-_open_interval_uniform(word).log() for word in words]
     found = []
     for first, second in (words[:2], words[2:]):
-        radius, angle = (-2 * _inside(first).log()).sqrt(), second.double() * (2 * math.pi / 2**32)
+        radius, angle = (-2 * _open_interval_uniform(first).log()).sqrt(), second.double() * (2 * math.pi / 2**32)
         found += [radius * angle.cos(), radius * angle.sin()]
     return found
 
 
-def _inside(word: Tensor) -> Tensor:
+def _open_interval_uniform(word: Tensor) -> Tensor:
     """Uniform numbers between 0 and 1, neither of which is one."""
     return (word.double() + 0.5) * 2.0**-32
 

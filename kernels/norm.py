@@ -1,8 +1,8 @@
 """Norms over the image, strip by strip: batch, group and instance norm, with affine map, residual and ReLU fused.
 
-The forward pass reads the image twice. First every strip is merged into ``Moments`` (count, mean and sum of squared distances
-of each channel); ``Moments.total`` makes the ``Statistics`` of each group of channels of them. Then ``normalize`` is
-elementwise. The backward pass does the same the other way round: ``NormSums`` of the output's gradient, strip by strip, whose
+The forward pass reads the image twice. First every strip is merged into ``MomentSlots`` (count, mean and sum of squared distances
+of each channel); ``MomentSlots.total`` makes the ``NormStatistics`` of each group of channels of them. Then ``normalize`` is
+elementwise. The backward pass does the same the other way round: ``NormGradientSlots`` of the output's gradient, strip by strip, whose
 ``total`` gives the gradients of weight and bias and what ``normalize_gradient`` takes off everywhere. With statistics that
 are not the image's own (a norm in evaluation mode) the first of each pair falls away.
 
@@ -23,13 +23,13 @@ from torch.autograd.function import once_differentiable
 from sft.errors import InputError
 from sft.kernels.dispatch import empty_channels_last, uses_triton
 from sft.kernels.geometry import check_buffer, raise_problems
-from sft.kernels.norm_reference import on, reference_moments, reference_norm_gradient, reference_norm_sums, reference_normalize
+from sft.kernels.norm_reference import relu_gradient, reference_moments, reference_norm_gradient, reference_norm_sums, reference_normalize
 
 __all__ = [
-    "Moments",
+    "MomentSlots",
     "NormGradients",
-    "NormSums",
-    "Statistics",
+    "NormGradientSlots",
+    "NormStatistics",
     "add_moments",
     "add_norm_sums",
     "norm2d",
@@ -41,7 +41,7 @@ _NO_STRIP = "these tensors are not a strip of this norm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Statistics:
+class NormStatistics:
     """Of each group of channels, of each sample or of all together: ``[samples or 1, groups]``."""
 
     #: elements of a group, int64
@@ -61,7 +61,7 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class MomentSlots:
     """Where strips are merged: slots ``[splits, samples or 1, C]``, contiguous."""
 
     #: elements, int64
@@ -74,7 +74,7 @@ class Moments:
     @classmethod
     def zeros(
         cls, num_channels: int, *, device: torch.device | str, num_samples: int | None = None, num_splits: int | None = None
-    ) -> Moments:
+    ) -> MomentSlots:
         """Moments of nothing.
 
         Args:
@@ -84,7 +84,7 @@ class Moments:
         means = _slots(num_channels, device, num_samples, num_splits)
         return cls(counts=torch.zeros_like(means, dtype=torch.int64), means=means, squares=torch.zeros_like(means))
 
-    def total(self, num_groups: int | None = None) -> Statistics:
+    def total(self, num_groups: int | None = None) -> NormStatistics:
         """The statistics of ``num_groups`` groups of equally many neighbouring channels (default: of each channel).
 
         All parts are merged at once in fp64: around the mean of means, the squares of a part are its own and its distance's.
@@ -97,7 +97,7 @@ class Moments:
         count = counts.sum((0, 3))
         mean = (counts * means).sum((0, 3)) / count
         spread = squares + counts * (means - mean[:, :, None]).square()
-        return Statistics(counts=count, mean=mean, variance=spread.sum((0, 3)) / count)
+        return NormStatistics(counts=count, mean=mean, variance=spread.sum((0, 3)) / count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class NormGradients:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NormSums:
+class NormGradientSlots:
     """Where strips add up what the backward pass of a norm needs of the image: fp64 slots ``[splits, samples or 1, C]``, contiguous."""
 
     #: of the output's gradient
@@ -124,12 +124,12 @@ class NormSums:
     @classmethod
     def zeros(
         cls, num_channels: int, *, device: torch.device | str, num_samples: int | None = None, num_splits: int | None = None
-    ) -> NormSums:
-        """Empty sums; arguments as for ``Moments.zeros``."""
+    ) -> NormGradientSlots:
+        """Empty sums; arguments as for ``MomentSlots.zeros``."""
         first = _slots(num_channels, device, num_samples, num_splits)
         return cls(first=first, second=torch.zeros_like(first))
 
-    def total(self, statistics: Statistics, weight: Tensor | None) -> NormGradients:
+    def total(self, statistics: NormStatistics, weight: Tensor | None) -> NormGradients:
         """The gradients; ``statistics`` and ``weight`` as in the forward pass."""
         first, second = self.first.sum(0), self.second.sum(0)
         parts = []
@@ -139,7 +139,7 @@ class NormSums:
         return NormGradients(weight=second.sum(0), bias=first.sum(0), back=(parts[0], parts[1]))
 
 
-def add_moments(x: Tensor, *, into: Moments) -> None:
+def add_moments(x: Tensor, *, into: MomentSlots) -> None:
     """Merge a strip into the moments, in place.
 
     Args:
@@ -149,7 +149,7 @@ def add_moments(x: Tensor, *, into: Moments) -> None:
         InputError: the moments are for other channels or samples.
 
     >>> x = torch.randn(2, 3, 8, 5).to(memory_format=torch.channels_last)
-    >>> moments = Moments.zeros(3, device="cpu")
+    >>> moments = MomentSlots.zeros(3, device="cpu")
     >>> for strip in x.split(3, dim=2):
     ...     add_moments(strip, into=moments)
     >>> torch.allclose(moments.total().mean.float(), x.mean((0, 2, 3)))
@@ -217,7 +217,9 @@ def normalize(
     return out.copy_(reference_normalize(x, mean, rstd, weight, bias, residual, relu=relu))
 
 
-def add_norm_sums(gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, into: NormSums, output: Tensor | None = None) -> None:
+def add_norm_sums(
+    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, into: NormGradientSlots, output: Tensor | None = None
+) -> None:
     """Add a strip's share to the sums, in place.
 
     Args:
@@ -263,7 +265,7 @@ def normalize_gradient(
     Args:
         gradient, x, mean, rstd, output: as for ``add_norm_sums``.
         weight: as for ``normalize``.
-        back: of ``NormSums.total``; None if mean and rstd are not statistics of this image.
+        back: of ``NormGradientSlots.total``; None if mean and rstd are not statistics of this image.
         out: where to write, like ``x``; may be ``gradient`` itself.
 
     Returns:
@@ -334,7 +336,7 @@ class _Norm(torch.autograd.Function):
         eps: float,
         relu: bool,
     ) -> Tensor:
-        moments = Moments.zeros(x.shape[1], device=x.device, num_samples=None if num_groups is None else x.shape[0])
+        moments = MomentSlots.zeros(x.shape[1], device=x.device, num_samples=None if num_groups is None else x.shape[0])
         add_moments(x, into=moments)
         statistics = moments.total(num_groups)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -349,13 +351,13 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd, counts, variance, output = ctx.saved_tensors
         gradient = gradients[0].contiguous(memory_format=torch.channels_last)
-        sums = NormSums.zeros(x.shape[1], device=x.device, num_samples=None if ctx.num_groups is None else x.shape[0])
+        sums = NormGradientSlots.zeros(x.shape[1], device=x.device, num_samples=None if ctx.num_groups is None else x.shape[0])
         add_norm_sums(gradient, x, mean, rstd, into=sums, output=output)
-        total = sums.total(Statistics(counts=counts, mean=mean, variance=variance), weight)
+        total = sums.total(NormStatistics(counts=counts, mean=mean, variance=variance), weight)
         dx = normalize_gradient(gradient, x, mean, rstd, weight=weight, output=output, back=total.back) if ctx.needs_input_grad[0] else None
         dw = total.weight.to(weight.dtype) if ctx.needs_input_grad[1] else None
         db = total.bias.to(ctx.bias) if ctx.needs_input_grad[2] else None
-        dr = on(gradient, output) if ctx.needs_input_grad[3] else None
+        dr = relu_gradient(gradient, output) if ctx.needs_input_grad[3] else None
         return dx, dw, db, dr, None, None, None
 
 

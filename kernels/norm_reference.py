@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["on", "per_channel", "reference_moments", "reference_norm_gradient", "reference_norm_sums", "reference_normalize"]
+__all__ = ["relu_gradient", "per_channel", "reference_moments", "reference_norm_gradient", "reference_norm_sums", "reference_normalize"]
 
 
 def per_channel(statistic: Tensor, num_channels: int) -> Tensor:
@@ -13,7 +13,7 @@ def per_channel(statistic: Tensor, num_channels: int) -> Tensor:
     return statistic.repeat_interleave(num_channels // statistic.shape[1], 1)[:, :, None, None]
 
 
-def on(gradient: Tensor, output: Tensor | None) -> Tensor:
+def relu_gradient(gradient: Tensor, output: Tensor | None) -> Tensor:
     """The gradient where the ReLU with this output is on; torch's rule, in which NaN counts as on."""
     return gradient if output is None else torch.where(output <= 0, 0, gradient)
 
@@ -32,7 +32,7 @@ def reference_normalize(
     x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *, relu: bool
 ) -> Tensor:
     """``activation((x - mean) * rstd * weight + bias + residual)``, in the dtype of ``x``."""
-    y = _distance(x, mean, rstd)
+    y = _normalized(x, mean, rstd)
     if weight is not None:
         y = y * weight.to(y.dtype)[:, None, None]
     if bias is not None:
@@ -46,10 +46,10 @@ def reference_norm_sums(
     gradient: Tensor, output: Tensor | None, x: Tensor, mean: Tensor, rstd: Tensor, *, each_sample: bool
 ) -> tuple[Tensor, Tensor]:
     """The sums over pixels of the gradient, and of its product with the normalised ``x``: fp64 ``[samples or 1, C]``."""
-    g = on(gradient, output)
+    g = relu_gradient(gradient, output)
     dims = (2, 3) if each_sample else (0, 2, 3)
     wide = g.to(torch.promote_types(g.dtype, torch.float32))
-    sums = [part.sum(dims, dtype=torch.float64) for part in (wide, wide * _distance(x, mean, rstd))]
+    sums = [part.sum(dims, dtype=torch.float64) for part in (wide, wide * _normalized(x, mean, rstd))]
     return sums[0].view(-1, x.shape[1]), sums[1].view(-1, x.shape[1])
 
 
@@ -63,8 +63,8 @@ def reference_norm_gradient(
     back: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """``rstd * (weight * g - back[0] - back[1] * xhat)``, in the dtype of ``x``; see ``norm.normalize_gradient``."""
-    distance = _distance(x, mean, rstd)
-    g = on(gradient, output).to(distance.dtype)
+    distance = _normalized(x, mean, rstd)
+    g = relu_gradient(gradient, output).to(distance.dtype)
     if weight is not None:
         g = g * weight.to(g.dtype)[:, None, None]
     if back is not None:
@@ -73,7 +73,7 @@ def reference_norm_gradient(
     return (g * per_channel(rstd, x.shape[1]).to(g.dtype)).to(x.dtype)
 
 
-def _distance(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+def _normalized(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     """The normalised ``x``, in fp32 at least."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (x.to(wide) - per_channel(mean, x.shape[1]).to(wide)) * per_channel(rstd, x.shape[1]).to(wide)

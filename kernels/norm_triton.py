@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks_triton import relu, zero_where_off
+from sft.kernels.blocks_triton import relu, relu_gradient
 from sft.kernels.mask_tile import ceil_div
 from sft.kernels.windows_triton import pixel_strides
 
@@ -131,7 +131,7 @@ def norm_sums_kernel(
         x = tl.load(p_x + (i_n * x_n + i_h * x_h + i_w * x_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
         dy = tl.load(p_dy + (i_n * dy_n + i_h * dy_h + i_w * dy_w) + i_c[None, :], mask=m_x, other=0.0).to(tl.float32)
         if RELU:
-            dy = zero_where_off(dy, tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_c[None, :], mask=m_x, other=0.0))
+            dy = relu_gradient(dy, tl.load(p_y + (i_n * y_n + i_h * y_h + i_w * y_w) + i_c[None, :], mask=m_x, other=0.0))
         first += tl.sum(dy, axis=0)
         second += tl.sum(dy * ((x - mean[None, :]) * rstd[None, :]), axis=0)
 
@@ -237,7 +237,7 @@ def norm_gradient_kernel(
     rstd = tl.load(p_rstd + o_stat, mask=m_c, other=0.0)
     dx = tl.load(p_dy + i_n * dy_n + i_h * dy_h + i_w * dy_w + i_c, mask=m_x, other=0.0).to(tl.float32)
     if RELU:
-        dx = zero_where_off(dx, tl.load(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_c, mask=m_x, other=0.0))
+        dx = relu_gradient(dx, tl.load(p_y + i_n * y_n + i_h * y_h + i_w * y_w + i_c, mask=m_x, other=0.0))
     if HAS_WEIGHT:
         dx = dx * tl.load(p_weight + i_c, mask=m_c, other=0.0).to(tl.float32)
     if not FROZEN:

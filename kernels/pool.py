@@ -17,12 +17,12 @@ from sft.kernels.dispatch import empty_channels_last, uses_triton
 from sft.kernels.geometry import Geometry, check_buffer, raise_problems
 from sft.kernels.pool_reference import (
     CODES_PER_BYTE,
-    pack,
+    pack_taps,
     reference_average_pool,
     reference_average_pool_gradient,
     reference_max_pool,
     reference_max_pool_gradient,
-    unpack,
+    unpack_taps,
 )
 
 __all__ = ["average_pool2d", "average_pool2d_gradient", "max_pool2d", "max_pool2d_gradient", "max_pool2d_with_taps", "tap_channels"]
@@ -67,7 +67,7 @@ def max_pool2d_with_taps(x: Tensor, geometry: Geometry) -> tuple[Tensor, Tensor]
     else:
         y, chosen = reference_max_pool(x, geometry)
         out.copy_(y)
-        taps.copy_(pack(chosen) if _is_packed(geometry) else chosen)
+        taps.copy_(pack_taps(chosen) if _is_packed(geometry) else chosen)
     return out, taps
 
 
@@ -99,7 +99,9 @@ def max_pool2d_gradient(gradient: Tensor, taps: Tensor, geometry: Geometry, *, p
 
         launch_max_pool_gradient(gradient, taps, out, geometry)
         return out
-    return out.copy_(reference_max_pool_gradient(gradient, unpack(taps, gradient.shape[1]) if _is_packed(geometry) else taps, geometry))
+    return out.copy_(
+        reference_max_pool_gradient(gradient, unpack_taps(taps, gradient.shape[1]) if _is_packed(geometry) else taps, geometry)
+    )
 
 
 def max_pool2d(x: Tensor, geometry: Geometry) -> Tensor:

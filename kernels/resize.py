@@ -102,7 +102,7 @@ def resize2d_gradient(
                 f"{name}: the gradient reads outputs [{missing[0]}, {missing[1]}), the buffer holds {held}; give it the halo as well"
             )
     raise_problems(_NO_TILE, problems)
-    return _apply(gradient, out, height, width, adjoint=True)
+    return _resize_forward(gradient, out, height, width, adjoint=True)
 
 
 class _Resize(torch.autograd.Function):
@@ -134,10 +134,10 @@ def _forward(x: Tensor, height: ResizeAxis, width: ResizeAxis, out: Tensor) -> T
                 f"{name}: the outputs read input [{missing[0]}, {missing[1]}), the buffer holds {held}; give it the halo as well"
             )
     raise_problems(_NO_TILE, problems)
-    return _apply(x, out, height, width, adjoint=False)
+    return _resize_forward(x, out, height, width, adjoint=False)
 
 
-def _apply(x: Tensor, out: Tensor, height: ResizeAxis, width: ResizeAxis, *, adjoint: bool) -> Tensor:
+def _resize_forward(x: Tensor, out: Tensor, height: ResizeAxis, width: ResizeAxis, *, adjoint: bool) -> Tensor:
     if not out.numel():
         return out
     if not x.numel():

@@ -15,26 +15,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sft.errors import InputError
-from sft.kernels.conv2d import Activation, Precision, Slots, check_layer, weight_gradients
+from sft.kernels.conv2d import Activation, Precision, GradientSlots, check_layer, weight_gradients
 from sft.kernels.conv2d_reference import reference_conv2d, reference_weight_gradient
 from sft.kernels.dispatch import uses_triton
 from sft.kernels.geometry import Geometry
 
-__all__ = ["Levels", "stem_conv2d", "stem_weight_gradient"]
+__all__ = ["PixelLevels", "stem_conv2d", "stem_weight_gradient"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Levels:
+class PixelLevels:
     """What bytes mean, fp32 ``[C]`` each."""
 
     gain: Tensor
     offset: Tensor
 
     @classmethod
-    def of(cls, mean: Sequence[float], std: Sequence[float], *, device: torch.device | str = "cpu") -> Levels:
+    def of(cls, mean: Sequence[float], std: Sequence[float], *, device: torch.device | str = "cpu") -> PixelLevels:
         """Of images that are divided by 255, then normalised by a mean and a standard deviation for each channel.
 
-        >>> levels = Levels.of([0.5], [0.25])
+        >>> levels = PixelLevels.of([0.5], [0.25])
         >>> round(float(255 * levels.gain + levels.offset), 6)
         2.0
         """
@@ -50,7 +50,7 @@ class Levels:
 
 def stem_conv2d(
     x: Tensor,
-    levels: Levels,
+    levels: PixelLevels,
     weight: Tensor,
     geometry: Geometry,
     *,
@@ -74,7 +74,7 @@ def stem_conv2d(
 
     >>> from sft.kernels.geometry import Window
     >>> x, window = torch.full((1, 1, 1, 2), 255, dtype=torch.uint8), Window(kernel=1)
-    >>> y = stem_conv2d(x, Levels.of([0.0], [1.0]), torch.full((1, 1, 1, 1), 3.0), Geometry.whole((1, 2), window, window))
+    >>> y = stem_conv2d(x, PixelLevels.of([0.0], [1.0]), torch.full((1, 1, 1, 1), 3.0), Geometry.whole((1, 2), window, window))
     >>> [round(value, 5) for value in y.flatten().tolist()]
     [3.0, 3.0]
     """
@@ -86,10 +86,10 @@ def stem_conv2d(
 def stem_weight_gradient(
     gradient: Tensor,
     x: Tensor,
-    levels: Levels,
+    levels: PixelLevels,
     geometry: Geometry,
     *,
-    into: Slots,
+    into: GradientSlots,
     output: Tensor | None = None,
     precision: Precision | None = None,
 ) -> None:
@@ -120,7 +120,7 @@ class _Stem(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        levels: Levels,
+        levels: PixelLevels,
         weight: Tensor,
         scale: Tensor | None,
         bias: Tensor | None,
@@ -150,15 +150,15 @@ class _Stem(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale, output, gain, offset = ctx.saved_tensors
         gradient = gradients[0].contiguous(memory_format=torch.channels_last)
-        slots = Slots.zeros(weight, bias=ctx.needs_input_grad[4])
-        levels = Levels(gain=gain, offset=offset)
+        slots = GradientSlots.zeros(weight, bias=ctx.needs_input_grad[4])
+        levels = PixelLevels(gain=gain, offset=offset)
         stem_weight_gradient(gradient, x, levels, ctx.geometry, into=slots, output=output, precision=ctx.precision)
         return None, None, *weight_gradients(slots, weight, scale, ctx.bias), None, None
 
 
 def _check(
     x: Tensor,
-    levels: Levels,
+    levels: PixelLevels,
     weight: Tensor,
     geometry: Geometry,
     precision: Precision | None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sft.kernels.geometry import Axis, Span, Window, check_axes_adjoint, check_axes_forward
+from sft.kernels.geometry import TileAxis, Span, KernelWindow, check_axes_adjoint, check_axes_forward
 
 __all__ = ["VolumeGeometry"]
 
@@ -16,26 +16,26 @@ __all__ = ["VolumeGeometry"]
 class VolumeGeometry:
     """The three axes of a tile of a volume."""
 
-    depth: Axis
-    height: Axis
-    width: Axis
+    depth: TileAxis
+    height: TileAxis
+    width: TileAxis
 
     @classmethod
-    def whole(cls, extents: tuple[int, int, int], depth: Window, height: Window, width: Window) -> VolumeGeometry:
+    def whole(cls, extents: tuple[int, int, int], depth: KernelWindow, height: KernelWindow, width: KernelWindow) -> VolumeGeometry:
         """The geometry without tiles: the whole volume in, all outputs of equal padding out.
 
-        >>> window = Window(kernel=2, stride=2)
+        >>> window = KernelWindow(kernel=2, stride=2)
         >>> VolumeGeometry.whole((5, 8, 3), window, window, window).output_size
         (2, 4, 1)
         """
         axes = [
-            Axis(input=Span.whole(extent), output=Span.whole(window.outputs(extent)), window=window)
+            TileAxis(input=Span.whole(extent), output=Span.whole(window.outputs(extent)), window=window)
             for extent, window in zip(extents, (depth, height, width), strict=True)
         ]
         return cls(depth=axes[0], height=axes[1], width=axes[2])
 
     @property
-    def axes(self) -> tuple[Axis, Axis, Axis]:
+    def axes(self) -> tuple[TileAxis, TileAxis, TileAxis]:
         """Depth, height and width."""
         return self.depth, self.height, self.width
 

@@ -11,14 +11,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sft.kernels.blocks_triton import zero_where_off
-from sft.kernels.geometry import Axis
+from sft.kernels.blocks_triton import relu_gradient
+from sft.kernels.geometry import TileAxis
 
-__all__ = ["first_tap", "inside", "pixel_strides", "unpooled", "voxel_strides", "window_constants"]
+__all__ = ["first_tap", "is_inside", "pixel_strides", "unpool_gradient", "voxel_strides", "window_constants"]
 
 
 @triton.jit
-def inside(at, low, high):
+def is_inside(at, low, high):
     """Where coordinates are data."""
     return (at >= low) & (at < high)
 
@@ -34,11 +34,11 @@ def first_tap(base, KERNEL: tl.constexpr, STRIDE: tl.constexpr, DILATION: tl.con
 
 
 @triton.jit
-def unpooled(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask, RELU: tl.constexpr):
+def unpool_gradient(p_dy, p_y, p_taps, o_dy, o_y, o_taps, channel, number, mask, RELU: tl.constexpr):
     """The gradient of the output of a convolution whose maxima of 2 x 2 have the gradient dy: offsets are of the maxima's pixels."""
     dy = tl.load(p_dy + o_dy + channel, mask=mask, other=0.0)
     if RELU:
-        dy = zero_where_off(dy, tl.load(p_y + o_y + channel, mask=mask, other=0.0))
+        dy = relu_gradient(dy, tl.load(p_y + o_y + channel, mask=mask, other=0.0))
     chosen = tl.load(p_taps + o_taps + channel // 4, mask=mask, other=0).to(tl.int32) >> (channel % 4 * 2) & 3
     return tl.where(chosen == number, dy, 0.0).to(dy.dtype)
 
@@ -53,7 +53,7 @@ def voxel_strides(tensor: Tensor) -> tuple[int, ...]:
     return tensor.stride(0), *tensor.stride()[2:]
 
 
-def window_constants(axes: Sequence[Axis]) -> dict[str, int]:
+def window_constants(axes: Sequence[TileAxis]) -> dict[str, int]:
     """The windows along some of the axes, the last ones of d, h and w, as a kernel's constants."""
     constants: dict[str, int] = {}
     for letter, axis in zip("DHW"[-len(axes) :], axes, strict=True):

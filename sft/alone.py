@@ -10,24 +10,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["alone", "is_other_thread_alone"]
+__all__ = ["patch_lock", "is_locked_by_other_thread"]
 
 _LOCK = threading.RLock()
-_owners: list[int] = []
+_owner_threads: list[int] = []
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def patch_lock() -> Iterator[None]:
     """A context that one thread is in at a time; it may enter it again."""
     with _LOCK:
-        _owners.append(threading.get_ident())
+        _owner_threads.append(threading.get_ident())
         try:
             yield
         finally:
-            _owners.pop()
+            _owner_threads.pop()
 
 
-def is_other_thread_alone() -> bool:
+def is_locked_by_other_thread() -> bool:
     """Whether another thread is in the context right now, so that what torch says to be doing may be its."""
-    owners = _owners[:]
+    owners = _owner_threads[:]
     return bool(owners) and owners[-1] != threading.get_ident()

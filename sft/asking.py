@@ -12,12 +12,12 @@ from sft.errors import InputError
 from sft.options import Options
 from sft.plan.types import Plan
 
-__all__ = ["Asking"]
+__all__ = ["PlanningSession"]
 
-_NO_LIMIT_BYTES = 2**62
+_UNLIMITED_BYTES = 2**62
 
 
-class Asking:
+class PlanningSession:
     """A model at one size, captured once.
 
     Args:
@@ -35,7 +35,7 @@ class Asking:
 
     def __init__(self, model: nn.Module, input_shape: Any, **compile_arguments: Any) -> None:
         # Nothing is refused for want of memory.
-        net = compile(model, input_shape, budget=_NO_LIMIT_BYTES, options=Options(strategy="none"), **compile_arguments)
+        net = compile(model, input_shape, budget=_UNLIMITED_BYTES, options=Options(strategy="none"), **compile_arguments)
         self._engine: Engine = net._sft_engine
         plain = self._engine.last_plan
         if plain is None:

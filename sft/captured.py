@@ -19,15 +19,15 @@ from sft.analysis.capture import Capture, capture
 from sft.analysis.following import PERMUTES, RESHAPES
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators import ELEMENTWISE
-from sft.analysis.passes import in_terms_of_the_table
-from sft.analysis.phases import Phases, find_phases
-from sft.analysis.preparation import dropping_channels
-from sft.analysis.questions import Modes, Question
+from sft.analysis.passes import run_passes
+from sft.analysis.phases import PhasedGraph, find_phases
+from sft.analysis.preparation import squeeze_label_channels
+from sft.analysis.questions import CallModes, GuardKind
 from sft.errors import InputError, UnsupportedError
 from sft.fingerprint import Fingerprint
-from sft.plan.problem import with_numbers
+from sft.plan.problem import specialize_graph
 
-__all__ = ["Captured", "Captures", "Shape", "Traced"]
+__all__ = ["CapturedModel", "CaptureCache", "Shape", "CaptureKey"]
 
 _LOG = logging.getLogger("sft")
 
@@ -37,11 +37,11 @@ _MAX_CAPTURES = 16
 Shape = tuple[int, ...]
 
 #: Operators on images of so many axes, which PyTorch also takes without a batch.
-_OF_IMAGES = re.compile(r"aten\.(?:conv|(?:adaptive_)?(?:max|avg)_pool)(\d)d(?:_with_indices)?\.")
+_IMAGE_OPS = re.compile(r"aten\.(?:conv|(?:adaptive_)?(?:max|avg)_pool)(\d)d(?:_with_indices)?\.")
 
 
 @dataclass(frozen=True)
-class Traced:
+class CaptureKey:
     """What a capture is made for, besides the inputs' shapes."""
 
     dtypes: tuple[torch.dtype, ...]
@@ -54,7 +54,7 @@ class Traced:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedModel:
     """A model that was captured.
 
     Attributes:
@@ -66,33 +66,33 @@ class Captured:
     """
 
     capture: Capture
-    phases: Phases
-    traced: Traced
+    phases: PhasedGraph
+    traced: CaptureKey
     permutes: bool
     as_captured: Graph | None = None
 
     @classmethod
-    def of(cls, capture: Capture, traced: Traced) -> Captured:
+    def of(cls, capture: Capture, traced: CaptureKey) -> CapturedModel:
         """A capture as the exporter wrote it.
 
         Raises:
             UnsupportedError: it has an operator without a rule.
             TypeError: a rule decides by a size that is a symbol.
         """
-        graph = in_terms_of_the_table(capture.graph)
+        graph = run_passes(capture.graph)
         phases = find_phases(graph)
-        is_open = bool(capture.bounds) and any(_is_whole(node, phases) for node in phases.graph.operators)
+        is_open = bool(capture.bounds) and any(_changes_whole_image(node, phases) for node in phases.graph.operators)
         permutes = any(node.target in PERMUTES for node in capture.graph.operators)
         return cls(replace(capture, graph=graph), phases, traced, permutes, capture.graph if is_open else None)
 
-    def at(self, symbols: Mapping[Any, int]) -> Captured:
+    def at(self, symbols: Mapping[Any, int]) -> CapturedModel:
         """What is known at one size, if that is more than at all sizes.
 
         ``x.view(n, c, h // 2, w // 2)`` of what a convolution with a stride of 2 made: that has ``(h + 1) // 2`` rows.
         """
         if self.as_captured is None:
             return self
-        graph = in_terms_of_the_table(with_numbers(self.as_captured, symbols))
+        graph = run_passes(specialize_graph(self.as_captured, symbols))
         phases = find_phases(graph)
         better = len(phases.whole_reasons) < len(self.phases.whole_reasons)
         return replace(self, capture=replace(self.capture, graph=graph), phases=phases) if better else self
@@ -104,7 +104,7 @@ class Captured:
             InputError: the input lacks the batch.
         """
         for node in self.capture.graph.operators:
-            found = _OF_IMAGES.match(node.target)
+            found = _IMAGE_OPS.match(node.target)
             count = 0 if found is None else int(found[1])
             if count and len(node.shape) == count + 1 and ("conv" in node.target or count > 1):
                 given = " and ".join("x".join(map(str, shape)) for shape in shapes)
@@ -112,10 +112,10 @@ class Captured:
 
 
 #: What SymPy says where something must be a number, or compared with one.
-_OF_SYMPY = ("truth value of Relational", "Cannot convert symbols to int")
+_SYMPY_ERRORS = ("truth value of Relational", "Cannot convert symbols to int")
 
 
-class Captures:
+class CaptureCache:
     """The captures of a model, the last one last; each serves all sizes that it holds for.
 
     Args:
@@ -127,17 +127,17 @@ class Captures:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self.asked: frozenset[Question] = frozenset()
-        self._known: tuple[Captured, ...] = ()
+        self.asked: frozenset[GuardKind] = frozenset()
+        self._known: tuple[CapturedModel, ...] = ()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def of(self, traced: Traced, shapes: Sequence[Shape], modes: Modes) -> tuple[Captured, dict[Any, int]]:
+    def of(self, traced: CaptureKey, shapes: Sequence[Shape], modes: CallModes) -> tuple[CapturedModel, dict[Any, int]]:
         """A capture that holds for inputs of these shapes in a call of these modes, made where none does, and its symbols' values.
 
         Raises:
-            UnsupportedError, InputError: as :func:`sft.analysis.capture.capture` and :meth:`Captured.of`.
+            UnsupportedError, InputError: as :func:`sft.analysis.capture.capture` and :meth:`CapturedModel.of`.
         """
         for captured in self._known:
             if captured.traced == traced and modes.agree(captured.capture.answers):
@@ -146,7 +146,7 @@ class Captures:
                     return captured, symbols
         if self._known:
             _LOG.info("capturing %s again for inputs %s", type(self._model).__name__, shapes)
-        with dropping_channels(self._model, traced.lacking_channels):
+        with squeeze_label_channels(self._model, traced.lacking_channels):
             found = self._new(traced, shapes, modes, any_size=True) or self._new(traced, shapes, modes, any_size=False)
         assert found is not None
         self.asked |= {question for question, _ in found.capture.answers}
@@ -158,19 +158,19 @@ class Captures:
         self._known = (*self._known[1 - _MAX_CAPTURES :], found)
         return found, symbols
 
-    def _new(self, traced: Traced, shapes: Sequence[Shape], modes: Modes, *, any_size: bool) -> Captured | None:
+    def _new(self, traced: CaptureKey, shapes: Sequence[Shape], modes: CallModes, *, any_size: bool) -> CapturedModel | None:
         """The model in terms of the table; ``None`` where no rule decides for any size what it does, as for a padding by a remainder."""
         found = capture(self._model, shapes, traced.dtypes, traced.device, autocast=traced.autocast, any_size=any_size, modes=modes)
         try:
-            return Captured.of(found, traced)
+            return CapturedModel.of(found, traced)
         except TypeError as error:  # SymPy has no type of its own for it
-            if not any_size or not any(words in str(error) for words in _OF_SYMPY):
+            if not any_size or not any(words in str(error) for words in _SYMPY_ERRORS):
                 raise
             return None
 
 
-def _is_whole(node: Node, phases: Phases) -> bool:
+def _changes_whole_image(node: Node, phases: PhasedGraph) -> bool:
     """Whether an image is reshaped as a whole, or changed element by element."""
     if not (node.target in RESHAPES or node.target in ELEMENTWISE) or phases.rows[node.name].role != "whole":
         return False
-    return any(name in phases.streamed or phases.graph[name].target == "sft.restored" for name in node.operands)
+    return any(name in phases.streamed or phases.graph[name].target == "sft.restore_dims" for name in node.operands)

@@ -13,7 +13,7 @@ from sft.errors import InputError, UnsupportedError
 from sft.input_shape import InputShape, dtypes_of, shapes_of
 from sft.options import Options
 
-__all__ = ["CheckReport", "check", "check_model"]
+__all__ = ["CheckReport", "check", "check_capturable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class CheckReport:
 def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
     """What of ``model`` can run in strips, what cannot, and what to do about it. Never raises."""
     try:
-        check_model(model)
+        check_capturable(model)
         engine = Engine(model, budget_bytes=2**62, options=Options(), optimizer=None, plan=None)
         shapes = [tuple(256 if extent is None else extent for extent in shape) for shape in shapes_of(input_shape)]
         engine.plan_for_shapes(shapes, dtypes_of(input_shape))
@@ -68,7 +68,7 @@ def check(model: nn.Module, input_shape: InputShape) -> CheckReport:
     )
 
 
-def check_model(model: nn.Module) -> None:
+def check_capturable(model: nn.Module) -> None:
     """Refuse modules that cannot be looked into."""
     if type(model).__call__ is not nn.Module.__call__ and not isinstance(model, (torch.fx.GraphModule, torch.jit.ScriptModule)):
         raise InputError(

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from sft.bands.mesh import resolve_mesh
-from sft.check import check_model
-from sft.compiled import Compiled, wrap
+from sft.check import check_capturable
+from sft.compiled import CompiledModule, wrap_module
 from sft.deep.parameters import StreamedParameters
 from sft.engine import Engine
 from sft.errors import InputError
 from sft.input_shape import InputShape, dtypes_of, examples_of, input_grads_of, shapes_of
 from sft.options import Options
-from sft.outputs import Output, resolve_output
-from sft.placing import refuse_streaming, usable
+from sft.outputs import OutputArgument, resolve_output
+from sft.placing import check_can_stream, available_device
 from sft.plan.types import Plan
 from sft.units import parse_bytes
 
@@ -33,7 +33,7 @@ def compile(
     budget: float | str | None = None,
     device: torch.device | str | None = None,
     optimizer: torch.optim.Optimizer | int | None = None,
-    output: Output = "device",
+    output: OutputArgument = "device",
     plan: Plan | None = None,
     mesh: Any = None,
     options: Options | None = None,
@@ -79,9 +79,9 @@ def compile(
     destination = resolve_output(output)
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be an nn.Module, got {type(model).__name__}")
-    if isinstance(model, Compiled):
+    if isinstance(model, CompiledModule):
         raise InputError("the model is compiled already; compile the original")
-    check_model(model)
+    check_capturable(model)
     if options is not None and not isinstance(options, Options):
         raise InputError(f"options must be an sft.Options, got {type(options).__name__}")
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and (type(optimizer) is not int or optimizer < 0):
@@ -100,9 +100,9 @@ def compile(
         budget = DEFAULT_BUDGET if plan is None else plan.budget_bytes
     budget_bytes = parse_bytes(budget)
     if (options or Options()).streams_weights:
-        refuse_streaming(resolved, None)
+        check_can_stream(resolved, None)
     if device is not None:
-        _place(model, usable(device), options or Options())
+        _move_to_device(model, available_device(device), options or Options())
     engine = Engine(
         model,
         budget_bytes=budget_bytes,
@@ -112,7 +112,7 @@ def compile(
         destination=destination,
         mesh=resolved,
     )
-    net = wrap(model, engine)
+    net = wrap_module(model, engine)
     if examples:
         engine.last_plan = engine.plan_for_inputs(examples)
     elif all(extent is not None for shape in shapes for extent in shape):
@@ -144,7 +144,7 @@ def plan(
     return found
 
 
-def _place(model: nn.Module, device: torch.device, options: Options) -> None:
+def _move_to_device(model: nn.Module, device: torch.device, options: Options) -> None:
     """Move a model to a device: of one whose weights are streamed only what is resident."""
     if not options.streams_weights:
         model.to(device)

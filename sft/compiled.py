@@ -21,15 +21,15 @@ from sft.errors import InputError
 from sft.execute.reading import Reading
 from sft.execute.skipping import Skipping
 from sft.input_shape import dtypes_of, shapes_of
-from sft.inputs import is_readable
+from sft.inputs import is_streamable_input
 from sft.plan.types import Plan
-from sft.surroundings import not_compiled, positional_inputs, refuse_tracing, refuse_wrapping
-from sft.weights import Counters
+from sft.surroundings import dynamo_disabled, positional_inputs, refuse_tracing, refuse_wrapping
+from sft.weights import StreamCounters
 
-__all__ = ["Compiled", "wrap"]
+__all__ = ["CompiledModule", "wrap_module"]
 
 
-class _Replaceable:
+class _OverridableMethod:
     """A method that tools replace on an instance (``net.forward = wrapped``): kept apart from the dictionary, which is the model's, too."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -47,15 +47,15 @@ class _Replaceable:
         object.__setattr__(net, "_sft_forward", None)
 
 
-class Compiled:
+class CompiledModule:
     """What a compiled module adds to its model's class."""
 
     __slots__ = ()
     _sft_engine: Engine
     _sft_forward: Callable[..., Any] | None
 
-    @_Replaceable
-    @not_compiled
+    @_OverridableMethod
+    @dynamo_disabled
     def forward(self, *inputs: Any, input_grad: Any = None, **keywords: Any) -> Any:
         """The model's output.
 
@@ -91,7 +91,7 @@ class Compiled:
         return self._sft_engine.last_skipping
 
     @property
-    def weight_counters(self) -> Counters | None:
+    def weight_counters(self) -> StreamCounters | None:
         """What passes have read of streamed weights, summed up; None if they were not streamed yet."""
         taken = self._sft_engine.streamed_weights
         return None if taken is None else taken.counters
@@ -114,7 +114,7 @@ class Compiled:
 
     def plan_for(self, *inputs: Any, input_grad: Any = None) -> Plan:
         """The plan for these inputs, given as a call would give them or as shapes (of tensors on the device)."""
-        if inputs and all(isinstance(value, torch.Tensor) or is_readable(value) for value in inputs):
+        if inputs and all(isinstance(value, torch.Tensor) or is_streamable_input(value) for value in inputs):
             return self._sft_engine.plan_for_inputs(inputs, input_grad)
         given = inputs[0] if len(inputs) == 1 else inputs
         wanted = shapes_of(given)
@@ -141,15 +141,15 @@ class Compiled:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         engine = self._sft_engine
         _refuse_copies(engine)
-        return _rebuild(copy.deepcopy(engine.model, memo), _settings(engine))
+        return _rebuild(copy.deepcopy(engine.model, memo), _copy_settings(engine))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         engine = self._sft_engine
         _refuse_copies(engine)
-        return _rebuild, (engine.model, _settings(engine))
+        return _rebuild, (engine.model, _copy_settings(engine))
 
 
-class _CompiledSharded(Compiled):
+class _CompiledShardedModule(CompiledModule):
     """What a compiled module adds to the class of a model that is sharded by ``fully_shard``."""
 
     __slots__ = ()
@@ -177,7 +177,7 @@ def _refuse_copies(engine: Engine) -> None:
         raise InputError(f"the weights are streamed from {file.path}, which is this model's alone; take the state_dict instead of a copy")
 
 
-def _settings(engine: Engine) -> dict[str, Any]:
+def _copy_settings(engine: Engine) -> dict[str, Any]:
     """What a copy is compiled with; an optimizer is one of the original's parameters, and the copy's is not known."""
     asked = engine.preparation
     return {
@@ -192,12 +192,12 @@ def _settings(engine: Engine) -> dict[str, Any]:
 
 
 def _rebuild(model: nn.Module, settings: dict[str, Any]) -> Any:
-    return wrap(model, Engine(model, **settings))
+    return wrap_module(model, Engine(model, **settings))
 
 
-def wrap(model: nn.Module, engine: Engine) -> Any:
+def wrap_module(model: nn.Module, engine: Engine) -> Any:
     base: Any = type(model)
-    cls: Any = _compiled_class(base, Compiled if engine.sharding is None else _CompiledSharded)
+    cls: Any = _compiled_class(base, CompiledModule if engine.sharding is None else _CompiledShardedModule)
     net = nn.Module.__new__(cls)  # a class's own __new__ would make, or initialize, something else
     object.__setattr__(net, "__dict__", model.__dict__)
     object.__setattr__(net, "_sft_engine", engine)
@@ -206,7 +206,7 @@ def wrap(model: nn.Module, engine: Engine) -> Any:
 
 
 @cache
-def _compiled_class(cls: Any, addition: type[Compiled]) -> type[nn.Module]:
+def _compiled_class(cls: Any, addition: type[CompiledModule]) -> type[nn.Module]:
     def new(compiled: type[nn.Module], *args: Any, **keywords: Any) -> Any:
         """Modules that make others of their own class (a slice of an ``nn.Sequential``) make plain ones: nobody has compiled these."""
         return cls(*args, **keywords)

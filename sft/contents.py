@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-__all__ = ["Contents"]
+__all__ = ["ModuleSnapshot"]
 
 
-class Contents:
+class ModuleSnapshot:
     """The modules and registered tensors of a model.
 
     Args:
@@ -30,7 +30,7 @@ class Contents:
         dtype: element type of the model's numbers: of the first parameter that is no whole number, or buffer; ``None`` where there is none.
         device: where these are, or the CPU.
 
-    >>> contents = Contents(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
+    >>> contents = ModuleSnapshot(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))
     >>> [name for name, _ in contents.places], len(contents.parameters), sorted(contents.tensors)[:2], contents.dtype
     (['', '0', '1'], 4, ['0.bias', '0.weight'], torch.float32)
     """

@@ -12,34 +12,34 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from sft.alone import alone
-from sft.analysis.bands import Shares
-from sft.analysis.capture import is_channels_last, is_in_layout
-from sft.analysis.deterministic import needs_order
+from sft.alone import patch_lock
+from sft.analysis.bands import BandPartition
+from sft.analysis.capture import is_channels_last, is_in_program_layout
+from sft.analysis.deterministic import needs_deterministic_sums
 from sft.analysis.graph import Graph
-from sft.analysis.phases import Phases
-from sft.analysis.questions import Modes
-from sft.bands.mesh import LiveMesh, MeshShape, refuse_on_mesh
-from sft.bands.party import Party
-from sft.captured import Shape, Traced
-from sft.contents import Contents
+from sft.analysis.phases import PhasedGraph
+from sft.analysis.questions import CallModes
+from sft.bands.mesh import LiveMesh, MeshShape, refuse_sinks_on_mesh
+from sft.bands.party import RankContext
+from sft.captured import Shape, CaptureKey
+from sft.contents import ModuleSnapshot
 from sft.deep.parameters import StreamedParameters
 from sft.errors import InputError
-from sft.execute.function import Leaves, run_region
+from sft.execute.function import RegionInputs, run_region
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
 from sft.execute.skipping import Skipping
 from sft.execute.weights import BoundWeights
-from sft.fingerprint import fingerprint
-from sft.inputs import Given, lacking_channels, resolve_inputs, with_channels
+from sft.fingerprint import module_fingerprint
+from sft.inputs import ResolvedInput, find_missing_channels, resolve_inputs, add_missing_channels
 from sft.kernels.philox import draw_seed
 from sft.lower.backend import Backend
 from sft.options import Options
-from sft.outputs import Destination, HostOutputs
-from sft.placing import refuse_streaming
+from sft.outputs import OutputDestination, HostOutputs
+from sft.placing import check_can_stream
 from sft.plan.types import Plan
-from sft.preparing import CallKind, Preparation, Ready, held
-from sft.sharded import Sharding
+from sft.preparing import CallSignature, PlanCache, PreparedPlan, resolve_tensor
+from sft.sharded import ShardedWeights
 from sft.walk.region import Region
 
 __all__ = ["Engine"]
@@ -56,13 +56,13 @@ class Engine:
         options: Options,
         optimizer: torch.optim.Optimizer | int | None,
         plan: Plan | None,
-        destination: Destination | None = None,
+        destination: OutputDestination | None = None,
         mesh: LiveMesh | MeshShape | None = None,
         backend: Backend | None = None,
     ) -> None:
         self.model, self.mesh = model, mesh
-        self.sharding = Sharding.of(model)
-        self.party: Party | None = None
+        self.sharding = ShardedWeights.of(model)
+        self.party: RankContext | None = None
         self.last_plan: Plan | None = None
         self.last_reading: Reading | None = None
         self.last_skipping: Skipping | None = None
@@ -73,47 +73,47 @@ class Engine:
             assert engine is not None
             return engine._joined().together()
 
-        self.preparation = Preparation(
+        self.preparation = PlanCache(
             model,
             budget_bytes=budget_bytes,
             options=options,
             optimizer=optimizer,
             plan=plan,
-            destination=destination or Destination(),
+            destination=destination or OutputDestination(),
             mesh=mesh,
             backend=backend,
             together=together,
             sharding=self.sharding,
         )
         if options.streams_weights:
-            refuse_streaming(mesh, self.sharding)
+            check_can_stream(mesh, self.sharding)
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
-    @alone()
+    @patch_lock()
     def plan_for_shapes(
         self, shapes: Sequence[Shape], dtypes: Sequence[torch.dtype | None] | None = None, input_grads: tuple[bool, ...] | None = None
     ) -> Plan:
         """The plan for inputs of these shapes on the model's device; ``None`` for a dtype is the model's."""
-        contents = Contents(self.model)
+        contents = ModuleSnapshot(self.model)
         own, device = self._dtype(contents), self._device(contents)
-        no, lacking = (False,) * len(shapes), lacking_channels(shapes)
+        no, lacking = (False,) * len(shapes), find_missing_channels(shapes)
         given = tuple(own if dtype is None else dtype for dtype in dtypes or (None,) * len(shapes))
         held = tuple((shape[0], 1, *shape[1:]) if lacks else shape for shape, lacks in zip(shapes, lacking, strict=True))
         return self.preparation.prepare(self._kind(contents, held, given, device, no, input_grads or no, lacking), contents).plan
 
-    @alone()
+    @patch_lock()
     def plan_for_inputs(self, inputs: Sequence[Any], input_grad: Any = None) -> Plan:
         """The plan that a call with these inputs would use."""
-        contents = Contents(self.model)
+        contents = ModuleSnapshot(self.model)
         return self.preparation.prepare(self._kind_of(contents, *self._resolve(contents, inputs, input_grad)), contents).plan
 
     def planned_again(self, budget_bytes: int, options: Options) -> Plan:
         """The plan for what was planned last, had the question been this one; the capture is shared, and nothing here changes."""
         kind = next(reversed(self.preparation.ready))
-        return self.preparation.with_question(budget_bytes, options).prepare(kind, Contents(self.model)).plan
+        return self.preparation.with_question(budget_bytes, options).prepare(kind, ModuleSnapshot(self.model)).plan
 
-    def phases(self) -> Phases:
+    def phases(self) -> PhasedGraph:
         """The sorted graph of what was planned last."""
         return next(reversed(self.preparation.ready.values())).captured.phases
 
@@ -122,7 +122,7 @@ class Engine:
         """The weights of the model, if they were taken to be streamed."""
         return StreamedParameters.known(self.model)
 
-    @alone()
+    @patch_lock()
     def stream_weights(self) -> StreamedParameters | None:
         """Take the weights to stream them, where that was asked for, or the last plan says so; ``None`` where they stay resident.
 
@@ -134,7 +134,7 @@ class Engine:
             is_planned = self.last_plan is not None and self.last_plan.streamed_weights > 0
             if taken is not None or not is_planned:
                 return taken
-        return StreamedParameters.of(self.model, self._device(Contents(self.model)), options.weights_file)
+        return StreamedParameters.of(self.model, self._device(ModuleSnapshot(self.model)), options.weights_file)
 
     def run(self, inputs: Sequence[Any], input_grad: Any = None) -> Any:
         """The model's output."""
@@ -143,7 +143,7 @@ class Engine:
         if self.mesh is None:
             return self._run(inputs, input_grad)
         party = self._joined()
-        refuse_on_mesh(input_grad)
+        refuse_sinks_on_mesh(input_grad)
         with party.link.guarded():
             return self._run(inputs, input_grad)
 
@@ -161,20 +161,20 @@ class Engine:
         if not isinstance(self.mesh, LiveMesh) or self.last_plan is None or self.last_plan.mesh is None:
             raise InputError("band_rows is for models on a mesh of processes that have a plan: compile with mesh, and call the model first")
         ranks = self.last_plan.mesh.ranks
-        rows = Shares((0, *(rank.rows[1] for rank in ranks))).rows(self.mesh.band, extent)
+        rows = BandPartition((0, *(rank.rows[1] for rank in ranks))).rows(self.mesh.band, extent)
         return rows.start, rows.stop
 
-    def _joined(self) -> Party:
+    def _joined(self) -> RankContext:
         """This rank among the others of the mesh."""
         if not isinstance(self.mesh, LiveMesh):
             raise InputError("this model was compiled for a mesh without processes: it only plans; give a DeviceMesh to run it")
         if self.party is None:
-            self.party = Party(self.mesh, self._device(Contents(self.model)))
+            self.party = RankContext(self.mesh, self._device(ModuleSnapshot(self.model)))
         return self.party
 
     def _run(self, inputs: Sequence[Any], input_grad: Any) -> Any:
         # Ranks wait for each other while they make ready, and have one thread that does.
-        with alone() if self.party is None else contextlib.nullcontext():
+        with patch_lock() if self.party is None else contextlib.nullcontext():
             ready, leaves, contents, generator_state = self._made_ready(inputs, input_grad)
         self.last_reading = leaves.reading if leaves.sources else None
         self.last_skipping = leaves.skipping if ready.plan.skips_repeats else None
@@ -200,14 +200,14 @@ class Engine:
             returned.insert(place, value)
         return pytree.tree_unflatten(returned, ready.captured.capture.out_spec)
 
-    def _made_ready(self, inputs: Sequence[Any], input_grad: Any) -> tuple[Ready, Leaves, Contents, torch.Tensor]:
+    def _made_ready(self, inputs: Sequence[Any], input_grad: Any) -> tuple[PreparedPlan, RegionInputs, ModuleSnapshot, torch.Tensor]:
         """What a call runs, on which tensors, what the model holds, and the state of torch's generator before it drew the call's seed."""
         if self.preparation.options.streams_weights:
             self.stream_weights()
         if self.streamed_weights is not None:
             self.streamed_weights.check()
-        contents = Contents(self.model)
-        with alone():
+        contents = ModuleSnapshot(self.model)
+        with patch_lock():
             given, lacking = self._resolve(contents, inputs, input_grad)
             kind = self._kind_of(contents, given, lacking)
         if self.party is not None:
@@ -229,8 +229,8 @@ class Engine:
         generator_state = torch.get_rng_state()
         return ready, self._bind(ready, contents, given), contents, generator_state
 
-    @alone()
-    def _bind(self, ready: Ready, contents: Contents, inputs: Sequence[Given]) -> Leaves:
+    @patch_lock()
+    def _bind(self, ready: PreparedPlan, contents: ModuleSnapshot, inputs: Sequence[ResolvedInput]) -> RegionInputs:
         graph = ready.captured.phases.graph
         by_name = dict(zip(graph.inputs, inputs, strict=True))
         tensors: dict[str, torch.Tensor] = {}
@@ -242,13 +242,13 @@ class Engine:
             elif node.kind in ("parameter", "buffer"):
                 tensors[node.name] = contents.tensors[node.target]
             elif node.kind == "seed":
-                seed = _signed(draw_seed())
+                seed = _seed_tensor(draw_seed())
                 tensors[node.name] = seed if self.party is None else self.party.shared_seed(seed)
             elif node.kind != "operator":
                 constant = ready.captured.capture.constants.get(node.target)
-                tensors[node.name] = held(self.model, node.target) if constant is None else constant
+                tensors[node.name] = resolve_tensor(self.model, node.target) if constant is None else constant
         paths = {path for _, path in ready.captured.capture.graph.updates}
-        return Leaves(
+        return RegionInputs(
             names=tuple(tensors),
             tensors=tuple(tensors.values()),
             device=self._device(contents),
@@ -262,7 +262,7 @@ class Engine:
             graphs=ready.graphs,
             turn=self.preparation.turn,
             differentiating=contextlib.nullcontext if self.sharding is None else self.sharding.watched(),
-            retaining=(lambda: None) if ready.retained is None else alone()(ready.retained.check),
+            retaining=(lambda: None) if ready.retained is None else patch_lock()(ready.retained.check),
             weights=self._bound_weights(ready.region, graph, tensors),
         )
 
@@ -281,23 +281,25 @@ class Engine:
             raise InputError(f"{', '.join(replaced)}: streamed weights are not replaced for a call (functional_call); use the plain model")
         return BoundWeights.of(taken, paths)
 
-    def _dtype(self, contents: Contents) -> torch.dtype:
+    def _dtype(self, contents: ModuleSnapshot) -> torch.dtype:
         return torch.get_default_dtype() if contents.dtype is None else contents.dtype
 
-    def _device(self, contents: Contents) -> torch.device:
+    def _device(self, contents: ModuleSnapshot) -> torch.device:
         has_numbers = contents.dtype is not None
         return self.streamed_weights.device if has_numbers and self.streamed_weights is not None else contents.device
 
-    def _resolve(self, contents: Contents, inputs: Sequence[Any], input_grad: Any) -> tuple[tuple[Given, ...], tuple[bool, ...]]:
+    def _resolve(
+        self, contents: ModuleSnapshot, inputs: Sequence[Any], input_grad: Any
+    ) -> tuple[tuple[ResolvedInput, ...], tuple[bool, ...]]:
         """The inputs as images, and which of them lacked channels."""
         dtype, device = self._dtype(contents), self._device(contents)
         if contents.dtype is None:  # what comes in says it, as in eager PyTorch
             dtype = next((value.dtype for value in inputs if isinstance(value, torch.Tensor) and value.is_floating_point()), dtype)
         given = resolve_inputs(inputs, input_grad, dtype, device, casts=_autocast_dtype(device) is not None)
-        lacking = lacking_channels([value.shape for value in given])
-        return with_channels(given, lacking), lacking
+        lacking = find_missing_channels([value.shape for value in given])
+        return add_missing_channels(given, lacking), lacking
 
-    def _kind_of(self, contents: Contents, inputs: Sequence[Given], lacking: tuple[bool, ...]) -> CallKind:
+    def _kind_of(self, contents: ModuleSnapshot, inputs: Sequence[ResolvedInput], lacking: tuple[bool, ...]) -> CallSignature:
         kind = self._kind(
             contents,
             tuple(value.shape for value in inputs),
@@ -312,39 +314,39 @@ class Engine:
 
     def _kind(
         self,
-        contents: Contents,
+        contents: ModuleSnapshot,
         shapes: tuple[Shape, ...],
         dtypes: tuple[torch.dtype, ...],
         device: torch.device,
         channels_last: tuple[bool, ...],
         input_grads: tuple[bool, ...],
         lacking_channels: tuple[bool, ...],
-    ) -> CallKind:
+    ) -> CallSignature:
         with_grad = torch.is_grad_enabled()
         weights = tuple(p.requires_grad for p in contents.parameters)
         weights_last = tuple(is_channels_last(p) for p in contents.parameters if p.dim() == 4)
-        return CallKind(
+        return CallSignature(
             shapes=shapes,
-            traced=Traced(
+            traced=CaptureKey(
                 dtypes=dtypes,
                 lacking_channels=lacking_channels,
                 device=device,
                 autocast=_autocast_dtype(device),
                 default_dtype=torch.get_default_dtype(),
                 training_flags=tuple(module.training for module in contents.modules.values()),
-                fingerprint=fingerprint(contents),
+                fingerprint=module_fingerprint(contents),
             ),
             channels_last=channels_last,
             weights_last=weights_last,
-            weights_in_layout=tuple(is_in_layout(p) for p in contents.parameters),
+            weights_in_layout=tuple(is_in_program_layout(p) for p in contents.parameters),
             requires_grad=weights if with_grad else (),
             input_grads=input_grads if with_grad else (),
             with_grad=with_grad,
             from_source=(False,) * len(shapes),
             holds_gradients=self.sharding is not None and self.sharding.holds_gradients(),
-            deterministic=needs_order(device),
+            deterministic=needs_deterministic_sums(device),
             weights_revision=None if self.streamed_weights is None else self.streamed_weights.revision,
-            modes=Modes(
+            modes=CallModes(
                 grad_enabled=with_grad,
                 inference=torch.is_inference_mode_enabled(),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -363,6 +365,6 @@ def _autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type)
 
 
-def _signed(seed: int) -> torch.Tensor:
+def _seed_tensor(seed: int) -> torch.Tensor:
     """A seed of 64 bits as a tensor, its two's complement."""
     return torch.tensor([seed - 2**64 if seed >= 2**63 else seed], device="cpu")

@@ -14,14 +14,14 @@ from pathlib import Path
 
 from sft.errors import SourceError
 
-__all__ = ["PARTIAL", "replacing", "sync_file", "sync_folder"]
+__all__ = ["PARTIAL_MARK", "atomic_write", "fsync_file", "fsync_folder"]
 
 #: How names of unfinished files begin.
-PARTIAL = ".partial-"
+PARTIAL_MARK = ".partial-"
 
 
 @contextmanager
-def replacing(
+def atomic_write(
     path: str | os.PathLike[str],
     *,
     parents: bool = False,
@@ -43,14 +43,14 @@ def replacing(
     if not target.name:
         raise refusal(f"cannot write {os.fspath(path)!r}: it names no file. {remedy}")
     # A name of its own, as the target's may be as long as names can be; the suffix stays last, since image writers look at it.
-    beside = target.with_name(f"{PARTIAL}{secrets.token_hex(8)}{target.suffix}")
+    beside = target.with_name(f"{PARTIAL_MARK}{secrets.token_hex(8)}{target.suffix}")
     try:
         if parents:
             target.parent.mkdir(parents=True, exist_ok=True)
         yield beside
-        sync_file(beside)
+        fsync_file(beside)
         os.replace(beside, target)
-        sync_folder(target.parent)
+        fsync_folder(target.parent)
     except OSError as error:
         if isinstance(error, refusal):
             raise
@@ -60,13 +60,13 @@ def replacing(
             beside.unlink()
 
 
-def sync_file(path: Path) -> None:
+def fsync_file(path: Path) -> None:
     """Flush a file to the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Make renames inside a folder survive a loss of power."""
     handle = os.open(folder, os.O_RDONLY)
     try:

@@ -20,40 +20,40 @@ import numpy as np
 import torch
 from torch import nn
 
-from sft.analysis.attributes import PLAIN, own_attributes, told_apart
-from sft.contents import Contents
+from sft.analysis.attributes import PLAIN_TYPES, user_attributes, exact_key
+from sft.contents import ModuleSnapshot
 
-__all__ = ["Fingerprint", "fingerprint"]
+__all__ = ["Fingerprint", "module_fingerprint"]
 
 #: Comparable and hashable; equal fingerprints mean that the model's code would run the same way.
 Fingerprint = tuple[Any, ...]
 
 #: Arrays that are looked at at each call.
-_MOST_BYTES = 1 << 16
+_MAX_BYTES = 1 << 16
 
 #: Types of which equal values are the same where their type is.
-_AS_THEY_ARE = frozenset({bool, int, type(None), str})
+_LITERAL_TYPES = frozenset({bool, int, type(None), str})
 
 _CALLABLES = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
 
 
-def fingerprint(contents: Contents) -> Fingerprint:
+def module_fingerprint(contents: ModuleSnapshot) -> Fingerprint:
     """Types, plain attributes, tensor shapes and sharing of all modules of a model.
 
     Of containers, dataclasses and namespaces also what they hold, tensors and modules among it; of NumPy arrays the numbers, or of large
     ones which array it is. Attributes that are none of these, nor numbers, strings, functions or types, are not looked at.
 
     >>> model = nn.BatchNorm2d(3)
-    >>> before = fingerprint(Contents(model))
+    >>> before = module_fingerprint(ModuleSnapshot(model))
     >>> model.momentum = 0.2
-    >>> fingerprint(Contents(model)) == before
+    >>> module_fingerprint(ModuleSnapshot(model)) == before
     False
     """
-    reader = _Reader({id(module) for module in contents.modules.values()})
+    reader = _FingerprintReader({id(module) for module in contents.modules.values()})
     return tuple(reader.of_module(path, module) for path, module in contents.places)
 
 
-class _Reader:
+class _FingerprintReader:
     """Reads modules; the same object has the same number, which tells which names share a tensor."""
 
     def __init__(self, registered: Collection[int]) -> None:
@@ -64,7 +64,7 @@ class _Reader:
         tensors = [
             (name, self._of_tensor(t, is_loose=is_loose)) for held in (module._parameters, module._buffers) for name, t in held.items()
         ]
-        values = [(name, self._of_value(value)) for name, value in own_attributes(module)]
+        values = [(name, self._of_value(value)) for name, value in user_attributes(module)]
         return path, type(module), self._number(module), tuple(tensors), tuple(values)
 
     def _number(self, value: Any) -> int:
@@ -79,12 +79,12 @@ class _Reader:
 
     def _of_value(self, value: Any, *, is_loose: bool = False) -> Any:
         kind = type(value)
-        if kind in _AS_THEY_ARE:  # most are
+        if kind in _LITERAL_TYPES:  # most are
             return kind, value
-        if kind is tuple and _AS_THEY_ARE.issuperset(map(type, value)):
+        if kind is tuple and _LITERAL_TYPES.issuperset(map(type, value)):
             return kind, tuple(map(type, value)), value
-        if isinstance(value, (*PLAIN, *_CALLABLES, Enum)):
-            return value if isinstance(value, _CALLABLES) else told_apart(value)
+        if isinstance(value, (*PLAIN_TYPES, *_CALLABLES, Enum)):
+            return value if isinstance(value, _CALLABLES) else exact_key(value)
         if isinstance(value, torch.Tensor):
             return self._of_tensor(value, is_loose=is_loose)
         if isinstance(value, nn.Module):
@@ -94,7 +94,7 @@ class _Reader:
         if isinstance(value, bytearray):
             return bytes(value)
         if isinstance(value, np.ndarray):
-            numbers = value.tobytes() if value.nbytes <= _MOST_BYTES and not value.dtype.hasobject else id(value)
+            numbers = value.tobytes() if value.nbytes <= _MAX_BYTES and not value.dtype.hasobject else id(value)
             return value.shape, value.dtype.str, numbers
         if id(value) in self._open:
             return self._number(value)  # it contains itself

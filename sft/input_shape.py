@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from sft.errors import InputError
-from sft.inputs import check_extents, is_readable
-from sft.units import is_whole
+from sft.inputs import check_extents, is_streamable_input
+from sft.units import is_integer
 
 __all__ = ["InputShape", "dtypes_of", "examples_of", "input_grads_of", "shapes_of"]
 
@@ -18,9 +18,9 @@ InputShape = Any
 
 def examples_of(inputs: Any) -> tuple[Any, ...]:
     """The inputs themselves, where one of them is to be read in strips; empty where they are shapes."""
-    if is_readable(inputs):
+    if is_streamable_input(inputs):
         return (inputs,)
-    is_several = isinstance(inputs, (list, tuple)) and any(is_readable(value) for value in inputs)
+    is_several = isinstance(inputs, (list, tuple)) and any(is_streamable_input(value) for value in inputs)
     return tuple(inputs) if is_several else ()
 
 
@@ -49,12 +49,12 @@ def input_grads_of(input_shape: InputShape) -> tuple[bool, ...]:
 def shapes_of(input_shape: InputShape) -> tuple[tuple[int | None, ...], ...]:
     """One shape, or several, with ``None`` for extents that vary."""
     shapes = [tuple(item.shape) if isinstance(item, torch.Tensor) else tuple(item) for item in _items(input_shape)]
-    shapes = [tuple(int(extent) if is_whole(extent) else extent for extent in shape) for shape in shapes]
+    shapes = [tuple(int(extent) if is_integer(extent) else extent for extent in shape) for shape in shapes]
     if not any(shapes):
         raise InputError(f"input_shape {shapes[0]}: no extents, expected at least one, the batch; (N, C, H, W) for images")
     for shape in shapes:
         for extent in shape:
-            if extent is not None and not (is_whole(extent) and extent >= 1):
+            if extent is not None and not (is_integer(extent) and extent >= 1):
                 raise InputError(f"input_shape {shape}: extent {extent!r} is not a positive integer (or None for one that varies)")
         check_extents("input_shape", shape)
     return tuple(shapes)

@@ -40,14 +40,14 @@ from sft.sources.raster import Raster
 from sft.sources.sink import ArraySink, RowSink
 from sft.sources.source import Source
 
-__all__ = ["Given", "check_extents", "is_readable", "lacking_channels", "resolve_inputs", "with_channels"]
+__all__ = ["ResolvedInput", "check_extents", "is_streamable_input", "find_missing_channels", "resolve_inputs", "add_missing_channels"]
 
 #: Of an image along any axis: schedules have an entry for each row of each value, and more rows than this have no memory.
-_MOST_EXTENT = 2**24
+_MAX_EXTENT = 2**24
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Given:
+class ResolvedInput:
     """One input of a call.
 
     Attributes:
@@ -93,14 +93,14 @@ class Given:
         return self.shape[:1] in ((), (1,)) or all(hasattr(part, "samples") for part in parts)
 
 
-def is_readable(value: object) -> bool:
+def is_streamable_input(value: object) -> bool:
     """Whether a value is an input that is read in strips: an array, a slide or a source, but no tensor."""
     return isinstance(value, (np.ndarray, Image, Source)) and not isinstance(value, Tensor)
 
 
 def resolve_inputs(
     values: Sequence[Any], input_grad: Any, dtype: torch.dtype, device: torch.device, *, casts: bool = False
-) -> tuple[Given, ...]:
+) -> tuple[ResolvedInput, ...]:
     """The inputs of a call.
 
     Args:
@@ -116,9 +116,9 @@ def resolve_inputs(
     """
     if not values:
         raise InputError("no input given; call net(x) with a tensor of shape [N, C, H, W]")
-    targets = _targets(input_grad, len(values))
+    targets = _grad_targets(input_grad, len(values))
     problems: list[str] = []
-    found: list[Given] = []
+    found: list[ResolvedInput] = []
     for position, (value, target) in enumerate(zip(values, targets, strict=True)):
         name = f"input {position}"
         try:
@@ -127,9 +127,9 @@ def resolve_inputs(
                 wanted = value.dtype if is_free else dtype
                 _check_tensor(name, value, wanted, device, wants_sink=target is not None)
                 is_host = value.device.type == "cpu" and (device.type != "cpu" or target is not None)
-                given = _host_tensor(name, value, dtype) if is_host else Given(tensor=value)
+                given = _host_tensor(name, value, dtype) if is_host else ResolvedInput(tensor=value)
             else:
-                given = Given(source=_source(name, value, dtype))
+                given = ResolvedInput(source=_source(name, value, dtype))
             if target is not None:
                 given = _with_sink(name, given, value, target, dtype)
             found.append(given)
@@ -138,13 +138,13 @@ def resolve_inputs(
     if not problems and not any(given.shape for given in found):
         problems.append("input 0 has no dimensions; batch it with x[None]")
     if not problems:
-        problems = _lone_sources(found)
+        problems = _source_batch_error(found)
     if problems:
         raise InputError("; ".join(problems))
     return tuple(found)
 
 
-def _lone_sources(inputs: Sequence[Given]) -> list[str]:
+def _source_batch_error(inputs: Sequence[ResolvedInput]) -> list[str]:
     """What is wrong with images that are read in strips, but have fewer samples than another: these are whole tensors to the model."""
     axes = Axes.of_inputs([given.shape for given in inputs])
     counts = [given.shape[0] if axes.are_of(given.shape) else 0 for given in inputs]
@@ -156,10 +156,10 @@ def _lone_sources(inputs: Sequence[Given]) -> list[str]:
     ]
 
 
-def lacking_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
+def find_missing_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
     """For each input whether it is an image of the others' size, but without channels.
 
-    >>> lacking_channels([(2, 3, 40, 24), (2, 40, 24), (2, 5)])
+    >>> find_missing_channels([(2, 3, 40, 24), (2, 40, 24), (2, 5)])
     (False, True, False)
     """
     axes = Axes.of_inputs(shapes)
@@ -167,7 +167,7 @@ def lacking_channels(shapes: Sequence[tuple[int, ...]]) -> tuple[bool, ...]:
     return tuple(len(shape) == axes.rank - 1 and tuple(shape) in sizes for shape in shapes)
 
 
-def with_channels(values: Sequence[Given], lacking: Sequence[bool]) -> tuple[Given, ...]:
+def add_missing_channels(values: Sequence[ResolvedInput], lacking: Sequence[bool]) -> tuple[ResolvedInput, ...]:
     """The inputs, those that lack channels with one."""
     return tuple(
         replace(value, tensor=value.tensor.unsqueeze(1)) if lacks and value.tensor is not None else value
@@ -175,7 +175,7 @@ def with_channels(values: Sequence[Given], lacking: Sequence[bool]) -> tuple[Giv
     )
 
 
-def _targets(input_grad: Any, num_inputs: int) -> list[Any]:
+def _grad_targets(input_grad: Any, num_inputs: int) -> list[Any]:
     if input_grad is None:
         return [None] * num_inputs
     targets = list(input_grad) if isinstance(input_grad, (list, tuple)) else [input_grad]
@@ -195,8 +195,8 @@ def check_extents(name: str, shape: Sequence[int | None]) -> None:
     Raises:
         InputError: an extent is too large.
     """
-    if len(shape) > 2 and max(extent or 0 for extent in shape) > _MOST_EXTENT:
-        raise InputError(f"{name} {tuple(shape)}: no extent may be more than {_MOST_EXTENT}")
+    if len(shape) > 2 and max(extent or 0 for extent in shape) > _MAX_EXTENT:
+        raise InputError(f"{name} {tuple(shape)}: no extent may be more than {_MAX_EXTENT}")
 
 
 def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.device, *, wants_sink: bool) -> None:
@@ -217,12 +217,12 @@ def _check_tensor(name: str, value: Tensor, dtype: torch.dtype, device: torch.de
         raise InputError(f"{name} requires grad, and {why}: its gradient is streamed; give x.detach() and input_grad=array")
 
 
-def _host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> Given:
+def _host_tensor(name: str, value: Tensor, dtype: torch.dtype) -> ResolvedInput:
     if value.layout is not torch.strided or value.is_neg():
         raise InputError(f"{name} has layout {value.layout}; give a dense tensor")
     if value.dim() < 3:
         raise InputError(f"{name} has {value.dim()} dimensions, and only images are read strip by strip; move it to the model's device")
-    return Given(source=ArraySource(value.detach(), layout="NCHW", dtype=dtype), witness=value)
+    return ResolvedInput(source=ArraySource(value.detach(), layout="NCHW", dtype=dtype), witness=value)
 
 
 def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
@@ -249,13 +249,13 @@ def _source(name: str, value: Any, dtype: torch.dtype) -> Source:
     raise InputError(f"{name} is a {type(value).__name__}; give a tensor, a NumPy array, or a sft.sources.Source{hint}")
 
 
-def _with_sink(name: str, given: Given, value: Any, target: Any, dtype: torch.dtype) -> Given:
+def _with_sink(name: str, given: ResolvedInput, value: Any, target: Any, dtype: torch.dtype) -> ResolvedInput:
     assert given.source is not None
     shape = given.source.shape
     if isinstance(target, RowSink):
         if tuple(target.shape) != tuple(shape):
             raise InputError(f"{name} has shape {tuple(shape)}, its sink {tuple(target.shape)}; give one of the same shape")
-        return Given(source=given.source, witness=given.witness, make_sink=lambda: target)
+        return ResolvedInput(source=given.source, witness=given.witness, make_sink=lambda: target)
     try:
         make = partial(ArraySink, target, shape=shape, dtype=dtype)
         make()
@@ -263,7 +263,7 @@ def _with_sink(name: str, given: Given, value: Any, target: Any, dtype: torch.dt
             raise InputError("it shares memory with the input, which is read while the gradient is written. Give an array of its own.")
     except InputError as error:
         raise InputError(f"input_grad of {name}: {error}") from error
-    return Given(source=given.source, witness=given.witness, make_sink=make)
+    return ResolvedInput(source=given.source, witness=given.witness, make_sink=make)
 
 
 def _may_overlap(value: Any, target: Any) -> bool:

@@ -25,7 +25,7 @@ from torch import nn
 
 from sft.errors import InputError
 
-__all__ = ["Maker", "ModelName", "import_library"]
+__all__ = ["ModelFactory", "ModelName", "import_library"]
 
 _OPERATORS = ("nms", "qnms")
 
@@ -48,11 +48,11 @@ def import_library(module: str) -> ModuleType:
     for operator in _OPERATORS:
         with suppress(RuntimeError):  # there is one
             torch.library.define(f"torchvision::{operator}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-    _forget_orphans(before)
+    _drop_orphan_modules(before)
     return importlib.import_module(module)
 
 
-def _forget_orphans(before: Collection[str]) -> None:
+def _drop_orphan_modules(before: Collection[str]) -> None:
     """Drop modules whose package failed to import: a new package would not have them as attributes."""
     for name in set(sys.modules).difference(before):
         parts = name.split(".")
@@ -76,7 +76,7 @@ class ModelName:
     options_place: str
     libraries: tuple[str, ...] = ("torchvision", "timm")
 
-    def maker(self) -> Maker:
+    def maker(self) -> ModelFactory:
         """Who makes the model.
 
         Raises:
@@ -84,13 +84,13 @@ class ModelName:
         """
         library, _, member = self.text.rpartition(":")
         if not member:
-            raise self.error(f": write package.module:callable, or the name of a model in {' or '.join(_LIBRARIES)}")
-        if library in _LIBRARIES:
+            raise self.error(f": write package.module:callable, or the name of a model in {' or '.join(_FACTORIES)}")
+        if library in _FACTORIES:
             remedy = f'pip install {library}, or name another model as "package.module:callable"'
-            found = _LIBRARIES[library](self._imported(library, remedy), member)
+            found = _FACTORIES[library](self._imported(library, remedy), member)
             if found is None:
                 raise self.error(f": {library} has no model {member!r}. Check the name; {library}.list_models() has them all.")
-            return Maker(name=self, library=library, function=found)
+            return ModelFactory(name=self, library=library, function=found)
         if not library:
             return self._of_any_library()
         value: Any = self._imported(library, "Check the name, and that PYTHONPATH reaches it")
@@ -98,22 +98,22 @@ class ModelName:
             value = getattr(value, part, None)
         if not callable(value):
             raise self.error(f": module {library} has no callable {member!r}. Name a class or function that makes a network.")
-        return Maker(name=self, library=library, function=(lambda: value) if isinstance(value, nn.Module) else value)
+        return ModelFactory(name=self, library=library, function=(lambda: value) if isinstance(value, nn.Module) else value)
 
     def error(self, what: str) -> InputError:
         """An error about this name; ``what`` follows it."""
         return InputError(f"{self.place} {self.text!r}{what}")
 
-    def _of_any_library(self) -> Maker:
+    def _of_any_library(self) -> ModelFactory:
         reasons = []
         for library in self.libraries:
             try:
-                function = _LIBRARIES[library](import_library(library), self.text)
+                function = _FACTORIES[library](import_library(library), self.text)
             except Exception as error:  # importing runs anybody's code; the other library may have the model
                 reasons.append(f"{library}: {type(error).__name__}: {error}")
                 continue
             if function is not None:
-                return Maker(name=self, library=library, function=function)
+                return ModelFactory(name=self, library=library, function=function)
             reasons.append(f"{library} has no such model")
         raise self.error(f": not found ({'; '.join(reasons)}). Check the name, or write package.module:callable")
 
@@ -125,7 +125,7 @@ class ModelName:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Maker:
+class ModelFactory:
     """What makes a named model.
 
     Attributes:
@@ -155,13 +155,13 @@ class Maker:
         return model
 
 
-def _of_torchvision(torchvision: Any, name: str) -> Callable[..., Any] | None:
+def _torchvision_factory(torchvision: Any, name: str) -> Callable[..., Any] | None:
     models = torchvision.models
     return (lambda **options: models.get_model(name, **{"weights": None, **options})) if name.lower() in models.list_models() else None
 
 
-def _of_timm(timm: Any, name: str) -> Callable[..., Any] | None:
+def _timm_factory(timm: Any, name: str) -> Callable[..., Any] | None:
     return (lambda **options: timm.create_model(name, **options)) if timm.is_model(name) else None
 
 
-_LIBRARIES: dict[str, Callable[[Any, str], Callable[..., Any] | None]] = {"torchvision": _of_torchvision, "timm": _of_timm}
+_FACTORIES: dict[str, Callable[[Any, str], Callable[..., Any] | None]] = {"torchvision": _torchvision_factory, "timm": _timm_factory}

@@ -8,27 +8,27 @@ from datetime import timedelta
 from numbers import Real
 
 from sft.errors import InputError
-from sft.units import is_whole, parse_bytes
+from sft.units import is_integer, parse_bytes
 from sft.weights.file import WeightsFile
 
-__all__ = ["BACKENDS", "OFFLOADING", "STRATEGIES", "WEIGHTS", "Options"]
+__all__ = ["BACKENDS", "OFFLOAD_STRATEGIES", "STRATEGIES", "WEIGHT_MODES", "Options"]
 
 #: The strategies by name.
 STRATEGIES = ("auto", "none", "sft", "sqrt", "revolve", "bisect", "optimal", "acg", "offload-greedy", "offload-dp", "vdnn")
 
 #: Those that copy to the host and back.
-OFFLOADING = ("offload-greedy", "offload-dp", "vdnn")
+OFFLOAD_STRATEGIES = ("offload-greedy", "offload-dp", "vdnn")
 #: Those that walk in strips, or in tiles; the others run whole stages.
-_STREAMING = ("auto", "sft")
+_STREAMING_STRATEGIES = ("auto", "sft")
 
 #: Thirty years, in seconds: the longest that anybody waits.
-_MOST_SECONDS = 10**9
+_MAX_SECONDS = 10**9
 
 #: What may run the operators.
 BACKENDS = ("auto", "aten", "triton")
 
 #: Where weights may be; or in a file.
-WEIGHTS = ("resident", "stream", "auto")
+WEIGHT_MODES = ("resident", "stream", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +111,8 @@ class Options:
             problems.append(f"backend {self.backend!r}: choose one of {', '.join(BACKENDS)}")
         if self.profile not in ("auto", "measure"):
             problems.append(f"profile {self.profile!r}: choose 'auto' or 'measure'")
-        if not isinstance(self.weights, WeightsFile) and self.weights not in WEIGHTS:
-            problems.append(f"weights {self.weights!r}: choose one of {', '.join(WEIGHTS)}, or give a sft.WeightsFile")
+        if not isinstance(self.weights, WeightsFile) and self.weights not in WEIGHT_MODES:
+            problems.append(f"weights {self.weights!r}: choose one of {', '.join(WEIGHT_MODES)}, or give a sft.WeightsFile")
         elif self.cuda_graphs and self.weights != "resident":
             problems.append("cuda_graphs replays strips on weights that stay where they are, streamed ones do not: drop one")
         if self.tile is not None:
@@ -131,7 +131,7 @@ class Options:
         problems += [
             f"{name} is about strips, strategy {self.strategy!r} makes none: drop one"
             for name in ("tile", "halo", "state_every", "state_slots", "batch_tile")
-            if self.strategy in STRATEGIES and self.strategy not in _STREAMING and getattr(self, name) not in (None, "auto")
+            if self.strategy in STRATEGIES and self.strategy not in _STREAMING_STRATEGIES and getattr(self, name) not in (None, "auto")
         ]
         if self.state_every is not None and self.state_slots is not None:
             problems.append("state_every and state_slots are two policies for the same states: drop one")
@@ -142,10 +142,10 @@ class Options:
                 problems.append(f"{name}: {error}")
         if self.host_folder is not None and not os.path.isdir(self.host_folder):
             problems.append(f"host_folder {self.host_folder!r}: give a folder that exists")
-        if self.strategy in OFFLOADING and _is_zero(self.host_budget):
+        if self.strategy in OFFLOAD_STRATEGIES and _is_zero(self.host_budget):
             problems.append(f"strategy {self.strategy!r} copies to the host, host_budget 0 forbids it: drop one")
-        if not _is_number(self.mesh_timeout_seconds) or not 0 < self.mesh_timeout_seconds <= _MOST_SECONDS:
-            problems.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number, {_MOST_SECONDS} at most")
+        if not _is_number(self.mesh_timeout_seconds) or not 0 < self.mesh_timeout_seconds <= _MAX_SECONDS:
+            problems.append(f"mesh_timeout_seconds {self.mesh_timeout_seconds!r}: give a positive number, {_MAX_SECONDS} at most")
         for name in ("cuda_graphs", "skip_repeats", "progress"):
             if not isinstance(getattr(self, name), bool):
                 problems.append(f"{name} {getattr(self, name)!r}: give True or False")
@@ -189,7 +189,7 @@ def _is_number(value: object) -> bool:
 
 
 def _is_zero(value: object) -> bool:
-    return is_whole(value) and value == 0
+    return is_integer(value) and value == 0
 
 
 def _is_count(value: object) -> bool:

@@ -24,17 +24,17 @@ from typing import TypeAlias
 import torch
 
 from sft.errors import InputError
-from sft.execute.host import HostOutput, copied_to, ram_output
+from sft.execute.host import HostOutput, copy_to_host, allocate_host_output
 from sft.sources.npy import NpyFile, numpy_dtype
 from sft.walk.region import Region
 
-__all__ = ["Destination", "HostOutputs", "Output", "resolve_output"]
+__all__ = ["OutputDestination", "HostOutputs", "OutputArgument", "resolve_output"]
 
-Output: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+OutputArgument: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class OutputDestination:
     """Where the outputs of a compiled model go.
 
     Attributes:
@@ -74,14 +74,14 @@ class Destination:
         return self.paths[position] if self.paths else None
 
 
-def resolve_output(output: object) -> Destination:
+def resolve_output(output: object) -> OutputDestination:
     """The destination that an argument ``output`` stands for.
 
     Raises:
         InputError: neither a known word nor paths of files that can be made.
     """
     if isinstance(output, str) and output in ("device", "host", "band"):
-        return Destination(output == "host", in_bands=output == "band")
+        return OutputDestination(output == "host", in_bands=output == "band")
     if isinstance(output, (str, os.PathLike)):
         paths: tuple[Path | None, ...] = (_path(output),)
     elif isinstance(output, (list, tuple)) and output:
@@ -91,7 +91,7 @@ def resolve_output(output: object) -> Destination:
     files = [os.path.realpath(path) for path in paths if path is not None]
     if len(set(files)) != len(files):
         raise InputError(f"output names a file twice: {', '.join(files)}; give each output a file of its own")
-    return Destination(True, paths)
+    return OutputDestination(True, paths)
 
 
 def _path(entry: object) -> Path:
@@ -123,7 +123,7 @@ class HostOutputs:
     again: dict[int, HostOutput] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, destination: Destination, names: Sequence[str], region: Region, device: torch.device) -> HostOutputs:
+    def open(cls, destination: OutputDestination, names: Sequence[str], region: Region, device: torch.device) -> HostOutputs:
         """Room for the outputs of one call.
 
         Args:
@@ -154,7 +154,7 @@ class HostOutputs:
                 if path is not None:
                     host = HostOutput.in_file(NpyFile(path, shape, dtype))
                 else:
-                    host = ram_output(shape, dtype, channels_last=name not in region.contiguous, is_dry=device.type == "meta")
+                    host = allocate_host_output(shape, dtype, channels_last=name not in region.contiguous, is_dry=device.type == "meta")
                 if is_new:
                     found.by_name[name] = host
                 else:
@@ -167,7 +167,7 @@ class HostOutputs:
     def arranged(self, names: Sequence[str], outputs: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The outputs in order, given those of the region by value name."""
         return [
-            copied_to(self.again[position], outputs[name]) if position in self.again else outputs[name]
+            copy_to_host(self.again[position], outputs[name]) if position in self.again else outputs[name]
             for position, name in enumerate(names)
         ]
 

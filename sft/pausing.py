@@ -12,11 +12,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["cycles_kept"]
+__all__ = ["gc_paused"]
 
 
 @contextmanager
-def cycles_kept() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """A context in which nobody looks for cycles; what is unreachable behind it is found as ever."""
     if not gc.isenabled():
         yield

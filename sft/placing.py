@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from sft.analysis.graph import Graph
-from sft.deep.parameters import StreamedParameters, record_bytes, streamable
+from sft.deep.parameters import StreamedParameters, record_bytes, streamable_parameters
 from sft.errors import BudgetError, InputError, UnsupportedError
 from sft.options import Options
 from sft.units import format_bytes
-from sft.walk.weights import StreamedWeights, Taking
+from sft.walk.weights import StreamedWeights, GradientTransfer
 
-__all__ = ["check_step", "refuse_streaming", "usable", "weights_to_stream"]
+__all__ = ["check_optimizer_step", "check_can_stream", "available_device", "weights_to_stream"]
 
 
 def weights_to_stream(model: nn.Module, graph: Graph, device: torch.device, options: Options) -> StreamedWeights:
@@ -23,7 +23,7 @@ def weights_to_stream(model: nn.Module, graph: Graph, device: torch.device, opti
     Raises:
         UnsupportedError: a parameter cannot be streamed.
     """
-    own, taken = streamable(model), StreamedParameters.known(model)
+    own, taken = streamable_parameters(model), StreamedParameters.known(model)
     paths = {node.name: node.target for node in graph.nodes if node.kind == "parameter" and node.target in own}
     returned = [path for name, path in paths.items() if name in graph.results]
     if returned:
@@ -33,12 +33,14 @@ def weights_to_stream(model: nn.Module, graph: Graph, device: torch.device, opti
     sizes = {name: record_bytes(own[path]) for name, path in paths.items()}
     return StreamedWeights(
         num_bytes=sizes,
-        takings={name: Taking(down_bytes=sizes[name]) if taken is None else taken.taking_of(path) for name, path in paths.items()},
+        takings={
+            name: GradientTransfer(down_bytes=sizes[name]) if taken is None else taken.taking_of(path) for name, path in paths.items()
+        },
         reads_ahead=options.weights_file is not None or device.type != "cpu" if taken is None else taken.reads_ahead,
     )
 
 
-def refuse_streaming(mesh: Any, sharding: Any) -> None:
+def check_can_stream(mesh: Any, sharding: Any) -> None:
     """Refuse what has no streamed weights.
 
     Raises:
@@ -53,7 +55,7 @@ def refuse_streaming(mesh: Any, sharding: Any) -> None:
         raise UnsupportedError(problems)
 
 
-def check_step(model: nn.Module, resident_bytes: int, budget_bytes: int) -> None:
+def check_optimizer_step(model: nn.Module, resident_bytes: int, budget_bytes: int) -> None:
     """Whether an optimizer's step, which is no part of a plan, fits.
 
     Raises:
@@ -69,7 +71,7 @@ def check_step(model: nn.Module, resident_bytes: int, budget_bytes: int) -> None
         )
 
 
-def usable(device: torch.device | str) -> torch.device:
+def available_device(device: torch.device | str) -> torch.device:
     """A device that is there.
 
     Raises:

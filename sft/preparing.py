@@ -1,6 +1,6 @@
 """From a kind of call to a region that is planned: capture once, plan each kind once.
 
-What a plan is made for is a :class:`CallKind`: shapes, layouts, which gradients are wanted, training flags, autocast, and what else the
+What a plan is made for is a :class:`CallSignature`: shapes, layouts, which gradients are wanted, training flags, autocast, and what else the
 model's forward may look at (``sft.fingerprint``). A capture serves all sizes that it holds for.
 """
 
@@ -15,56 +15,56 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft.alone import alone
-from sft.analysis.capture import Capture, attribute_of, is_in_layout, outputs_channels_last
-from sft.analysis.gradients import reached_by_gradients
+from sft.alone import patch_lock
+from sft.analysis.capture import Capture, tensor_attribute, is_in_program_layout, outputs_channels_last
+from sft.analysis.gradients import grad_reachable_values
 from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
-from sft.analysis.phases import Phases
-from sft.analysis.preparation import dropping_channels
-from sft.analysis.questions import Answers, Modes
+from sft.analysis.phases import PhasedGraph
+from sft.analysis.preparation import squeeze_label_channels
+from sft.analysis.questions import GuardValues, CallModes
 from sft.backends.select import backend_for
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.bands.planning import plan_bands
-from sft.bands.syncnorm import captured_plainly, check_synchronized, synchronized_moments
-from sft.captured import Captured, Captures, Shape, Traced
-from sft.contents import Contents
+from sft.bands.syncnorm import without_sync_batch_norm, check_sync_batch_norms, synchronized_moments
+from sft.captured import CapturedModel, CaptureCache, Shape, CaptureKey
+from sft.contents import ModuleSnapshot
 from sft.errors import InputError, UnsupportedError
 from sft.execute.costs import table_folders
-from sft.execute.function import autocast_off
-from sft.execute.graphs import CudaRecorder, GraphStore, GraphTurn, repeated_programs
-from sft.execute.room import HostRoom
-from sft.execute.slab import Slabs
-from sft.hooks import refuse_hooks
+from sft.execute.function import autocast_disabled
+from sft.execute.graphs import CudaGraphRecorder, GraphCache, ActiveGraphs, recordable_programs
+from sft.execute.room import HostAllocator
+from sft.execute.slab import HostSlabPool
+from sft.hooks import check_no_inner_hooks
 from sft.lower.backend import Backend
-from sft.options import OFFLOADING, Options
-from sft.outputs import Destination
-from sft.pausing import cycles_kept
-from sft.plan.describe import describe
-from sft.plan.problem import Problem, at_size
-from sft.plan.rates import Rates
-from sft.plan.retained import RetainedGraph
-from sft.plan.shared import Shared
+from sft.options import OFFLOAD_STRATEGIES, Options
+from sft.outputs import OutputDestination
+from sft.pausing import gc_paused
+from sft.plan.describe import build_plan
+from sft.plan.problem import PlanningProblem, specialize_phases
+from sft.plan.rates import DeviceRates
+from sft.plan.retained import RetainedGraphCheck
+from sft.plan.shared import WeightedLRU
 from sft.plan.types import Plan
-from sft.searching import Search
-from sft.sharded import Sharding
-from sft.surroundings import unwatched
+from sft.searching import PlanSearch
+from sft.sharded import ShardedWeights
+from sft.surroundings import without_dispatch_modes
 from sft.walk.region import Region
 
-__all__ = ["CallKind", "Preparation", "Ready", "held"]
+__all__ = ["CallSignature", "PlanCache", "PreparedPlan", "resolve_tensor"]
 
 #: Plans that are kept; an attribute that changes at every call must not fill the memory.
 _MAX_PLANS = 128
 #: Plans without programs, which images of ever new sizes have looked for in the next epoch, too.
-_MAX_MADE = 1024
+_MAX_CACHED_OBJECTS = 1024
 
 
 @dataclass(frozen=True)
-class CallKind:
+class CallSignature:
     """What a plan is made for."""
 
     shapes: tuple[Shape, ...]
-    traced: Traced
+    traced: CaptureKey
     channels_last: tuple[bool, ...]
     weights_last: tuple[bool, ...]
     weights_in_layout: tuple[bool, ...]
@@ -78,24 +78,24 @@ class CallKind:
     #: of streamed weights that were taken: what changes with where their gradients go
     weights_revision: int | None = None
     #: what the model's forward may ask, and the answers to what it has asked so far, which alone tell calls apart
-    modes: Modes = field(default=Modes(), compare=False)
-    answers: Answers = ()
+    modes: CallModes = field(default=CallModes(), compare=False)
+    answers: GuardValues = ()
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedPlan:
     plan: Plan
     region: Region
-    captured: Captured
+    captured: CapturedModel
     #: what the model returns besides tensors, and where
     beside: tuple[tuple[int, Any], ...]
-    slabs: Slabs | None = None
-    graphs: GraphStore | None = None
+    slabs: HostSlabPool | None = None
+    graphs: GraphCache | None = None
     #: judges backward passes that retain the graph; there is none on a mesh
-    retained: RetainedGraph | None = None
+    retained: RetainedGraphCheck | None = None
 
 
-class Preparation:
+class PlanCache:
     """Captures and plans of one model.
 
     Args:
@@ -125,24 +125,24 @@ class Preparation:
         options: Options,
         optimizer: torch.optim.Optimizer | int | None,
         plan: Plan | None,
-        destination: Destination,
+        destination: OutputDestination,
         mesh: LiveMesh | MeshShape | None,
         backend: Backend | None,
         together: Callable[[], AbstractContextManager[None]],
-        sharding: Sharding | None = None,
+        sharding: ShardedWeights | None = None,
     ) -> None:
         self.model, self.sharding, self.budget_bytes, self.options = model, sharding, budget_bytes, options
         self.optimizer, self.given_plan, self.destination, self.mesh = optimizer, plan, destination, mesh
         self.backend, self._together = backend, together
-        self.captures = Captures(model)
-        self.ready: dict[CallKind, Ready] = {}
-        self.made: dict[CallKind, Plan] = {}
-        self.turn = GraphTurn()
-        self._shared = Shared()
+        self.captures = CaptureCache(model)
+        self.ready: dict[CallSignature, PreparedPlan] = {}
+        self.made: dict[CallSignature, Plan] = {}
+        self.turn = ActiveGraphs()
+        self._shared = WeightedLRU()
 
-    def with_question(self, budget_bytes: int, options: Options) -> Preparation:
+    def with_question(self, budget_bytes: int, options: Options) -> PlanCache:
         """The same model and captures, nothing planned yet, for another budget and other wishes."""
-        other = Preparation(
+        other = PlanCache(
             self.model,
             budget_bytes=budget_bytes,
             options=options,
@@ -157,42 +157,42 @@ class Preparation:
         other.captures, other._shared = self.captures, self._shared
         return other
 
-    @alone()
-    def prepare(self, kind: CallKind, contents: Contents) -> Ready:
+    @patch_lock()
+    def prepare(self, kind: CallSignature, contents: ModuleSnapshot) -> PreparedPlan:
         """The plan for a kind of call of a model that holds this, made at the first.
 
         Raises:
             UnsupportedError, BudgetError, InputError: as :func:`sft.compile`.
         """
-        refuse_hooks(contents)
+        check_no_inner_hooks(contents)
         kind = self.answered(kind)
         ready = self.ready.get(kind)
         if ready is None:
-            with autocast_off(kind.traced.device), cycles_kept(), unwatched():
+            with autocast_disabled(kind.traced.device), gc_paused(), without_dispatch_modes():
                 ready = self._plan(kind)
             kind = self.answered(kind)  # a capture may have asked more
-            _put(self.ready, kind, ready, _MAX_PLANS)
-            _put(self.made, kind, ready.plan, _MAX_MADE)
+            _insert_bounded(self.ready, kind, ready, _MAX_PLANS)
+            _insert_bounded(self.made, kind, ready.plan, _MAX_CACHED_OBJECTS)
         return ready
 
-    def answered(self, kind: CallKind) -> CallKind:
+    def answered(self, kind: CallSignature) -> CallSignature:
         """A kind of call with the answers to what the model has asked so far."""
         answers = kind.modes.answers(self.captures.asked)
         return kind if answers == kind.answers else replace(kind, answers=answers)
 
-    def _plan(self, kind: CallKind) -> Ready:
-        check_synchronized(self.model, self.mesh)
-        with captured_plainly(self.model):
+    def _plan(self, kind: CallSignature) -> PreparedPlan:
+        check_sync_batch_norms(self.model, self.mesh)
+        with without_sync_batch_norm(self.model):
             return self._plan_captured(kind)
 
-    def _plan_captured(self, kind: CallKind) -> Ready:
+    def _plan_captured(self, kind: CallSignature) -> PreparedPlan:
         captured, symbols = self.captures.of(kind.traced, kind.shapes, kind.modes)
         captured = captured.at(symbols)
         inputs = captured.phases.graph.inputs
-        phases = at_size(captured.phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
+        phases = specialize_phases(captured.phases, symbols, dict(zip(inputs, kind.shapes, strict=True)))
         graph = phases.graph
         search = self._search(kind)
-        problem = Problem(
+        problem = PlanningProblem(
             phases=phases,
             requires_grad=self._requires_grad(kind, phases, captured.capture),
             channels_last=self._channels_last(kind, graph, captured) - self._in_files(graph),
@@ -203,7 +203,7 @@ class Preparation:
             splits_batch=kind.splits_batch,
             on_host=kind.traced.device.type in ("cpu", "meta"),
             host_budget_bytes=self._host_budget_bytes(kind.traced.device),
-            link=Rates(kind.traced.device.type).link(self.options.link_bytes_per_second),
+            link=DeviceRates(kind.traced.device.type).link(self.options.link_bytes_per_second),
             skips_repeats=search.skips_repeats,
             deterministic=kind.deterministic,
             backend=self.backend or backend_for(self.options.backend, kind.traced.device, table_folders()),
@@ -214,31 +214,31 @@ class Preparation:
         finally:
             problem.forget()
 
-    def _planned(self, kind: CallKind, problem: Problem, captured: Captured, search: Search) -> Ready:
+    def _planned(self, kind: CallSignature, problem: PlanningProblem, captured: CapturedModel, search: PlanSearch) -> PreparedPlan:
         """The plan for a problem."""
         self._check_sources(problem)
         self.destination.check([problem.dtypes[name] for name in problem.graph.outputs])
-        rates = Rates(kind.traced.device.type)
+        rates = DeviceRates(kind.traced.device.type)
         if self.mesh is not None:
             return self._plan_on_mesh(problem, captured, rates)
         problem, planned = search.run(problem)
         seconds: Sequence[float] | None = None
         if self.options.profile == "measure" and kind.traced.device.type != "meta":
             planned, seconds = search.fastest(problem, planned)
-        plan = describe(problem, planned, budget_bytes=self.budget_bytes, rates=rates)
+        plan = build_plan(problem, planned, budget_bytes=self.budget_bytes, rates=rates)
         if seconds is not None:
             timeline = plan.timeline.measured(seconds)
             plan = replace(plan, projected_seconds=timeline.seconds, timeline=timeline)
         copies = any(move.is_copy for move in planned.region.moves)
-        slabs = Slabs(planned.projection.slab_bytes, kind.traced.device, self.room) if copies else None
+        slabs = HostSlabPool(planned.projection.slab_bytes, kind.traced.device, self.room) if copies else None
         graphs = self._recordings(problem, planned.region, plan, search)
         if graphs is not None:
             plan = replace(plan, projected_peak_bytes=plan.projected_peak_bytes + graphs.num_bytes)
-        retained = RetainedGraph(problem, planned.region, plan) if plan.training else None
-        return Ready(plan, planned.region, captured, problem.graph.beside, slabs, graphs, retained)
+        retained = RetainedGraphCheck(problem, planned.region, plan) if plan.training else None
+        return PreparedPlan(plan, planned.region, captured, problem.graph.beside, slabs, graphs, retained)
 
-    def _search(self, kind: CallKind) -> Search:
-        return Search(
+    def _search(self, kind: CallSignature) -> PlanSearch:
+        return PlanSearch(
             model=self.model,
             optimizer=self.optimizer,
             sharding=self.sharding,
@@ -253,7 +253,7 @@ class Preparation:
             are_weights_taken=kind.weights_revision is not None,
         )
 
-    def _plan_on_mesh(self, problem: Problem, captured: Captured, rates: Rates) -> Ready:
+    def _plan_on_mesh(self, problem: PlanningProblem, captured: CapturedModel, rates: DeviceRates) -> PreparedPlan:
         """The plan for a mesh, and this rank's region (without processes that of the band that needs most)."""
         assert self.mesh is not None
         shape = self.mesh.shape if isinstance(self.mesh, LiveMesh) else self.mesh
@@ -265,29 +265,29 @@ class Preparation:
             outputs_in_bands=self.destination.in_bands,
             synchronized=synchronized_moments(self.model, problem.graph, self.mesh),
         )
-        plan = describe(problem, found.planned, budget_bytes=self.budget_bytes, rates=rates)
+        plan = build_plan(problem, found.planned, budget_bytes=self.budget_bytes, rates=rates)
         plan = replace(plan, mesh=found.mesh, flops=sum(rank.flops for rank in found.mesh.ranks))
         region = found.planned.region
         if isinstance(self.mesh, LiveMesh):
             region = found.bands.region(self.mesh.band, self._together)
-        return Ready(plan, region, captured, problem.graph.beside)
+        return PreparedPlan(plan, region, captured, problem.graph.beside)
 
-    def _recordings(self, problem: Problem, region: Region, plan: Plan, search: Search) -> GraphStore | None:
+    def _recordings(self, problem: PlanningProblem, region: Region, plan: Plan, search: PlanSearch) -> GraphCache | None:
         """What is replayed as CUDA graphs: what the budget has left decides how much."""
         device = search.device
         if not self.options.cuda_graphs or device.type != "cuda":
             return None
         weights = () if self.sharding else (node.name for node in problem.graph.nodes if node.kind in ("parameter", "buffer"))
-        store = GraphStore.within(
-            repeated_programs(region, training=plan.training),
+        store = GraphCache.within(
+            recordable_programs(region, training=plan.training),
             self.budget_bytes - plan.total_bytes,
-            CudaRecorder(device),
+            CudaGraphRecorder(device),
             frozenset(weights),  # sharded ones are gathered anew for each pass
             search.overheads(problem).working_bytes,
         )
         return store if store.programs else None
 
-    def _check_sources(self, problem: Problem) -> None:
+    def _check_sources(self, problem: PlanningProblem) -> None:
         returned = sorted(problem.from_source.intersection(problem.graph.results))
         if returned:
             raise InputError(f"{', '.join(returned)} is read strip by strip, but the model returns it whole; give it as a tensor")
@@ -298,13 +298,13 @@ class Preparation:
                 "samples(batch); add one, or leave out batch_tile"
             )
 
-    def _channels_last(self, kind: CallKind, graph: Graph, captured: Captured) -> frozenset[str]:
+    def _channels_last(self, kind: CallSignature, graph: Graph, captured: CapturedModel) -> frozenset[str]:
         """Inputs that are laid out channels last, and the outputs that eager PyTorch would then lay out so."""
         given = [name for name, last in zip(graph.inputs, kind.channels_last, strict=True) if last]
         if not given and not any(kind.weights_last) and not captured.permutes:
             return frozenset()
         traced = kind.traced
-        with dropping_channels(self.model, traced.lacking_channels):
+        with squeeze_label_channels(self.model, traced.lacking_channels):
             found = outputs_channels_last(
                 self.model, kind.shapes, traced.dtypes, traced.device, kind.channels_last, autocast=traced.autocast
             )
@@ -315,14 +315,14 @@ class Preparation:
     def _weights_in_layout(self, graph: Graph) -> frozenset[str]:
         """Parameters that lie in memory as their gradients are made."""
         weights = [node for node in graph.nodes if node.kind == "parameter"]
-        return frozenset(node.name for node in weights if is_in_layout(held(self.model, node.target)))
+        return frozenset(node.name for node in weights if is_in_program_layout(resolve_tensor(self.model, node.target)))
 
     def _in_files(self, graph: Graph) -> frozenset[str]:
         """Outputs that go to files, which are in C order."""
         paths = self.destination.paths
         return frozenset(n for n, path in zip(graph.outputs, paths, strict=False) if path is not None and graph[n].kind == "operator")
 
-    def _requires_grad(self, kind: CallKind, phases: Phases, capture: Capture) -> frozenset[str]:
+    def _requires_grad(self, kind: CallSignature, phases: PhasedGraph, capture: Capture) -> frozenset[str]:
         """Values that need a gradient.
 
         Raises:
@@ -333,22 +333,22 @@ class Preparation:
             return frozenset()
         found: set[str] = set()
         problems: list[str] = []
-        reached = reached_by_gradients(phases.graph)
+        reached = grad_reachable_values(phases.graph)
         arriving = iter(kind.modes.inputs)
         for node in phases.graph.nodes:
             if node.kind == "input":
                 needs = next(arriving)
             elif node.kind == "parameter":
-                needs = node.name in reached and held(self.model, node.target).requires_grad
+                needs = node.name in reached and resolve_tensor(self.model, node.target).requires_grad
             elif node.kind == "buffer":
                 needs = node.name in reached and self.model.get_buffer(node.target).requires_grad
             elif node.kind == "constant":
                 needs = False
                 where = capture.differentiable_constants.get(node.target)
-                if where is None and node.target not in capture.constants and held(self.model, node.target).requires_grad:
+                if where is None and node.target not in capture.constants and resolve_tensor(self.model, node.target).requires_grad:
                     where = node.target
                 if where is not None and node.name in reached:
-                    problems.append(_not_registered(where))
+                    problems.append(_unregistered_message(where))
             elif node.kind == "seed":
                 needs = False
             else:
@@ -357,27 +357,32 @@ class Preparation:
                 found.add(node.name)
         if not kind.with_grad:
             if not found.isdisjoint(phases.graph.outputs):
-                raise UnsupportedError([_ENABLED.format(type(self.model).__name__)])
+                raise UnsupportedError([_ENABLE_GRAD_MESSAGE.format(type(self.model).__name__)])
             return frozenset()
         if problems:
             raise UnsupportedError(problems)
         return frozenset(found)
 
     @property
-    def room(self) -> HostRoom:
+    def room(self) -> HostAllocator:
         """Where what leaves the device during a step goes."""
         folder = self.options.host_folder
-        return HostRoom(None if folder is None else Path(folder))
+        return HostAllocator(None if folder is None else Path(folder))
 
     def _host_budget_bytes(self, device: torch.device) -> int | None:
         """Bytes of the host that a plan may use. Where the device's memory is the host's, nothing is gained unless somebody says so."""
         options = self.options
-        if options.host_budget is None and device.type == "cpu" and options.host_folder is None and options.strategy not in OFFLOADING:
+        if (
+            options.host_budget is None
+            and device.type == "cpu"
+            and options.host_folder is None
+            and options.strategy not in OFFLOAD_STRATEGIES
+        ):
             return 0
         return options.host_budget_bytes
 
 
-def _put(known: dict[CallKind, Any], kind: CallKind, value: Any, most: int) -> None:
+def _insert_bounded(known: dict[CallSignature, Any], kind: CallSignature, value: Any, most: int) -> None:
     """Remember something of a kind of call, and forget what was remembered first where it becomes too much."""
     known.pop(kind, None)
     while len(known) >= most:
@@ -385,21 +390,21 @@ def _put(known: dict[CallKind, Any], kind: CallKind, value: Any, most: int) -> N
     known[kind] = value
 
 
-_ENABLED = (
+_ENABLE_GRAD_MESSAGE = (
     "{}: `forward` switches gradients on (torch.enable_grad), so that in eager PyTorch its outputs have one although it is called without; "
     "call it outside of torch.no_grad, or leave the switch to the caller"
 )
 
 
-def _not_registered(name: str) -> str:
+def _unregistered_message(name: str) -> str:
     return (
         f"{name}: a tensor that requires a gradient and is no parameter of the model; make it an nn.Parameter of one of its modules (of "
         "modules in a plain list: make it an nn.ModuleList), or detach it"
     )
 
 
-def held(model: nn.Module, path: str) -> torch.Tensor:
+def resolve_tensor(model: nn.Module, path: str) -> torch.Tensor:
     """A tensor of the model; a parameter, too, whose place may have another tensor in a ``functional_call``."""
-    value = attribute_of(model, path)
+    value = tensor_attribute(model, path)
     assert value is not None
     return value

@@ -16,14 +16,14 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 
 from sft.errors import InputError
 
-__all__ = ["read_json", "record_of"]
+__all__ = ["parse_json_object", "dataclass_from_dict"]
 
 Record = TypeVar("Record")
 
 _KINDS = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
 
 
-def read_json(text: str) -> dict[str, Any]:
+def parse_json_object(text: str) -> dict[str, Any]:
     """The object that a text is.
 
     Raises:
@@ -34,11 +34,11 @@ def read_json(text: str) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError) as error:  # a JSONDecodeError is a ValueError
         raise InputError(f"this is no JSON: {error}") from error
     if not isinstance(found, dict):
-        raise InputError(f"expected a JSON object, got {_shown(found)}")
+        raise InputError(f"expected a JSON object, got {_shorten(found)}")
     return found
 
 
-def record_of(cls: type[Record], data: Mapping[str, Any]) -> Record:
+def dataclass_from_dict(cls: type[Record], data: Mapping[str, Any]) -> Record:
     """A record with these fields.
 
     Args:
@@ -48,41 +48,41 @@ def record_of(cls: type[Record], data: Mapping[str, Any]) -> Record:
     Raises:
         InputError: a field is missing, of another type, or none of the class; or the class refuses them.
     """
-    found: Record = _record(cls, data, "")
+    found: Record = _parse_dataclass(cls, data, "")
     return found
 
 
-def _record(cls: Any, data: Any, place: str) -> Any:
+def _parse_dataclass(cls: Any, data: Any, place: str) -> Any:
     if not isinstance(data, Mapping):
         _refuse(place, "an object", data)
-    types = _types(cls)
+    types = _field_types(cls)
     missing = [f.name for f in fields(cls) if f.name not in data and f.default is MISSING and f.default_factory is MISSING]
     unknown = sorted(set(data).difference(types))
     if missing or unknown:
         wrong = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has the unknown {', '.join(map(repr, unknown))}"] * bool(unknown)
         raise InputError(f"{place or cls.__name__} {' and '.join(wrong)}")
-    return cls(**{name: _value(types[name], item, f"{place}.{name}".lstrip(".")) for name, item in data.items()})
+    return cls(**{name: _parse_value(types[name], item, f"{place}.{name}".lstrip(".")) for name, item in data.items()})
 
 
 @lru_cache
-def _types(cls: Any) -> dict[str, Any]:
+def _field_types(cls: Any) -> dict[str, Any]:
     hints = get_type_hints(cls)
     return {field.name: hints[field.name] for field in fields(cls) if field.init}
 
 
-def _value(wanted: Any, data: Any, place: str) -> Any:
+def _parse_value(wanted: Any, data: Any, place: str) -> Any:
     origin = get_origin(wanted)
     if origin is tuple:
-        return _items(get_args(wanted), data, place)
+        return _parse_items(get_args(wanted), data, place)
     if origin is Literal:
         if data not in get_args(wanted):
             _refuse(place, f"one of {', '.join(map(repr, get_args(wanted)))}", data)
         return data
     if origin in (Union, UnionType):
         (other,) = (part for part in get_args(wanted) if part is not NoneType)
-        return None if data is None else _value(other, data, place)
+        return None if data is None else _parse_value(other, data, place)
     if is_dataclass(wanted):
-        return _record(wanted, data, place)
+        return _parse_dataclass(wanted, data, place)
     if wanted is float and type(data) is int:
         return float(data)
     if type(data) is not wanted:  # not isinstance: true is no number
@@ -90,20 +90,20 @@ def _value(wanted: Any, data: Any, place: str) -> Any:
     return data
 
 
-def _items(wanted: tuple[Any, ...], data: Any, place: str) -> tuple[Any, ...]:
+def _parse_items(wanted: tuple[Any, ...], data: Any, place: str) -> tuple[Any, ...]:
     if not isinstance(data, list | tuple):
         _refuse(place, "a list", data)
     if len(wanted) == 2 and wanted[1] is Ellipsis:
         wanted = (wanted[0],) * len(data)
     if len(data) != len(wanted):
         _refuse(place, f"a list of {len(wanted)}", data)
-    return tuple(_value(kind, item, f"{place}[{i}]") for i, (kind, item) in enumerate(zip(wanted, data, strict=True)))
+    return tuple(_parse_value(kind, item, f"{place}[{i}]") for i, (kind, item) in enumerate(zip(wanted, data, strict=True)))
 
 
 def _refuse(place: str, expected: str, data: Any) -> NoReturn:
-    raise InputError(f"{place or 'the text'} is {_shown(data)}, expected {expected}")
+    raise InputError(f"{place or 'the text'} is {_shorten(data)}, expected {expected}")
 
 
-def _shown(data: Any) -> str:
+def _shorten(data: Any) -> str:
     text = repr(data)
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -10,17 +10,17 @@ from sft.units import format_bytes
 if TYPE_CHECKING:
     from sft.plan.types import Plan, SegmentPlan
 
-__all__ = ["explain"]
+__all__ = ["plan_report"]
 
 
 _HALO = {"carry": "carried", "recompute": "recomputed"}
 
 
-def _states(segment: SegmentPlan) -> str:
+def _states_text(segment: SegmentPlan) -> str:
     return f"{segment.state_slots} at most, the others restored" if segment.state_slots else f"kept every {segment.state_every} strip(s)"
 
 
-def explain(plan: Plan, *, costs: bool = False) -> str:
+def plan_report(plan: Plan, *, costs: bool = False) -> str:
     """The plan as text: the split of the budget, then one block a segment; with ``costs`` what each takes of the time, too."""
     shapes = ", ".join("x".join(map(str, shape)) for shape in plan.input_shapes)
     kind = "a training step" if plan.training else "inference"
@@ -34,8 +34,8 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
         f"  total             {format_bytes(plan.total_bytes):>12}  = resident + projected peak",
         f"    resident        {format_bytes(plan.resident_bytes):>12}  parameters, their gradients, buffers, optimizer state",
         f"    projected peak  {format_bytes(plan.projected_peak_bytes):>12}  inputs, outputs, cuts, states, strips, new gradients",
-        *_weights(plan),
-        *_overhead(plan),
+        *_weights_lines(plan),
+        *_overhead_lines(plan),
         *([f"  host              {format_bytes(plan.host_bytes):>12}  for what leaves the device meanwhile"] if plan.host_bytes else []),
         f"  FLOPs             {plan.flops:>12.4g}  = {plan.redundancy:.4f} x plain ({plan.plain_flops:.4g})",
     ]
@@ -52,22 +52,22 @@ def explain(plan: Plan, *, costs: bool = False) -> str:
     if plan.mesh is not None:
         lines += ["", *plan.mesh.lines()]
     if costs:
-        lines += ["", *_costs(plan)]
+        lines += ["", *_costs_lines(plan)]
     for number, segment in enumerate(plan.segments):
-        lines += ["", *_segment(number, segment)]
+        lines += ["", *_segment_lines(number, segment)]
     if plan.notes:
         lines += ["", "On whole tensors, where they fit:", *(f"  {note}" for note in plan.notes)]
     return "\n".join(lines)
 
 
-def _overhead(plan: Plan) -> list[str]:
+def _overhead_lines(plan: Plan) -> list[str]:
     """What a GPU takes besides tensors."""
     if not plan.overhead_bytes:
         return []
     return [f"    overhead        {format_bytes(plan.overhead_bytes):>12}  of the peak: the allocator's rounding, libraries' workspaces"]
 
 
-def _weights(plan: Plan) -> list[str]:
+def _weights_lines(plan: Plan) -> list[str]:
     """What streamed weights take on the device, and of the link."""
     if not plan.streamed_weights:
         return []
@@ -78,7 +78,7 @@ def _weights(plan: Plan) -> list[str]:
     ]
 
 
-def _costs(plan: Plan) -> list[str]:
+def _costs_lines(plan: Plan) -> list[str]:
     """What each segment takes of a step's time; a rate of FLOPs only where it is not the one that was assumed."""
     timeline = plan.timeline
     rate = "  GFLOP/s" if timeline.is_measured else ""
@@ -97,7 +97,7 @@ def _costs(plan: Plan) -> list[str]:
     return lines
 
 
-def _segment(number: int, segment: SegmentPlan) -> list[str]:
+def _segment_lines(number: int, segment: SegmentPlan) -> list[str]:
     first, last = segment.layers
     runs = f", forward {segment.num_forwards} times" if segment.num_forwards > 1 else ""
     lines = [
@@ -109,7 +109,7 @@ def _segment(number: int, segment: SegmentPlan) -> list[str]:
             f"  strips            {segment.num_steps:>12}  of {segment.strip_rows} rows and {segment.panel_cols} columns, "
             f"{segment.batch_tile} batch element(s) at a time",
             f"  panels            {segment.num_panels:>12}  halo of panels recomputed, halo of strips {_HALO[segment.halo]}",
-            f"  states            {format_bytes(segment.state_bytes):>12}  {_states(segment)}"
+            f"  states            {format_bytes(segment.state_bytes):>12}  {_states_text(segment)}"
             + (", of one walk at a time: each runs forward once more" if segment.restart else ""),
         ]
     lines += [

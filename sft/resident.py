@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import nn
 
-from sft.sharded import Sharding, local_bytes
+from sft.sharded import ShardedWeights, local_bytes
 
 __all__ = ["resident_bytes"]
 
@@ -15,7 +15,7 @@ __all__ = ["resident_bytes"]
 def resident_bytes(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | int | None,
-    sharding: Sharding | None = None,
+    sharding: ShardedWeights | None = None,
     *,
     holds_gradients: bool = False,
     streamed: Collection[str] = (),

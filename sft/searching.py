@@ -14,31 +14,31 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from sft.analysis.capture import attribute_of
+from sft.analysis.capture import tensor_attribute
 from sft.bands.mesh import LiveMesh, MeshShape
-from sft.deep.parameters import streamable
+from sft.deep.parameters import streamable_parameters
 from sft.errors import BudgetError, InputError, UnsupportedError
-from sft.execute.costs import open_costs
-from sft.execute.function import autocast_off
-from sft.execute.overhead import Overheads
+from sft.execute.costs import open_timing_cache
+from sft.execute.function import autocast_disabled
+from sft.execute.overhead import OverheadEstimator
 from sft.execute.stopwatch import time_step
 from sft.options import Options
-from sft.placing import check_step, refuse_streaming, weights_to_stream
-from sft.plan.carried import Planned, carry_out
+from sft.placing import check_optimizer_step, check_can_stream, weights_to_stream
+from sft.plan.carried import ProjectedPlan, materialize
 from sft.plan.planner import check_device, check_host, plan_segments
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.repetitions import with_free_budgets, with_smaller_repeats
-from sft.plan.rivals import rivals
+from sft.plan.rivals import timing_candidates
 from sft.plan.types import Plan
 from sft.resident import resident_bytes
-from sft.sharded import Sharding
-from sft.walk.order import parse_order
+from sft.sharded import ShardedWeights
+from sft.walk.order import parse_schedule
 
-__all__ = ["Search"]
+__all__ = ["PlanSearch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Search:
+class PlanSearch:
     """What a plan is looked for with, besides the problem.
 
     Attributes:
@@ -58,7 +58,7 @@ class Search:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer | int | None
-    sharding: Sharding | None
+    sharding: ShardedWeights | None
     mesh: LiveMesh | MeshShape | None
     budget_bytes: int
     options: Options
@@ -79,7 +79,7 @@ class Search:
         """Bytes on the device whether the model runs or not; some weights may be elsewhere."""
         return resident_bytes(self.model, self.optimizer, self.sharding, holds_gradients=self.holds_gradients, streamed=streamed)
 
-    def run(self, problem: Problem) -> tuple[Problem, Planned]:
+    def run(self, problem: PlanningProblem) -> tuple[PlanningProblem, ProjectedPlan]:
         """A plan that fits, and the problem that it is for: with weights where they were asked for.
 
         Raises:
@@ -87,20 +87,20 @@ class Search:
             InputError: the plan that was handed in is for another model.
             UnsupportedError: the weights cannot be streamed.
         """
-        if not _takes_more(self.device):
+        if not _has_device_overhead(self.device):
             return self._projected(problem)
         overheads, known = self.overheads(problem), 0
         while True:
             try:
                 found, planned = self._projected(problem.with_overhead(known))
             except BudgetError as error:
-                raise error if known else _before_trial(error) from None
-            tried = _tried(overheads, found, planned)
+                raise error if known else _unmeasured_error(error) from None
+            tried = _with_measured_overhead(overheads, found, planned)
             if self._fits(found, tried):
                 return found, tried
             known = max(tried.projection.overhead_bytes, known + 1)
 
-    def _projected(self, problem: Problem) -> tuple[Problem, Planned]:
+    def _projected(self, problem: PlanningProblem) -> tuple[PlanningProblem, ProjectedPlan]:
         """A plan that fits by its projection, and the problem that it is for."""
         if self.are_weights_taken or self.options.streams_weights or (self.given is not None and self.given.streamed_weights > 0):
             streamed = self._streaming(problem)
@@ -118,15 +118,15 @@ class Search:
         except BudgetError as error:
             raise min(refused, error, key=lambda each: each.needed_bytes) from None
 
-    def fastest(self, problem: Problem, planned: Planned) -> tuple[Planned, Sequence[float]]:
+    def fastest(self, problem: PlanningProblem, planned: ProjectedPlan) -> tuple[ProjectedPlan, Sequence[float]]:
         """Of a plan and, where the choice is the planner's, its rivals the one that takes least time here; and the seconds of its moves."""
-        others = () if self.given is not None else rivals(problem, planned, self.budget_bytes, self.options, self.device.type)
-        overheads = self.overheads(problem) if _takes_more(self.device) else None
-        with autocast_off(self.device):
+        others = () if self.given is not None else timing_candidates(problem, planned, self.budget_bytes, self.options, self.device.type)
+        overheads = self.overheads(problem) if _has_device_overhead(self.device) else None
+        with autocast_disabled(self.device):
             seconds = time_step(problem, planned.region, self.device, progress=self.options.progress)
             for other in others:
                 if overheads is not None:
-                    other = _tried(overheads, problem, other)
+                    other = _with_measured_overhead(overheads, problem, other)
                     if not self._fits(problem, other):
                         continue
                 taken = time_step(problem, other.region, self.device, most_seconds=sum(seconds), progress=self.options.progress)
@@ -134,26 +134,26 @@ class Search:
                     planned, seconds = other, taken
         return planned, seconds
 
-    def overheads(self, problem: Problem) -> Overheads:
+    def overheads(self, problem: PlanningProblem) -> OverheadEstimator:
         """What finds out what plans take besides on this device."""
-        weights = {n.name: attribute_of(self.model, n.target) for n in problem.graph.nodes if n.kind in ("parameter", "buffer")}
+        weights = {n.name: tensor_attribute(self.model, n.target) for n in problem.graph.nodes if n.kind in ("parameter", "buffer")}
         plain = {name: weight for name, weight in weights.items() if weight is not None and type(weight) in (torch.Tensor, nn.Parameter)}
         num_streams = 2 if self.options.cuda_graphs else 1
-        return Overheads(self.device, open_costs(self.device), plain, num_streams=num_streams, is_training=problem.training)
+        return OverheadEstimator(self.device, open_timing_cache(self.device), plain, num_streams=num_streams, is_training=problem.training)
 
-    def _fits(self, problem: Problem, tried: Planned) -> bool:
+    def _fits(self, problem: PlanningProblem, tried: ProjectedPlan) -> bool:
         """Whether a plan fits with what the device takes besides."""
         return problem.resident_bytes + tried.projection.peak_bytes + tried.projection.overhead_bytes <= self.budget_bytes
 
-    def _streaming(self, problem: Problem) -> Problem:
+    def _streaming(self, problem: PlanningProblem) -> PlanningProblem:
         """The same problem with streamed weights."""
-        refuse_streaming(self.mesh, self.sharding)
+        check_can_stream(self.mesh, self.sharding)
         weights = weights_to_stream(self.model, problem.graph, self.device, self.options)
-        own = self.resident_bytes(streamable(self.model))
-        check_step(self.model, own, self.budget_bytes)
+        own = self.resident_bytes(streamable_parameters(self.model))
+        check_optimizer_step(self.model, own, self.budget_bytes)
         return replace(problem, weights=weights, resident_bytes=own)
 
-    def _found(self, problem: Problem) -> tuple[Problem, Planned]:
+    def _found(self, problem: PlanningProblem) -> tuple[PlanningProblem, ProjectedPlan]:
         """The planner's plan: where none fits at first, one with less for repeated blocks."""
         try:
             return problem, plan_segments(problem, self.budget_bytes, self.options, self.device.type)
@@ -166,7 +166,7 @@ class Search:
                 refused = min(refused, error, key=lambda each: each.needed_bytes)
         raise refused
 
-    def _known(self, problem: Problem) -> tuple[Problem, Planned] | None:
+    def _known(self, problem: PlanningProblem) -> tuple[PlanningProblem, ProjectedPlan] | None:
         """The plan that the user handed in, where it is for this input, or the one that was made before."""
         handed_in = self._carried_out(problem, self.given)
         if handed_in is not None:
@@ -176,7 +176,7 @@ class Search:
         except (BudgetError, InputError):  # more is resident now, or the operators of another capture have other names
             return None
 
-    def _carried_out(self, problem: Problem, plan: Plan | None) -> tuple[Problem, Planned] | None:
+    def _carried_out(self, problem: PlanningProblem, plan: Plan | None) -> tuple[PlanningProblem, ProjectedPlan] | None:
         """A plan on this problem, where it is for this input."""
         shapes = tuple(problem.shapes[name] for name in problem.graph.inputs)
         if plan is None or plan.input_shapes != shapes or plan.training != problem.training:
@@ -193,14 +193,14 @@ class Search:
         _check_order(problem, named)
         if plan.repeat_budgets:
             problem = with_free_budgets(problem, plan.repeat_budgets)
-        order = parse_order(plan.order, len(plan.segments)) if plan.order and problem.training else None
-        planned = carry_out(problem, tuple(segment.choice for segment in plan.segments), order)
+        order = parse_schedule(plan.order, len(plan.segments)) if plan.order and problem.training else None
+        planned = materialize(problem, tuple(segment.choice for segment in plan.segments), order)
         check_host(planned, self.options.host_budget_bytes)
         check_device(problem, planned, self.budget_bytes)
         return problem, planned
 
 
-def _check_order(problem: Problem, names: Sequence[str]) -> None:
+def _check_order(problem: PlanningProblem, names: Sequence[str]) -> None:
     """Refuse a plan that runs an operator before one that it reads.
 
     Raises:
@@ -213,19 +213,19 @@ def _check_order(problem: Problem, names: Sequence[str]) -> None:
             raise InputError(f"the plan runs {name} before {late[0]}, which it reads; make a new one with sft.plan(model, ...)")
 
 
-def _takes_more(device: torch.device) -> bool:
+def _has_device_overhead(device: torch.device) -> bool:
     """Whether a device takes more than tensors."""
     return device.type == "cuda"
 
 
-def _tried(overheads: Overheads, problem: Problem, planned: Planned) -> Planned:
+def _with_measured_overhead(overheads: OverheadEstimator, problem: PlanningProblem, planned: ProjectedPlan) -> ProjectedPlan:
     """A plan with what the device takes besides."""
-    with autocast_off(overheads.device):
+    with autocast_disabled(overheads.device):
         overhead_bytes = overheads.of(problem, planned.region, planned.projection.peak_bytes)
     return replace(planned, projection=replace(planned.projection, overhead_bytes=overhead_bytes))
 
 
-def _before_trial(error: BudgetError) -> BudgetError:
+def _unmeasured_error(error: BudgetError) -> BudgetError:
     """A refusal of plans that nobody has tried on the device."""
     return BudgetError(
         f"{error} On a GPU the allocator's blocks and libraries' workspaces come on top: they are measured when a plan fits without them.",

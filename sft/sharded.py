@@ -22,7 +22,7 @@ from torch import nn
 from sft.analysis.preparation import is_sharded
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["ShardSizes", "Sharding", "local_bytes"]
+__all__ = ["ShardSizes", "ShardedWeights", "local_bytes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ShardSizes:
     message_bytes: int
 
 
-class Sharding:
+class ShardedWeights:
     """The sharded weights of a model.
 
     Args:
@@ -60,7 +60,7 @@ class Sharding:
             owners.update((id(p), part._get_fsdp_state()) for p in part.parameters() if is_sharded(p))
         params = {name: p for name, p in model.named_parameters() if is_sharded(p)}
         self._refuse(params, owners)
-        self.sizes = {name: _sizes(p) for name, p in params.items()}
+        self.sizes = {name: _shard_sizes(p) for name, p in params.items()}
         self._message_bytes: dict[int, int] = {}  # of each group of FSDP
         for name, p in params.items():
             group = id(owners[id(p)])
@@ -70,7 +70,7 @@ class Sharding:
         self._failure = ""
 
     @classmethod
-    def of(cls, model: nn.Module) -> Sharding | None:
+    def of(cls, model: nn.Module) -> ShardedWeights | None:
         """The sharded weights of a model, None where there are none.
 
         Raises:
@@ -224,7 +224,7 @@ def _is_fsdp(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def _sizes(param: Any) -> ShardSizes:
+def _shard_sizes(param: Any) -> ShardSizes:
     shard_bytes = int(param.to_local().untyped_storage().nbytes())
     shards = [(place.dim, param.device_mesh.size(dim)) for dim, place in enumerate(param.placements) if place.is_shard()]
     count = shards[0][1] if shards else 1

@@ -13,15 +13,23 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from sft.alone import is_other_thread_alone
+from sft.alone import is_locked_by_other_thread
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["not_compiled", "positional_inputs", "refuse_batched", "refuse_failed", "refuse_tracing", "refuse_wrapping", "unwatched"]
+__all__ = [
+    "dynamo_disabled",
+    "positional_inputs",
+    "refuse_batched_grads",
+    "refuse_after_failure",
+    "refuse_tracing",
+    "refuse_wrapping",
+    "without_dispatch_modes",
+]
 
 CallableT = TypeVar("CallableT", bound=Callable[..., Any])
 
 _CONSTANTS = (bool, int, float, str)
-_STREAMED = "which cannot see a compiled model: its strips are computed outside of what is traced"
+_TRACING_MESSAGE = "which cannot see a compiled model: its strips are computed outside of what is traced"
 
 
 def refuse_tracing(inputs: Sequence[Any]) -> None:
@@ -32,11 +40,11 @@ def refuse_tracing(inputs: Sequence[Any]) -> None:
     """
     found = None
     if torch._C._is_tracing():
-        found = f"torch.jit.trace, {_STREAMED}; trace the original model"
+        found = f"torch.jit.trace, {_TRACING_MESSAGE}; trace the original model"
     elif any(isinstance(value, torch.fx.Proxy) for value in inputs):
-        found = f"torch.fx, {_STREAMED}; trace the original model"
-    elif torch.compiler.is_exporting() and not is_other_thread_alone():  # torch says so in all threads
-        found = f"torch.export or another sft.compile, {_STREAMED}; export or compile the original model, as a whole"
+        found = f"torch.fx, {_TRACING_MESSAGE}; trace the original model"
+    elif torch.compiler.is_exporting() and not is_locked_by_other_thread():  # torch says so in all threads
+        found = f"torch.export or another sft.compile, {_TRACING_MESSAGE}; export or compile the original model, as a whole"
     elif torch._C._functorch.peek_interpreter_stack() is not None:
         found = (
             "a transform of torch.func (grad, vmap, jvp, ...), which differentiates or batches operators one by one. Use "
@@ -46,7 +54,7 @@ def refuse_tracing(inputs: Sequence[Any]) -> None:
         raise UnsupportedError([f"(the compiled model): called inside {found}"])
 
 
-def refuse_batched(tensors: Sequence[torch.Tensor | None]) -> None:
+def refuse_batched_grads(tensors: Sequence[torch.Tensor | None]) -> None:
     """Refuse gradients that stand for several at once (``is_grads_batched=True``, ``vectorize=True``).
 
     Raises:
@@ -59,7 +67,7 @@ def refuse_batched(tensors: Sequence[torch.Tensor | None]) -> None:
         )
 
 
-def refuse_failed(kept: Any) -> None:
+def refuse_after_failure(kept: Any) -> None:
     """Refuse a backward pass after one that failed; after one that succeeded autograd has freed its own and says so itself.
 
     Args:
@@ -75,7 +83,7 @@ def refuse_failed(kept: Any) -> None:
 
 
 @contextmanager
-def unwatched() -> Iterator[None]:
+def without_dispatch_modes() -> Iterator[None]:
     """Without the caller's dispatch modes (memory meters, counters of FLOPs): planning runs on fake tensors, of sizes that are symbols.
 
     Modes that stand for torch's own machinery, such as fake tensors around everything, stay.
@@ -87,7 +95,7 @@ def unwatched() -> Iterator[None]:
             yield
 
 
-def not_compiled(method: CallableT) -> CallableT:
+def dynamo_disabled(method: CallableT) -> CallableT:
     """Make ``torch.compile`` leave a method, and all that it calls, as it is; the code around it is compiled in parts."""
 
     disabled: list[Any] = []

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from sft.asking import Asking
+from sft.asking import PlanningSession
 from sft.errors import BudgetError, InputError, SftError, UnsupportedError
 from sft.options import STRATEGIES, Options
-from sft.plan.chain.pareto import Point
+from sft.plan.chain.pareto import ParetoPoint
 from sft.plan.chain.plot import check_drawable, pareto_figure, save_figure
 from sft.units import parse_bytes
 
@@ -111,7 +111,7 @@ def pareto(
         raise InputError(f"num_budgets {num_budgets}: choose two or more, or give budgets")
     if path is not None:
         check_drawable(path)  # planning takes long: what hinders drawing is said before
-    sweep = _Sweep(model, input_shape, compile_arguments)
+    sweep = _BudgetSweep(model, input_shape, compile_arguments)
     chosen = sweep.chosen(asked, num_budgets) if given is None else [given] * len(asked)
     rows = tuple(row for wish, wanted in zip(asked, chosen, strict=True) for row in sweep.rows(wish, wanted))
     if not rows:
@@ -131,7 +131,7 @@ def tradeoff_figure(rows: Sequence[TradeoffRow], *, plain_seconds: float | None 
         plain_seconds: what plain PyTorch takes, by the same clock; times are then multiples of it. Default: `None`
     """
     points = [
-        Point(strategy=row.strategy, budget_bytes=row.budget_bytes, seconds=row.seconds, peak_bytes=row.total_bytes, host_bytes=0)
+        ParetoPoint(strategy=row.strategy, budget_bytes=row.budget_bytes, seconds=row.seconds, peak_bytes=row.total_bytes, host_bytes=0)
         for row in rows
     ]
     figure = pareto_figure(points, plain_seconds=plain_seconds, title="measured" if _is_measured(rows) else "estimated from FLOPs")
@@ -144,14 +144,14 @@ def _is_measured(rows: Sequence[TradeoffRow]) -> bool:
     return all(row.projected_seconds is not None for row in rows)
 
 
-class _Sweep:
+class _BudgetSweep:
     """One model, asked again and again."""
 
     def __init__(self, model: nn.Module, input_shape: Any, compile_arguments: dict[str, Any]) -> None:
         refused = sorted({"plan", "budget"}.intersection(compile_arguments))
         if refused:
             raise InputError(f"{', '.join(refused)}: a sweep makes plans for budgets of its own; give budgets=[...], or leave it out")
-        self._asking = Asking(model, input_shape, **compile_arguments)
+        self._asking = PlanningSession(model, input_shape, **compile_arguments)
         self.plain = self._asking.plain
         self.refusals: list[SftError] = []
 

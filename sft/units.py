@@ -9,7 +9,7 @@ from typing import Any, SupportsInt
 
 from sft.errors import InputError
 
-__all__ = ["format_bytes", "is_whole", "parse_bytes", "parse_rate"]
+__all__ = ["format_bytes", "is_integer", "parse_bytes", "parse_rate"]
 
 _UNIT_BYTES = {
     "": 1,
@@ -26,13 +26,13 @@ _UNIT_BYTES = {
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,4})?)\s*([a-zA-Z]*)\s*")
 
 #: The largest byte count that PyTorch can write.
-_MOST_BYTES = 2**63 - 1
+_MAX_BYTES = 2**63 - 1
 
 
-def is_whole(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
     """Whether a value is a whole number: Python's, NumPy's or anybody's, but no truth value.
 
-    >>> is_whole(3), is_whole(3.0), is_whole(True)
+    >>> is_integer(3), is_integer(3.0), is_integer(True)
     (True, False, False)
     """
     return isinstance(value, Integral) and not isinstance(value, bool)
@@ -48,25 +48,25 @@ def parse_bytes(size: float | str | SupportsInt) -> int:
         InputError: it is not a positive size, or more than any memory has.
     """
     if isinstance(size, str):
-        num_bytes = _bytes_in(size)
-    elif is_whole(size) or (isinstance(size, float) and size.is_integer()):
+        num_bytes = _parse_byte_text(size)
+    elif is_integer(size) or (isinstance(size, float) and size.is_integer()):
         num_bytes = int(size)
     else:
         raise InputError(f"a byte size is a whole number or text such as '11GiB', got {size!r}")
     if num_bytes <= 0:
         raise InputError(f"a byte size must be positive, got {size!r}")
-    if num_bytes > _MOST_BYTES:
-        raise InputError(f"a byte size may be {_MOST_BYTES} at most, got {str(size)[:40]!r}; '1024TiB' is as good as no limit")
+    if num_bytes > _MAX_BYTES:
+        raise InputError(f"a byte size may be {_MAX_BYTES} at most, got {str(size)[:40]!r}; '1024TiB' is as good as no limit")
     return num_bytes
 
 
-def _bytes_in(text: str) -> int:
+def _parse_byte_text(text: str) -> int:
     """The byte count that a text says; one above all limits where it is larger than these."""
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _UNIT_BYTES:
         raise InputError(f"cannot read {text!r} as a byte size; write for example '11GiB', '800MB' or 1073741824")
     number = Decimal(match[1])
-    return _MOST_BYTES + 1 if number > _MOST_BYTES else round(number * _UNIT_BYTES[match[2].lower()])
+    return _MAX_BYTES + 1 if number > _MAX_BYTES else round(number * _UNIT_BYTES[match[2].lower()])
 
 
 def format_bytes(num_bytes: int) -> str:

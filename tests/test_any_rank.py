@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import sft
 from sft.analysis.axes import Axes
 from sft.cli.main import main
-from sft.inputs import lacking_channels
+from sft.inputs import find_missing_channels
 
 from .helpers.captured import remembered_captures
 from .helpers.exactness import assert_exact, gradient_errors, relative_error
@@ -258,7 +258,7 @@ def test_the_page_of_deep_models_runs(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_vectors_and_labels_have_no_axes() -> None:
     assert [Axes.of_inputs(shapes).count for shapes in ([(2, 3)], [(2,)], [(2,) * 6], [(2, 3), (2, 3, 4)])] == [0, 0, 0, 1]
-    assert lacking_channels([(2, 12), (2,)]) == (False, False)
+    assert find_missing_channels([(2, 12), (2,)]) == (False, False)
     assert not Axes(0).are_of((2, 3)) and Axes(0).names == () and Axes(0).extent((2, 3), 0) == 1
 
 

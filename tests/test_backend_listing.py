@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from sft.backends.calls import call_of
-from sft.backends.choice import Always
-from sft.backends.rewrite import Kernels
-from sft.lower.emitter import Emitter
+from sft.backends.calls import kernel_call_of
+from sft.backends.choice import AlwaysKernel
+from sft.backends.rewrite import KernelBackend
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Port, Slot
 
 aten = torch.ops.aten
@@ -17,23 +17,23 @@ _SHAPE = (1, 8, 6, 6)
 _PLAIN = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
 
-def _emitter() -> tuple[Emitter, Slot, Slot]:
+def _emitter() -> tuple[ProgramBuilder, Slot, Slot]:
     """An emitter with an image that is laid out and a weight."""
-    e = Emitter(dtype=torch.float32)
+    e = ProgramBuilder(dtype=torch.float32)
     return e, e.port("source", "x", _SHAPE), e.port("side", "w", (8, 8, 3, 3))
 
 
-def _conv(e: Emitter, x: Slot, w: Slot) -> Slot:
+def _conv(e: ProgramBuilder, x: Slot, w: Slot) -> Slot:
     return e.call(aten.convolution.default, x, w, None, *_PLAIN, shape=_SHAPE)
 
 
-def _names(e: Emitter, laid_out_roles: Sequence[str] = ("source", "side")) -> list[str]:
+def _names(e: ProgramBuilder, laid_out_roles: Sequence[str] = ("source", "side")) -> list[str]:
     """The program with kernels: what is called, allocations and views aside."""
     laid_out = [port for port in e.ports if port.role in laid_out_roles]
-    Kernels(chooser=Always()).rewrite(e, laid_out, training=True)
+    KernelBackend(chooser=AlwaysKernel()).rewrite(e, laid_out, training=True)
     names = []
     for instruction in e.finish().instructions:
-        call, function = call_of(instruction.function), instruction.function
+        call, function = kernel_call_of(instruction.function), instruction.function
         if call is not None:
             names.append(function.__qualname__ + (" relu" if getattr(call, "relu", False) else ""))
         elif function not in (torch.empty, aten.slice.Tensor):
@@ -41,7 +41,7 @@ def _names(e: Emitter, laid_out_roles: Sequence[str] = ("source", "side")) -> li
     return names
 
 
-def _relu(e: Emitter, slot: Slot) -> Slot:
+def _relu(e: ProgramBuilder, slot: Slot) -> Slot:
     return e.call(aten.relu_.default, slot, writes=slot)
 
 
@@ -120,7 +120,9 @@ def test_a_masked_gradient_that_another_reads_stays_in_memory() -> None:
     made = e.slot(_SHAPE), None, None
     e.call_many(aten.convolution_backward.default, (masked, x, w, None, *_PLAIN, [True, False, False]), made)
     e.result("grad_source", "x", made[0])
-    alone = Emitter(dtype=e.dtype, instructions=list(e.instructions), ports=dict(e.ports), results=dict(e.results), _num_slots=e._num_slots)
+    alone = ProgramBuilder(
+        dtype=e.dtype, instructions=list(e.instructions), ports=dict(e.ports), results=dict(e.results), _num_slots=e._num_slots
+    )
     assert _names(alone) == ["relu.default", "clone.default", "DataGradient.run"]
     e.result("grad_carry", "masked", masked)
     assert _names(e) == ["relu.default", "clone.default", "threshold_backward.default", "DataGradient.run"]

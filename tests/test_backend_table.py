@@ -14,14 +14,14 @@ from rich.console import Console
 from torch import nn
 
 import sft
-from sft.backends.calls import call_of
-from sft.backends.choice import ShapeClass, variants_of
-from sft.backends.laboratory import Errors, compiler_of
-from sft.backends.table import KernelTable, Measured, TableEntry, find_table, table_name
-from sft.backends.trials import Trial
+from sft.backends.calls import kernel_call_of
+from sft.backends.choice import ShapeClass, launch_variants
+from sft.backends.laboratory import RelativeErrors, compiler_version
+from sft.backends.table import KernelTable, TableSelector, TableEntry, find_table, table_name
+from sft.backends.trials import TuningCase
 from sft.backends.tuning import tune
 from sft.cli.main import main
-from sft.cli.tune import TuneRequest, collect_trials, show_tune
+from sft.cli.tune import TuneRequest, collect_tuning_cases, show_tune
 
 from .helpers.triton_process import needs_triton
 
@@ -48,7 +48,7 @@ def test_a_table_survives_json() -> None:
 
 def test_the_nearest_number_of_pixels_answers_within_reason() -> None:
     slow = replace(_ENTRY, shape_class=replace(_CLASS, pixels=4**7), triton_seconds=9e-3)
-    chooser = Measured(table=_TABLE.including([slow]))
+    chooser = TableSelector(table=_TABLE.including([slow]))
     assert [chooser.takes_kernel(replace(_CLASS, pixels=4**power)) for power in (4, 5, 7, 8, 9, 10, 12, 13)] == [
         False,  # nobody measured anything near
         False,
@@ -124,8 +124,8 @@ def test_tables_are_found_by_device_and_version(tmp_path: Path) -> None:
         find_table([second], _TABLE.device, _TABLE.triton)
 
 
-def _variant(trial: Trial) -> str:
-    calls = [call_of(call.function) for call in trial.kernels]
+def _variant(trial: TuningCase) -> str:
+    calls = [kernel_call_of(call.function) for call in trial.kernels]
     variants: set[str] = {getattr(call, "variant", "default") for call in calls} - {"default"}
     return next(iter(variants), "default")
 
@@ -138,12 +138,12 @@ def test_a_table_is_for_one_assembler(monkeypatch: pytest.MonkeyPatch) -> None:
     capability = [9, 0]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: tuple(capability))
     device = torch.device("cuda", 0)
-    assert re.fullmatch(r"3\.\d+\.\d+-ptxas-\d+\.\d+", compiler_of(device))
+    assert re.fullmatch(r"3\.\d+\.\d+-ptxas-\d+\.\d+", compiler_version(device))
     for version, is_right in (("12.8", False), ("12.9", False), ("13.1", False), ("13.3", True), ("14.0", True)):
         monkeypatch.setattr(blocks_triton, "assembler_of", lambda capability, version=version: version)
         assert blocks_triton.can_compute_operands(device) == is_right, version
         assert blocks_triton.safe_precision("bf16x3", device) == ("bf16x3" if is_right else "ieee")
-        assert compiler_of(device).endswith(f"-ptxas-{version}")
+        assert compiler_version(device).endswith(f"-ptxas-{version}")
     capability[:] = [8, 0]
     monkeypatch.setattr(blocks_triton, "assembler_of", lambda capability: "12.8")
     assert blocks_triton.can_compute_operands(device) and blocks_triton.safe_precision("bf16x3", device) == "bf16x3"
@@ -169,7 +169,7 @@ class ListLaboratory:
     triton_version: str = "3.9.0"
     torch_version: str = "2.13.0"
 
-    def verify(self, trial: Trial) -> Errors:
+    def verify(self, trial: TuningCase) -> RelativeErrors:
         operator = trial.shape_class.operator
         self.verified.append((operator, _variant(trial)))
         if operator == self.stops:
@@ -177,10 +177,10 @@ class ListLaboratory:
         if operator == self.fails:
             raise RuntimeError("out of registers")
         if _variant(trial) == self.wrong:
-            return Errors(kernels=0.5, aten=1e-7)
-        return Errors(kernels=self.errors.get(operator, 1e-7), aten=1e-7)
+            return RelativeErrors(kernels=0.5, aten=1e-7)
+        return RelativeErrors(kernels=self.errors.get(operator, 1e-7), aten=1e-7)
 
-    def time(self, trial: Trial) -> tuple[float, float]:
+    def time(self, trial: TuningCase) -> tuple[float, float]:
         self.timed.append((trial.shape_class.operator, _variant(trial)))
         seconds = 2e-3 if trial.shape_class.operator in self.slow else 1e-3
         return (seconds / 2 if _variant(trial) == self.fast else seconds), 3e-3 - seconds
@@ -199,58 +199,58 @@ def _request(folder: Path | None, **changes: Any) -> TuneRequest:
 
 
 def test_every_class_is_verified_then_timed_once(tmp_path: Path) -> None:
-    trials = collect_trials(_request(None), torch.device("cpu"))
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
     assert len({trial.shape_class for trial in trials}) == len(trials)
     laboratory = ListLaboratory(slow=frozenset({"max pool"}))
     seen: list[str] = []
     found = tune(trials, laboratory, tmp_path, advance=seen.append)
     assert seen == [trial.shape_class.label for trial in trials]
-    ways = [(trial.shape_class.operator, variant) for trial in trials for variant in variants_of(trial.shape_class)]
+    ways = [(trial.shape_class.operator, variant) for trial in trials for variant in launch_variants(trial.shape_class)]
     assert laboratory.verified == laboratory.timed == ways
     assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == found.table
-    chooser = Measured(table=found.table)
+    chooser = TableSelector(table=found.table)
     assert all(chooser.takes_kernel(trial.shape_class) == (trial.shape_class.operator != "max pool") for trial in trials)
 
 
 def test_the_fastest_way_that_is_right_is_taken(tmp_path: Path) -> None:
-    trials = collect_trials(_request(None), torch.device("cpu"))
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
     table = tune(trials, ListLaboratory(fast="deep"), tmp_path).table
     convolutions = [trial for trial in trials if trial.shape_class.operator.startswith("conv2d")]
-    assert {Measured(table=table).variant_of(trial.shape_class) for trial in convolutions} == {"deep"}
+    assert {TableSelector(table=table).variant_of(trial.shape_class) for trial in convolutions} == {"deep"}
     assert find_table([tmp_path], "NVIDIA Test", "3.9.0") == table
     found = tune(trials, ListLaboratory(fast="deep", wrong="deep"), tmp_path, again=True)
     assert {entry.variant for entry in found.table.entries} == {"default"}
     assert len(found.table.entries) == len(trials)
     assert len(found.refused) == len(convolutions) and all(", deep: wrong" in line for line in found.refused)
-    assert Measured(table=found.table).variant_of(replace(convolutions[0].shape_class, channels=(5, 5))) == "default"
+    assert TableSelector(table=found.table).variant_of(replace(convolutions[0].shape_class, channels=(5, 5))) == "default"
 
 
 def test_ways_to_split_by_class() -> None:
-    assert variants_of(_CLASS) == ("default", "deep", "small", "rows")
-    assert variants_of(replace(_CLASS, channels=(128, 64))) == ("default", "deep", "small")
-    assert variants_of(replace(_CLASS, operator="conv2d data gradient", channels=(128, 64)))[-1] == "rows"
-    assert variants_of(replace(_CLASS, stride=(2, 1)))[-1] == "small"
-    assert variants_of(replace(_CLASS, numbers="tf32")) == ("default", "deep", "tall", "wide")
-    assert variants_of(replace(_CLASS, numbers="tf32", channels=(3, 64))) == ("default", "deep", "wide")
-    assert variants_of(replace(_CLASS, operator="conv2d weight gradient")) == ("default", "deep")
+    assert launch_variants(_CLASS) == ("default", "deep", "small", "rows")
+    assert launch_variants(replace(_CLASS, channels=(128, 64))) == ("default", "deep", "small")
+    assert launch_variants(replace(_CLASS, operator="conv2d data gradient", channels=(128, 64)))[-1] == "rows"
+    assert launch_variants(replace(_CLASS, stride=(2, 1)))[-1] == "small"
+    assert launch_variants(replace(_CLASS, numbers="tf32")) == ("default", "deep", "tall", "wide")
+    assert launch_variants(replace(_CLASS, numbers="tf32", channels=(3, 64))) == ("default", "deep", "wide")
+    assert launch_variants(replace(_CLASS, operator="conv2d weight gradient")) == ("default", "deep")
     for change in ({"operator": "conv3d"}, {"operator": "max pool"}, {"groups": 64}):
-        assert variants_of(replace(_CLASS, **change)) == ("default",), change
+        assert launch_variants(replace(_CLASS, **change)) == ("default",), change
 
 
 def test_a_wrong_or_failing_kernel_gets_no_entry(tmp_path: Path) -> None:
-    trials = collect_trials(_request(None), torch.device("cpu"))
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
     laboratory = ListLaboratory(errors={"conv2d data gradient": 0.3, "carried rows": float("nan")}, fails="conv2d weight gradient")
     found = tune(trials, laboratory, tmp_path)
     bad = {"conv2d data gradient", "carried rows", "conv2d weight gradient"}
     assert bad.isdisjoint(operator for operator, _ in laboratory.timed)
     assert bad.isdisjoint(entry.shape_class.operator for entry in found.table.entries)
     wrong = [t for t in trials if t.shape_class.operator in bad - {laboratory.fails}]
-    assert sum("wrong, error" in line for line in found.refused) == sum(len(variants_of(t.shape_class)) for t in wrong)
+    assert sum("wrong, error" in line for line in found.refused) == sum(len(launch_variants(t.shape_class)) for t in wrong)
     assert any("out of registers" in line for line in found.refused)
 
 
 def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    trials = collect_trials(_request(None), torch.device("cpu"))
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
     last = trials[-1].shape_class.operator
     first = ListLaboratory(stops=last)
     with pytest.raises(KeyboardInterrupt):
@@ -263,7 +263,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     found = tune(trials, second, tmp_path)
     assert found.known == len(held.entries)
     assert len(found.table.entries) == len(trials)
-    assert len(second.timed) == sum(len(variants_of(trial.shape_class)) for trial in trials[begun:])
+    assert len(second.timed) == sum(len(launch_variants(trial.shape_class)) for trial in trials[begun:])
     third = ListLaboratory()
     assert tune(trials, third, tmp_path).known == len(trials)
     assert third.verified == []
@@ -271,7 +271,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 
 def test_time_may_be_short(tmp_path: Path) -> None:
-    trials = collect_trials(_request(None), torch.device("cpu"))
+    trials = collect_tuning_cases(_request(None), torch.device("cpu"))
     found = tune(trials, ListLaboratory(), tmp_path, limit_seconds=-1.0)
     assert found.left == len(trials) and not found.measured and not found.table.entries
     console = Console(record=True, width=200)

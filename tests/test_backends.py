@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 import sft
-from sft.backends.calls import call_of
-from sft.backends.choice import Always, Numbers, ShapeClass, storage_numbers
-from sft.backends.convolution_calls import Convolution, DataGradient, PooledConvolution, WeightGradient
-from sft.backends.rewrite import Kernels
+from sft.backends.calls import kernel_call_of
+from sft.backends.choice import AlwaysKernel, NumberFormat, ShapeClass, storage_format
+from sft.backends.convolution_calls import ConvolutionCall, DataGradientCall, PooledConvolutionCall, WeightGradientCall
+from sft.backends.rewrite import KernelBackend
 from sft.backends.select import backend_for
-from sft.execute.signature import signature
-from sft.kernels.blocks import Variant
+from sft.execute.signature import program_hash
+from sft.kernels.blocks import LaunchVariant
 from sft.lower.program import Program
 from sft.plan.build import build_region
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 from sft.walk.segments import TiledSegment
 from sft.walk.whole import WholeSegment
@@ -39,11 +39,11 @@ class Never:
         self.asked.append(wanted)
         return False
 
-    def variant_of(self, wanted: ShapeClass) -> Variant:
+    def variant_of(self, wanted: ShapeClass) -> LaunchVariant:
         return "default"
 
-    def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
-        return storage_numbers(dtype, allows_tf32=False)
+    def numbers_of(self, dtype: torch.dtype) -> NumberFormat | None:
+        return storage_format(dtype, allows_tf32=False)
 
 
 def _block() -> nn.Module:
@@ -51,11 +51,11 @@ def _block() -> nn.Module:
 
 
 @cache
-def _problem(size: int = 32) -> Problem:
+def _problem(size: int = 32) -> PlanningProblem:
     return problem_of(_block(), (1, 3, size, 20), training=True)
 
 
-def _segment(problem: Problem, backend: Any, mode: Any = "tiled") -> Any:
+def _segment(problem: PlanningProblem, backend: Any, mode: Any = "tiled") -> Any:
     problem = replace(problem, backend=backend)
     nodes = tuple(name for phase in problem.phases.phases for name in (*phase.streamed, *phase.tail))
     choice = SegmentChoice(nodes=nodes, mode=mode, strip_rows=8 if mode == "tiled" else 0, batch_tile=1)
@@ -71,25 +71,25 @@ def _programs(segment: Any) -> list[Program]:
 
 
 def _calls(program: Program) -> list[str]:
-    return [i.function.__qualname__ for i in program.instructions if call_of(i.function) is not None]
+    return [i.function.__qualname__ for i in program.instructions if kernel_call_of(i.function) is not None]
 
 
 @pytest.mark.parametrize("mode", ["tiled", "whole"])
 def test_a_program_stays_as_it_is_where_nothing_is_taken(mode: str) -> None:
     problem, never = _problem(), Never()
-    ours, atens = (_programs(_segment(problem, backend, mode)) for backend in (Kernels(chooser=never), None))
+    ours, atens = (_programs(_segment(problem, backend, mode)) for backend in (KernelBackend(chooser=never), None))
     assert [program.instructions for program in ours] == [program.instructions for program in atens]
     assert [program.peak_bytes for program in ours] == [program.peak_bytes for program in atens]
     assert {wanted.operator for wanted in never.asked} >= {"conv2d", "conv2d data and weight gradient", "conv2d data gradient", "max pool"}
 
 
 def test_a_strip_of_a_vgg_block_is_two_kernels_forwards_and_four_back() -> None:
-    forward, restore, joint = _programs(_segment(_problem(), Kernels(chooser=Always())))
+    forward, restore, joint = _programs(_segment(_problem(), KernelBackend(chooser=AlwaysKernel())))
     assert _calls(forward) == ["LoadRows.run", "Convolution.run", "PooledConvolution.run"]
     assert sorted(_calls(restore)) == ["Convolution.run", "LoadRows.run"]
     of_conv = ["WeightGradient.add_bias", "WeightGradient.add_weight", "WeightGradient.run"]
     assert sorted(_calls(joint)) == sorted([*_calls(forward), "DataGradient.run", *of_conv, *of_conv])
-    names = {str(i.function) for i in joint.instructions if call_of(i.function) is None}
+    names = {str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None}
     # Neither the convolution's output nor indices, masked gradients or padded copies are ever in memory.
     assert not any(word in name for name in names for word in ("convolution", "max_pool", "threshold", "constant_pad", "relu"))
 
@@ -97,21 +97,21 @@ def test_a_strip_of_a_vgg_block_is_two_kernels_forwards_and_four_back() -> None:
 def test_operations_are_counted_the_same() -> None:
     problem = _problem()
     for mode in ("tiled", "whole"):
-        ours, atens = (_programs(_segment(problem, backend, mode)) for backend in (Kernels(chooser=Always()), None))
+        ours, atens = (_programs(_segment(problem, backend, mode)) for backend in (KernelBackend(chooser=AlwaysKernel()), None))
         assert [program.flops for program in ours] == [program.flops for program in atens]
 
 
 def test_a_whole_segment_keeps_taps_instead_of_images() -> None:
     """What waits for the backward pass of a convolution, ReLU and pool: maxima and two bits each, not the output and its indices."""
     problem = _problem(size=64)
-    ours, atens = (_programs(_segment(problem, backend, "whole"))[0] for backend in (Kernels(chooser=Always()), None))
+    ours, atens = (_programs(_segment(problem, backend, "whole"))[0] for backend in (KernelBackend(chooser=AlwaysKernel()), None))
     assert ours.end_bytes < 0.6 * atens.end_bytes
 
 
 def test_without_computed_operands_no_mask_is_fused() -> None:
     """On Hopper with an old Triton kernels would make masked gradients in memory, which a program could not count."""
-    _, _, joint = _programs(_segment(_problem(), Kernels(chooser=Always(), computes_operands=False)))
-    names = [str(i.function) for i in joint.instructions if call_of(i.function) is None]
+    _, _, joint = _programs(_segment(_problem(), KernelBackend(chooser=AlwaysKernel(), computes_operands=False)))
+    names = [str(i.function) for i in joint.instructions if kernel_call_of(i.function) is None]
     assert "PooledConvolution.run" not in _calls(joint)
     assert sum("threshold_backward" in name for name in names) == 2
     assert _calls(joint).count("DataGradient.run") == 1
@@ -122,36 +122,36 @@ def test_a_chooser_may_take_one_gradient_alone() -> None:
         def takes_kernel(self, wanted: ShapeClass) -> bool:
             return wanted.operator == "conv2d weight gradient"
 
-        def variant_of(self, wanted: ShapeClass) -> Variant:
+        def variant_of(self, wanted: ShapeClass) -> LaunchVariant:
             return "deep"
 
     problem = _problem()
-    _, _, joint = _programs(_segment(problem, Kernels(chooser=Weights())))
+    _, _, joint = _programs(_segment(problem, KernelBackend(chooser=Weights())))
     _, _, plain = _programs(_segment(problem, None))
     assert _calls(joint).count("WeightGradient.run") == 2
-    calls = [call_of(instruction.function) for instruction in joint.instructions]
-    assert {call.variant for call in calls if isinstance(call, WeightGradient)} == {"deep"}
+    calls = [kernel_call_of(instruction.function) for instruction in joint.instructions]
+    assert {call.variant for call in calls if isinstance(call, WeightGradientCall)} == {"deep"}
     assert "DataGradient.run" not in _calls(joint)
     assert joint.flops == plain.flops
 
 
 def test_kernels_get_weights_channels_last() -> None:
     """A kernel loads inputs of one tap side by side; models seldom have them so."""
-    for program in _programs(_segment(_problem(), Kernels(chooser=Always()))):
+    for program in _programs(_segment(_problem(), KernelBackend(chooser=AlwaysKernel()))):
         copied = {i.arguments[0] for i in program.instructions if i.function is torch.ops.aten.copy_.default}
         for instruction in program.instructions:
-            call = call_of(instruction.function)
-            if isinstance(call, (Convolution, DataGradient, PooledConvolution)):
-                assert instruction.arguments[3 if isinstance(call, PooledConvolution) else 2] in copied
+            call = kernel_call_of(instruction.function)
+            if isinstance(call, (ConvolutionCall, DataGradientCall, PooledConvolutionCall)):
+                assert instruction.arguments[3 if isinstance(call, PooledConvolutionCall) else 2] in copied
 
 
 def test_programs_are_data() -> None:
-    first, again = (_programs(_segment(_problem(), Kernels(chooser=Always())))[2] for _ in range(2))
+    first, again = (_programs(_segment(_problem(), KernelBackend(chooser=AlwaysKernel())))[2] for _ in range(2))
     assert repr(first.instructions[-1])
-    assert signature(first) is not None
-    assert signature(first) == signature(again)
+    assert program_hash(first) is not None
+    assert program_hash(first) == program_hash(again)
     plain = _programs(_segment(_problem(), None))[2]
-    assert signature(first) != signature(plain)
+    assert program_hash(first) != program_hash(plain)
 
 
 def test_plans_say_what_kernels_run_and_survive_json() -> None:
@@ -187,4 +187,4 @@ def test_triton_needs_a_gpu_or_the_interpreter(monkeypatch: pytest.MonkeyPatch) 
 def test_auto_is_aten_where_nobody_has_measured(tmp_path: Path) -> None:
     assert backend_for("auto", torch.device("cpu"), [tmp_path]) is None
     assert backend_for("aten", torch.device("cpu"), [tmp_path]) is None
-    assert isinstance(backend_for("triton", torch.device("meta"), [tmp_path]), Kernels)
+    assert isinstance(backend_for("triton", torch.device("meta"), [tmp_path]), KernelBackend)

@@ -11,15 +11,15 @@ import pytest
 from torch import nn
 
 import sft
-from sft.analysis.bands import Shares, even_bounds
-from sft.analysis.passes import in_terms_of_the_table
+from sft.analysis.bands import BandPartition, even_band_bounds
+from sft.analysis.passes import run_passes
 from sft.bands import sums
-from sft.bands.balancing import level_bounds
-from sft.bands.build import Bands
+from sft.bands.balancing import balanced_bounds
+from sft.bands.build import BandRegionBuilder
 from sft.bands.mesh import MeshShape
-from sft.bands.planning import banded_choices
+from sft.bands.planning import band_choices
 from sft.bands.segments import BandSegment
-from sft.bands.underway import Agenda
+from sft.bands.underway import CommQueue
 
 from .helpers.messages import Event, logged_step, num_stuck
 from .helpers.models import ConvNet, Residual, TinyUNet, seeded
@@ -44,15 +44,15 @@ def _bands(
     batch_tile: int | None = None,
     cuts: Sequence[int] = (),
     num_replicas: int = 1,
-) -> Bands:
-    problem = problem_of(seeded(make).float().train(), shape, training=True, passes=in_terms_of_the_table)
+) -> BandRegionBuilder:
+    problem = problem_of(seeded(make).float().train(), shape, training=True, passes=run_passes)
     by_phase = {0: tuple(cuts)} if cuts else None
-    choices = banded_choices(problem, lambda names: strip_rows, num_panels=num_panels, batch_tile=batch_tile, cuts=by_phase)
-    return Bands(problem, choices, Shares(tuple(bounds)), num_replicas=num_replicas)
+    choices = band_choices(problem, lambda names: strip_rows, num_panels=num_panels, batch_tile=batch_tile, cuts=by_phase)
+    return BandRegionBuilder(problem, choices, BandPartition(tuple(bounds)), num_replicas=num_replicas)
 
 
 def test_an_agenda_is_kept_in_order_and_shows_its_clock() -> None:
-    agenda, done = Agenda(), list[tuple[str, int]]()
+    agenda, done = CommQueue(), list[tuple[str, int]]()
 
     def note(name: str) -> None:
         done.append((name, agenda.clock))
@@ -72,13 +72,13 @@ def test_an_agenda_is_kept_in_order_and_shows_its_clock() -> None:
     assert agenda.clock == 6 and not agenda.entries
 
 
-_MESHES: dict[str, Callable[[], tuple[Bands, MeshShape]]] = {
+_MESHES: dict[str, Callable[[], tuple[BandRegionBuilder, MeshShape]]] = {
     "chain": lambda: (_bands(_chain, (1, 3, 24, 8), (0, 9, 15, 24), cuts=(2, 4)), MeshShape(num_bands=3)),
     "staged": lambda: (_bands(partial(_chain, 3, True), (2, 3, 24, 8), (0, 6, 11, 24), batch_tile=1), MeshShape(num_bands=3)),
     "panels": lambda: (_bands(NormedVgg, (1, 3, 24, 16), (0, 11, 24), num_panels=2, strip_rows=4), MeshShape(num_bands=2)),
     "skips": lambda: (_bands(TinyUNet, (1, 3, 32, 16), (0, 8, 16, 32), strip_rows=4, cuts=(2, 5)), MeshShape(num_bands=3)),
     "thin": lambda: (_bands(partial(_chain, 4), (1, 3, 8, 8), (0, 1, 2, 3, 8), cuts=(4,)), MeshShape(num_bands=4)),
-    "empty": lambda: (_bands(Deep, (1, 3, 9, 8), even_bounds(9, 4)), MeshShape(num_bands=4)),
+    "empty": lambda: (_bands(Deep, (1, 3, 9, 8), even_band_bounds(9, 4)), MeshShape(num_bands=4)),
     "replicas": lambda: (
         _bands(partial(_chain, 3, True), (1, 3, 16, 8), (0, 7, 16), num_replicas=2),
         MeshShape(num_bands=2, num_replicas=2),
@@ -222,7 +222,7 @@ def test_bands_are_balanced_by_what_they_compute(
 ) -> None:
     options = sft.Options(tile=(8, None))
     plan = sft.plan(seeded(make), shape, mesh=(1, num_bands), options=options)
-    monkeypatch.setattr("sft.bands.planning.balanced", lambda found, *rest: found)
+    monkeypatch.setattr("sft.bands.planning.balance_bands", lambda found, *rest: found)
     even = sft.plan(seeded(make), shape, mesh=(1, num_bands), options=options)
     assert plan.mesh is not None and even.mesh is not None
     assert max(rank.flops for rank in plan.mesh.ranks) <= max(rank.flops for rank in even.mesh.ranks)
@@ -234,10 +234,10 @@ def test_level_bounds() -> None:
     generator = np.random.default_rng(0)
     for _ in range(200):
         num_bands, multiple = int(generator.integers(1, 7)), int(generator.integers(1, 4))
-        bounds = even_bounds(int(generator.integers(num_bands * multiple * 2, 100)), num_bands, multiple)
+        bounds = even_band_bounds(int(generator.integers(num_bands * multiple * 2, 100)), num_bands, multiple)
         own, price = generator.integers(0, 40, num_bands), 3
         costs = [int(each) + price * (stop - start) for each, start, stop in zip(own, bounds, bounds[1:], strict=False)]
-        found = level_bounds(bounds, costs, price, multiple)
+        found = balanced_bounds(bounds, costs, price, multiple)
         assert (found[0], found[-1], len(found)) == (0, bounds[-1], len(bounds))
         assert all((stop - start) % multiple == 0 and stop > start for start, stop in pairwise(found[:-1]))
         after = [int(each) + price * (stop - start) for each, start, stop in zip(own, found, found[1:], strict=False)]

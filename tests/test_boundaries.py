@@ -24,10 +24,10 @@ from torch import Tensor, nn
 
 import sft
 from sft.execute.machine import TorchMachine
-from sft.plan.boundaries import stream_seconds, streamable, streaming, traffic
-from sft.plan.carried import carry_out
-from sft.plan.problem import Problem
-from sft.plan.project import Projection, project
+from sft.plan.boundaries import stream_seconds, streamable_values, with_streamed, host_traffic
+from sft.plan.carried import materialize
+from sft.plan.problem import PlanningProblem
+from sft.plan.project import Projection, project_step
 from sft.walk.region import Region
 
 from .helpers.captured import one_capture_a_model
@@ -79,13 +79,13 @@ def _choices(plan: sft.Plan) -> list[Any]:
 
 
 @pytest.fixture
-def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+def problems(monkeypatch: pytest.MonkeyPatch) -> list[PlanningProblem]:
     """What the planner is asked, in order."""
-    found: list[Problem] = []
+    found: list[PlanningProblem] = []
     engine = import_module("sft.searching")
     plan_segments = engine.plan_segments
 
-    def noting(problem: Problem, *arguments: Any) -> Any:
+    def noting(problem: PlanningProblem, *arguments: Any) -> Any:
         found.append(problem)
         return plan_segments(problem, *arguments)
 
@@ -110,18 +110,18 @@ def _compare(net: Any, eager: Any, x: Tensor, *, seed: int = 0) -> None:
         assert relative_error(buffer, other[1]) <= 1e-10, key
 
 
-def _streamed_plan(model: nn.Module, shape: tuple[int, ...], options: sft.Options, problems: list[Problem], mask: int) -> sft.Plan:
+def _streamed_plan(model: nn.Module, shape: tuple[int, ...], options: sft.Options, problems: list[PlanningProblem], mask: int) -> sft.Plan:
     """The plan for these tiles, with some of what can be streamed."""
     plan = sft.plan(model, shape, budget="4GiB", options=options)
     choices = _choices(plan)
-    names = [name for i, name in enumerate(streamable(problems[-1], choices)) if mask >> i & 1]
-    chosen = streaming(choices, names)
+    names = [name for i, name in enumerate(streamable_values(problems[-1], choices)) if mask >> i & 1]
+    chosen = with_streamed(choices, names)
     segments = tuple(replace(segment, streamed=choice.streamed) for segment, choice in zip(plan.segments, chosen, strict=True))
     return sft.Plan.from_json(replace(plan, segments=segments).to_json())
 
 
 @pytest.mark.usefixtures("captures")
-def test_any_of_them_may_be_streamed(problems: list[Problem]) -> None:
+def test_any_of_them_may_be_streamed(problems: list[PlanningProblem]) -> None:
     @settings(max_examples=max(5, settings.default.max_examples // 3) if settings.default else 5)
     @given(options=tiled_options(_SHAPE[2:]), mask=st.integers(1, 63))
     def check(options: sft.Options, mask: int) -> None:
@@ -139,9 +139,9 @@ def test_any_of_them_may_be_streamed(problems: list[Problem]) -> None:
 
 
 @pytest.mark.parametrize("options", [sft.Options(tile=(4, None)), sft.Options(tile=(5, 7), batch_tile=1)], ids=str)
-def test_the_profile_of_a_walk_is_the_walk(options: sft.Options, problems: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
-    def both(problem: Problem, region: Region) -> Projection:
-        summed, walked = project(problem, region), project(problem, region, exactly=True)
+def test_the_profile_of_a_walk_is_the_walk(options: sft.Options, problems: list[PlanningProblem], monkeypatch: pytest.MonkeyPatch) -> None:
+    def both(problem: PlanningProblem, region: Region) -> Projection:
+        summed, walked = project_step(problem, region), project_step(problem, region, exactly=True)
         assert summed.laps == walked.laps
         assert summed.host_bytes == walked.host_bytes
         return summed
@@ -161,12 +161,14 @@ def _least(model: nn.Module, shape: tuple[int, ...], options: sft.Options = _HOS
     return refused.value.needed_bytes
 
 
-def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[Problem]) -> None:
+def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[PlanningProblem]) -> None:
     model, shape = seeded(Normed), (1, 3, 96, 48)
     at_home, least = _least(model, shape, sft.Options()), _least(model, shape)
     plan = sft.plan(model, shape, budget=at_home, options=_HOST)
     cuts = sum(
-        map(problems[-1].value_bytes, streamable(problems[-1], _choices(sft.plan(model, shape, options=sft.Options(tile=(8, None))))))
+        map(
+            problems[-1].value_bytes, streamable_values(problems[-1], _choices(sft.plan(model, shape, options=sft.Options(tile=(8, None)))))
+        )
     )
     assert least < cuts / 2 < at_home
     budget = (3 * least + at_home) // 4
@@ -186,7 +188,7 @@ def test_a_budget_far_below_the_sum_of_the_cuts_works(problems: list[Problem]) -
         sft.plan(model, shape, budget=budget, options=sft.Options(host_budget=report.plan.host_bytes // 8))
 
 
-def test_the_link_tells_streaming_from_keeping(problems: list[Problem]) -> None:
+def test_the_link_tells_streaming_from_keeping(problems: list[PlanningProblem]) -> None:
     """Of two plans that fit the one is taken that takes less time at the link's rate."""
     model, shape = seeded(Normed), (1, 3, 96, 48)
     least = _least(model, shape)
@@ -194,13 +196,13 @@ def test_the_link_tells_streaming_from_keeping(problems: list[Problem]) -> None:
     assert fast.host_bytes > 0
     assert slow.estimated_seconds > fast.estimated_seconds
     choices, problem = _choices(slow), problems[-1]
-    passing = traffic(problem, streaming(choices, streamable(problem, choices)))
+    passing = host_traffic(problem, with_streamed(choices, streamable_values(problem, choices)))
     slowest = sum(max(one.down_bytes, one.up_bytes) + max(one.back_down_bytes, one.back_up_bytes) for one in passing)
-    assert stream_seconds(problem, streaming(choices, streamable(problem, choices))) == pytest.approx(slowest / 1e6)
+    assert stream_seconds(problem, with_streamed(choices, streamable_values(problem, choices))) == pytest.approx(slowest / 1e6)
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_nothing_stays_on_the_host(folder: bool, problems: list[Problem], tmp_path: Path) -> None:
+def test_nothing_stays_on_the_host(folder: bool, problems: list[PlanningProblem], tmp_path: Path) -> None:
     model = seeded(Normed)
     made = _streamed_plan(model, _SHAPE, sft.Options(tile=(4, None)), problems, -1)
     options = sft.Options(host_folder=str(tmp_path)) if folder else sft.Options()
@@ -215,7 +217,9 @@ def test_nothing_stays_on_the_host(folder: bool, problems: list[Problem], tmp_pa
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_full_disk_is_an_error_and_changes_nothing(problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_changes_nothing(
+    problems: list[PlanningProblem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = seeded(Normed)
     made = _streamed_plan(model, _SHAPE, sft.Options(tile=(4, None)), problems, -1)
     net = sft.compile(model, _SHAPE, budget="4GiB", plan=made, options=sft.Options(host_folder=str(tmp_path)))
@@ -253,7 +257,7 @@ def test_a_full_disk_is_an_error_and_changes_nothing(problems: list[Problem], tm
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts the files of a process in /proc")
-def test_an_interrupted_step_changes_nothing(problems: list[Problem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_step_changes_nothing(problems: list[PlanningProblem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C before every few programs of a step whose cuts are in files: after that the next step is what it would have been."""
     model, other = seeded(Dropped), seeded(Dropped)
     made = _streamed_plan(model, _SHAPE, sft.Options(tile=(9, None)), problems, -1)
@@ -349,7 +353,7 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path) -> None:
     ],
     ids=["volume", "signal", "batch of signals", "samples one by one"],
 )
-def test_volumes_and_signals_stream_too(shape: tuple[int, ...], options: sft.Options, problems: list[Problem]) -> None:
+def test_volumes_and_signals_stream_too(shape: tuple[int, ...], options: sft.Options, problems: list[PlanningProblem]) -> None:
     model = seeded(lambda: Normed(axes=len(shape) - 2))
     made = _streamed_plan(model, shape, options, problems, -1)
     net = sft.compile(copy.deepcopy(model), shape, budget="4GiB", plan=made)
@@ -390,7 +394,7 @@ def test_signals_train_in_a_budget_far_below_the_sum_of_their_cuts(folder: bool,
 
 
 @pytest.mark.usefixtures("captures")
-def test_any_cut_of_a_signal_may_be_streamed(problems: list[Problem]) -> None:
+def test_any_cut_of_a_signal_may_be_streamed(problems: list[PlanningProblem]) -> None:
     @settings(max_examples=max(4, settings.default.max_examples // 8) if settings.default else 4)
     @given(rows=st.integers(5, 70), batch_tile=st.integers(1, 2), mask=st.integers(1, 63))
     def check(rows: int, batch_tile: int, mask: int) -> None:
@@ -403,7 +407,7 @@ def test_any_cut_of_a_signal_may_be_streamed(problems: list[Problem]) -> None:
     check()
 
 
-def test_a_graph_may_be_retained(problems: list[Problem]) -> None:
+def test_a_graph_may_be_retained(problems: list[PlanningProblem]) -> None:
     model = seeded(Normed)
     made = _streamed_plan(model, _SHAPE, sft.Options(tile=(4, None)), problems, -1)
     net = sft.compile(model, _SHAPE, budget="4GiB", plan=made)
@@ -423,7 +427,7 @@ def ungraded() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("ungraded")
-def test_inference_streams_too(problems: list[Problem]) -> None:
+def test_inference_streams_too(problems: list[PlanningProblem]) -> None:
     model = seeded(Normed)
     made = _streamed_plan(model, _SHAPE, sft.Options(tile=(4, None)), problems, -1)
     whole = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None)))
@@ -432,11 +436,11 @@ def test_inference_streams_too(problems: list[Problem]) -> None:
     torch.testing.assert_close(net(image(*_SHAPE)), eager(image(*_SHAPE)), rtol=1e-12, atol=1e-12)
 
 
-def test_what_cannot_be_streamed_is_refused(problems: list[Problem]) -> None:
+def test_what_cannot_be_streamed_is_refused(problems: list[PlanningProblem]) -> None:
     model = seeded(Normed)
     plan = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None)))
     first = next(i for i, segment in enumerate(plan.segments) if segment.mode == "tiled")
-    inner = next(name for name in plan.segments[first].nodes if name not in streamable(problems[-1], _choices(plan)))
+    inner = next(name for name in plan.segments[first].nodes if name not in streamable_values(problems[-1], _choices(plan)))
     whole = next(i for i, segment in enumerate(plan.segments) if segment.mode == "whole")
     for index, name in ((first, inner), (first, "nothing"), (whole, plan.segments[whole].nodes[0])):
         segments = list(plan.segments)
@@ -445,12 +449,12 @@ def test_what_cannot_be_streamed_is_refused(problems: list[Problem]) -> None:
             sft.compile(model, _SHAPE, plan=replace(plan, segments=tuple(segments)))
 
 
-def test_streamed_cuts_are_no_copies_of_an_order(problems: list[Problem]) -> None:
+def test_streamed_cuts_are_no_copies_of_an_order(problems: list[PlanningProblem]) -> None:
     """An order cannot move what is on the host anyway."""
     model = seeded(Normed)
     sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None)))
     problem = problems[-1]
     choices = _choices(sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(tile=(4, None))))
-    name = streamable(problem, choices)[0]
-    planned = carry_out(problem, streaming(choices, (name,)))
+    name = streamable_values(problem, choices)[0]
+    planned = materialize(problem, with_streamed(choices, (name,)))
     assert name in planned.region.streamed and name not in planned.region.lifetimes.lives(planned.region.moves)

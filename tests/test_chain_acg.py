@@ -8,7 +8,7 @@ from itertools import combinations
 import networkx as nx
 import pytest
 
-from sft.analysis.cuts import Dag, Division, division_tree
+from sft.analysis.cuts import ValueDag, Division, division_tree
 from sft.errors import BudgetError
 from sft.plan.chain import acg
 from sft.plan.chain.simulate import simulate
@@ -16,7 +16,7 @@ from sft.plan.chain.simulate import simulate
 from .helpers.chains import instances, random_chain, uniform_chain
 
 
-def _random_dag(rng: random.Random, num_vertices: int) -> Dag:
+def _random_dag(rng: random.Random, num_vertices: int) -> ValueDag:
     """One source, one target; sparse enough that linear and branch segments occur, with edges that weigh something now and then."""
     edges = set()
     for v in range(1, num_vertices):
@@ -28,14 +28,14 @@ def _random_dag(rng: random.Random, num_vertices: int) -> Dag:
         a, b = sorted(rng.sample(range(num_vertices), 2))
         edges.add((a, b))
     heavy = {edge: rng.randint(1, 9) for edge in sorted(edges) if rng.random() < 0.15}
-    return Dag(
+    return ValueDag(
         sizes_bytes=tuple(rng.randint(0 if rng.random() < 0.1 else 1, 20) for _ in range(num_vertices)),
         edges=tuple(sorted(edges)),
         edge_bytes=heavy,
     )
 
 
-def _largest_of(dag: Dag, chosen: frozenset[int]) -> int | None:
+def _largest_of(dag: ValueDag, chosen: frozenset[int]) -> int | None:
     """The largest segment that checkpoints leave, straight from the definition; None if one has more than one source or target."""
     graph = nx.DiGraph(dag.edges)
     largest = max((dag.edge_bytes.get((a, b), 0) for a, b in dag.edges if a in chosen and b in chosen), default=0)
@@ -49,7 +49,7 @@ def _largest_of(dag: Dag, chosen: frozenset[int]) -> int | None:
     return largest
 
 
-def _least_total(dag: Dag) -> int:
+def _least_total(dag: ValueDag) -> int:
     last = len(dag.sizes_bytes) - 1
     best = None
     for count in range(last):
@@ -117,7 +117,7 @@ def test_equal_vertices_need_two_square_roots(root: int) -> None:
 
 def test_a_segment_inside_a_complex_one() -> None:
     """Of what lies between 1 and 4, vertex 2 is independent; the edge to 3 leads out of it."""
-    dag = Dag(
+    dag = ValueDag(
         sizes_bytes=(1, 1, 50, 1, 1, 1, 1),
         edges=((0, 1), (0, 3), (1, 2), (1, 3), (2, 4), (1, 4), (3, 5), (4, 5), (4, 6), (5, 6)),
         edge_bytes={},
@@ -132,16 +132,16 @@ def test_schedules_on_chains() -> None:
     for _ in instances(40):
         chain = random_chain(rng, rng.randint(2, 9))
         with pytest.raises(BudgetError) as refusal:
-            acg.solve(chain, budget_bytes=1)
+            acg.solve_acg(chain, budget_bytes=1)
         needed = refusal.value.needed_bytes
-        found = simulate(chain, acg.solve(chain, budget_bytes=needed))
+        found = simulate(chain, acg.solve_acg(chain, budget_bytes=needed))
         assert found.peak_bytes == needed
         best = acg.optimal_checkpoints(acg.chain_dag(chain))
-        roomy = simulate(chain, acg.solve(chain, budget_bytes=10**6))
+        roomy = simulate(chain, acg.solve_acg(chain, budget_bytes=10**6))
         assert roomy.peak_bytes <= best.total_bytes + max(s.grad_bytes for s in chain.stages) * 2 + chain.input_grad_bytes + 12
 
 
 def test_impossible_graphs_are_refused() -> None:
     for sizes, edges in [((1,), ()), ((1, 1), ()), ((1, 1, 1), ((0, 1), (0, 2))), ((1, 1, 1), ((0, 2), (1, 2))), ((1, 1), ((1, 0),))]:
         with pytest.raises(ValueError, match=r"source|edges"):
-            Dag(sizes_bytes=sizes, edges=edges)
+            ValueDag(sizes_bytes=sizes, edges=edges)

@@ -11,23 +11,25 @@ import pytest
 from sft.errors import BudgetError
 from sft.plan.chain import offload_dp, offload_greedy, vdnn
 from sft.plan.chain.bound import offload_bound_seconds, stage_bound_bytes, turn_bound_seconds
-from sft.plan.chain.chain import Chain, Stage
-from sft.plan.chain.link import Link
-from sft.plan.chain.offloading import kept_edge, least_bytes, loss_edge, offloaded, plain_peak_bytes
+from sft.plan.chain.chain import StageChain, Stage
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.offloading import kept_edge, min_offload_bytes, loss_edge, offload_schedule, plain_peak_bytes
 from sft.plan.chain.simulate import simulate
 from sft.plan.chain.solver import Solver
 
 from .helpers.chains import instances, random_chain
 
-_SOLVERS = pytest.mark.parametrize("solver", [offload_greedy.solve, offload_dp.solve, vdnn.solve], ids=["greedy", "dp", "vdnn"])
+_SOLVERS = pytest.mark.parametrize(
+    "solver", [offload_greedy.solve_offload_greedy, offload_dp.solve_offload_dp, vdnn.solve_vdnn], ids=["greedy", "dp", "vdnn"]
+)
 
 
-def _link(rate: float, *, full_duplex: bool = False) -> Link:
-    return Link(down_bytes_per_second=rate, up_bytes_per_second=rate, full_duplex=full_duplex)
+def _link(rate: float, *, full_duplex: bool = False) -> HostLink:
+    return HostLink(down_bytes_per_second=rate, up_bytes_per_second=rate, full_duplex=full_duplex)
 
 
-def _between(rng: random.Random, chain: Chain) -> int:
-    return rng.randint(least_bytes(chain), max(least_bytes(chain), plain_peak_bytes(chain)))
+def _between(rng: random.Random, chain: StageChain) -> int:
+    return rng.randint(min_offload_bytes(chain), max(min_offload_bytes(chain), plain_peak_bytes(chain)))
 
 
 def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> None:
@@ -50,10 +52,10 @@ def test_dp_is_the_least_of_the_linear_programmes_over_all_offload_sets() -> Non
 def test_what_the_published_formulas_get_wrong() -> None:
     """Beaumont's own model (outputs are read, nothing else saved): idle link credit is no memory, and ex^B is not ex^F."""
     stage = Stage(forward_seconds=10.0, backward_seconds=1.0, output_bytes=2, grad_bytes=0, reads_output=True)
-    chain = Chain(input_bytes=2, stages=(stage, replace(stage, backward_workspace_bytes=4)))
+    chain = StageChain(input_bytes=2, stages=(stage, replace(stage, backward_workspace_bytes=4)))
     # With everything away B_2 needs x_1, x_2 and its workspace: 8. Algorithm 1 as printed takes the 8 bytes that the link could have
     # carried while F_1 ran for bytes on the device, and finds nothing that fits.
-    assert least_bytes(chain) == 8
+    assert min_offload_bytes(chain) == 8
     assert offload_dp.fluid_optima(chain, budget_bytes=7, link=_link(1.0), slot_bytes=1) == []
     # At 8 x_0 is away while B_2 runs, and all of it comes back only behind B_2, which takes its 2 seconds: equation 6 with the forward's
     # workspace, which is none, would bring it back for nothing.
@@ -86,9 +88,9 @@ def test_refusals_name_a_budget_that_works(solver: Solver) -> None:
     for _ in instances(40):
         chain = random_chain(rng, rng.randint(1, 6))
         with pytest.raises(BudgetError) as refusal:
-            solver(chain, budget_bytes=least_bytes(chain) - 1)
+            solver(chain, budget_bytes=min_offload_bytes(chain) - 1)
         needed = refusal.value.needed_bytes
-        assert needed == least_bytes(chain)
+        assert needed == min_offload_bytes(chain)
         assert simulate(chain, solver(chain, budget_bytes=needed)).peak_bytes == needed
         with pytest.raises(BudgetError) as refusal:
             solver(chain, budget_bytes=plain_peak_bytes(chain) - 1, host_budget_bytes=0)
@@ -102,13 +104,14 @@ def test_dp_keeps_inside_the_host_and_is_no_slower_than_greedy_on_the_whole() ->
         chain = random_chain(rng, rng.randint(3, 8))
         link, budget = _link(rng.choice([1, 2, 3])), _between(rng, chain)
         dp, greedy = (
-            simulate(chain, s(chain, budget_bytes=budget, link=link), link=link) for s in (offload_dp.solve, offload_greedy.solve)
+            simulate(chain, s(chain, budget_bytes=budget, link=link), link=link)
+            for s in (offload_dp.solve_offload_dp, offload_greedy.solve_offload_greedy)
         )
         worse += dp.seconds > greedy.seconds + 1e-9
         better += dp.seconds < greedy.seconds - 1e-9
         host = max(plain_peak_bytes(chain) - budget, dp.host_peak_bytes - 1)
         try:
-            limited = offload_dp.solve(chain, budget_bytes=budget, host_budget_bytes=host, link=link)
+            limited = offload_dp.solve_offload_dp(chain, budget_bytes=budget, host_budget_bytes=host, link=link)
         except BudgetError:
             continue
         assert simulate(chain, limited, link=link).host_peak_bytes <= host
@@ -119,7 +122,7 @@ def test_the_fluid_optimum_is_monotone_in_budget_and_rate() -> None:
     rng = random.Random(15)
     for _ in instances(40):
         chain = random_chain(rng, rng.randint(2, 7))
-        low, top = least_bytes(chain), plain_peak_bytes(chain)
+        low, top = min_offload_bytes(chain), plain_peak_bytes(chain)
         last = math.inf
         for budget in range(low, top + 1, max(1, (top - low) // 6)):
             seconds = offload_dp.fluid_optima(chain, budget_bytes=budget, link=_link(2), slot_bytes=1)[0].seconds
@@ -132,8 +135,8 @@ def test_the_fluid_optimum_is_monotone_in_budget_and_rate() -> None:
 def test_an_offload_written_out() -> None:
     """Three stages, room for all but one input: x_0 leaves while F1 runs, is given back before F3, and is back as soon as there is room."""
     stage = Stage(forward_seconds=4.0, backward_seconds=4.0, output_bytes=4, grad_bytes=1)
-    chain = Chain(input_bytes=4, stages=(stage, stage, stage))
-    schedule, peak = offloaded(chain, "test", [1], 13)
+    chain = StageChain(input_bytes=4, stages=(stage, stage, stage))
+    schedule, peak = offload_schedule(chain, "test", [1], 13)
     assert str(schedule) == ">x0 F1 F2 ~x0 F3 L -x3 B3 -y3 <x0 -x2 B2 -y2 -x1 B1 -y1"
     assert peak == simulate(chain, schedule).peak_bytes == 13
     assert simulate(chain, schedule, link=_link(1.0)).seconds == 24.0
@@ -147,5 +150,5 @@ def test_coarse_slots_cost_little_and_never_the_budget() -> None:
         chain = random_chain(rng, 12, largest=5000)
         budget, link = _between(rng, chain), _link(800)
         exact = offload_dp.fluid_optima(chain, budget_bytes=budget, link=link, slot_bytes=10)[0].seconds
-        found = simulate(chain, offload_dp.solve(chain, budget_bytes=budget, link=link), link=link)
+        found = simulate(chain, offload_dp.solve_offload_dp(chain, budget_bytes=budget, link=link), link=link)
         assert found.peak_bytes <= budget and found.seconds <= 1.5 * exact

@@ -8,41 +8,41 @@ from pathlib import Path
 import pytest
 
 from sft.errors import InputError, SourceError
-from sft.plan.chain.link import Link
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.offloading import plain_peak_bytes
-from sft.plan.chain.pareto import Point, front, sweep, to_csv
+from sft.plan.chain.pareto import ParetoPoint, pareto_front, sweep_budgets, points_to_csv
 from sft.plan.chain.simulate import simulate
-from sft.plan.chain.strategies import STRATEGIES, strategy
+from sft.plan.chain.strategies import SOLVERS, get_solver
 
 from .helpers.chains import random_chain
 
-_LINK = Link(down_bytes_per_second=2, up_bytes_per_second=2)
+_LINK = HostLink(down_bytes_per_second=2, up_bytes_per_second=2)
 
 
-def _point(name: str, peak_bytes: int, seconds: float) -> Point:
-    return Point(strategy=name, budget_bytes=peak_bytes, seconds=seconds, peak_bytes=peak_bytes, host_bytes=0)
+def _point(name: str, peak_bytes: int, seconds: float) -> ParetoPoint:
+    return ParetoPoint(strategy=name, budget_bytes=peak_bytes, seconds=seconds, peak_bytes=peak_bytes, host_bytes=0)
 
 
 def test_a_sweep_has_every_strategy_within_every_budget_that_it_can_meet() -> None:
     chain = random_chain(random.Random(41), 6)
-    points = sweep(chain, num_budgets=4, link=_LINK)
-    assert {point.strategy for point in points} == set(STRATEGIES)
+    points = sweep_budgets(chain, num_budgets=4, link=_LINK)
+    assert {point.strategy for point in points} == set(SOLVERS)
     for point in points:
         assert point.peak_bytes <= point.budget_bytes
-        found = simulate(chain, strategy(point.strategy)(chain, budget_bytes=point.budget_bytes, link=_LINK), link=_LINK)
+        found = simulate(chain, get_solver(point.strategy)(chain, budget_bytes=point.budget_bytes, link=_LINK), link=_LINK)
         assert (found.seconds, found.peak_bytes, found.host_peak_bytes) == (point.seconds, point.peak_bytes, point.host_bytes)
     autos = {point.budget_bytes: point.seconds for point in points if point.strategy == "auto"}
     assert all(point.seconds >= autos[point.budget_bytes] for point in points if point.budget_bytes in autos)
     assert [point.budget_bytes for point in points if point.strategy == "none"] == [plain_peak_bytes(chain)]
-    lines = to_csv(points).splitlines()
+    lines = points_to_csv(points).splitlines()
     assert lines[0] == "strategy,budget_bytes,seconds,peak_bytes,host_bytes" and len(lines) == len(points) + 1
     with pytest.raises(InputError, match="two budgets"):
-        sweep(chain, num_budgets=1)
+        sweep_budgets(chain, num_budgets=1)
 
 
 def test_the_front_is_what_nothing_betters() -> None:
     a, b, c, d = _point("a", 1, 9.0), _point("b", 2, 9.0), _point("c", 3, 4.0), _point("d", 3, 5.0)
-    assert front([d, c, b, a]) == (a, c)
+    assert pareto_front([d, c, b, a]) == (a, c)
 
 
 def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_pictures_are_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
     chain = random_chain(random.Random(42), 6)
     budget = plain_peak_bytes(chain) * 3 // 4
-    found = simulate(chain, strategy("auto")(chain, budget_bytes=budget, link=_LINK), link=_LINK)
+    found = simulate(chain, get_solver("auto")(chain, budget_bytes=budget, link=_LINK), link=_LINK)
     plot.save_figure(plot.timeline_figure(found, budget_bytes=budget, title="auto"), tmp_path / "time.png")
     plot.save_figure(plot.pareto_figure([_point("a", 1, 2.0), _point("auto", 1, 1.0)], plain_seconds=1.0), tmp_path / "front.png")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["front.png", "time.png"]

@@ -12,19 +12,21 @@ from harness.butt import algorithm_3_4
 
 from sft.errors import BudgetError
 from sft.plan.chain import bisect, optimal, revolve, sqrt
-from sft.plan.chain.chain import Chain, Stage
+from sft.plan.chain.chain import StageChain, Stage
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.simulate import Simulation, simulate
 from sft.plan.chain.solver import Solver
-from sft.plan.chain.strategies import strategy
+from sft.plan.chain.strategies import get_solver
 
 from .helpers.chains import every_persistent_schedule, fastest_of_all_states, instances, random_chain, uniform_chain
 
-_ONE_LEVEL = pytest.mark.parametrize("solver", [sqrt.solve, bisect.solve, revolve.solve], ids=["sqrt", "bisect", "revolve"])
+_ONE_LEVEL = pytest.mark.parametrize(
+    "solver", [sqrt.solve_sqrt, bisect.solve_bisect, revolve.solve_revolve], ids=["sqrt", "bisect", "revolve"]
+)
 
 
-def _play(chain: Chain, operations: tuple[Operation, ...]) -> Simulation:
+def _play(chain: StageChain, operations: tuple[Operation, ...]) -> Simulation:
     return simulate(chain, Schedule(strategy="test", operations=operations))
 
 
@@ -33,7 +35,7 @@ def _num_forwards(operations: tuple[Operation, ...]) -> int:
 
 
 def test_plain_training_written_out() -> None:
-    chain = Chain(
+    chain = StageChain(
         input_bytes=5,
         stages=(
             Stage(forward_seconds=1, backward_seconds=2, output_bytes=7, grad_bytes=7),
@@ -50,13 +52,16 @@ def test_plain_training_written_out() -> None:
 
 def test_one_recomputation_written_out() -> None:
     chain = uniform_chain(3)
-    assert str(optimal.solve(chain, budget_bytes=5)) == "F1 F2 -x1 F3+ L -x3 B3 -s3 -y3 -x2 F1 F2+ -x2 B2 -s2 -y2 -x1 F1+ -x1 B1 -s1 -y1"
+    assert (
+        str(optimal.solve_optimal(chain, budget_bytes=5))
+        == "F1 F2 -x1 F3+ L -x3 B3 -s3 -y3 -x2 F1 F2+ -x2 B2 -s2 -y2 -x1 F1+ -x1 B1 -s1 -y1"
+    )
 
 
 @pytest.mark.parametrize(("num_steps", "slots", "total"), [(10, 3, 25), (50, 5, 172), (100, 10, 322), (1000, 10, 4636), (1000, 20, 3747)])
 def test_revolve_counts_of_the_literature(num_steps: int, slots: int, total: int) -> None:
     assert revolve.num_advances(num_steps, slots) + num_steps == total
-    assert _num_forwards(revolve.operations(uniform_chain(num_steps), slots)) == total
+    assert _num_forwards(revolve.revolve_operations(uniform_chain(num_steps), slots)) == total
 
 
 def test_revolve_is_the_closed_form_and_uses_its_slots() -> None:
@@ -66,9 +71,9 @@ def test_revolve_is_the_closed_form_and_uses_its_slots() -> None:
             expected = repetitions * n - math.comb(slots + repetitions, slots + 1)
             for light, own in ((False, n), (True, 1)):
                 chain = uniform_chain(n, light=light)
-                assert _num_forwards(revolve.operations(chain, slots)) == expected + own
+                assert _num_forwards(revolve.revolve_operations(chain, slots)) == expected + own
             # activations held at once while the loss runs: the slots, and x_n that every reversal ends with
-            assert _play(uniform_chain(n), revolve.operations(uniform_chain(n), slots)).peak_bytes <= slots + 4
+            assert _play(uniform_chain(n), revolve.revolve_operations(uniform_chain(n), slots)).peak_bytes <= slots + 4
 
 
 def test_revolve_agrees_with_checkpoint_schedules() -> None:
@@ -81,13 +86,13 @@ def test_revolve_agrees_with_checkpoint_schedules() -> None:
                 forwards += action.n1 - action.n0
             if isinstance(action, other.EndReverse):
                 break
-        assert _num_forwards(revolve.operations(uniform_chain(n), slots)) == forwards
+        assert _num_forwards(revolve.revolve_operations(uniform_chain(n), slots)) == forwards
 
 
 @pytest.mark.parametrize("power", range(1, 9))
 def test_bisection_runs_n_log_n_half_more_forwards_in_log_n_states(power: int) -> None:
     n = 2**power
-    operations = bisect.operations(uniform_chain(n), 1)
+    operations = bisect.bisect_operations(uniform_chain(n), 1)
     assert _num_forwards(operations) - n == n * power // 2
     assert _play(uniform_chain(n), operations).peak_bytes == 1 + power + 3  # x_0, the midpoints, and beside the last one s and two y
     assert n * power // 2 >= revolve.num_advances(n, power + 1)
@@ -96,13 +101,13 @@ def test_bisection_runs_n_log_n_half_more_forwards_in_log_n_states(power: int) -
 def test_sqrt_of_equal_stages_holds_two_square_roots() -> None:
     chain = uniform_chain(100, light=True, backward_seconds=1.0)
     with pytest.raises(BudgetError) as refusal:
-        sqrt.solve(chain, budget_bytes=10)
+        sqrt.solve_sqrt(chain, budget_bytes=10)
     least = refusal.value.needed_bytes
     assert least <= 2 * 10 + 4
-    found = simulate(chain, sqrt.solve(chain, budget_bytes=least))
+    found = simulate(chain, sqrt.solve_sqrt(chain, budget_bytes=least))
     assert found.peak_bytes == least and found.seconds <= 2 * 100 + 100
     with pytest.raises(BudgetError):
-        sqrt.solve(chain, budget_bytes=least - 1)
+        sqrt.solve_sqrt(chain, budget_bytes=least - 1)
 
 
 def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
@@ -116,10 +121,10 @@ def test_optimal_is_the_best_of_all_persistent_schedules() -> None:
             fitting = [seconds for peak, seconds in outcomes if peak <= budget]
             if not fitting:
                 with pytest.raises(BudgetError) as refusal:
-                    optimal.solve(chain, budget_bytes=budget)
+                    optimal.solve_optimal(chain, budget_bytes=budget)
                 assert refusal.value.needed_bytes == least
                 continue
-            found = simulate(chain, optimal.solve(chain, budget_bytes=budget, bucket_bytes=1))
+            found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1))
             assert found.peak_bytes <= budget
             assert found.seconds == min(fitting), (case, budget)
             num_feasible += 1
@@ -133,10 +138,10 @@ def test_optimal_against_all_states() -> None:
     num_equal = num_cases = 0
     for _ in instances(250):
         chain = random_chain(rng, rng.randint(2, 5), light=True)
-        least = optimal.LeastMemory(chain).first_pass_bytes(0) + chain.input_bytes
+        least = optimal.MinMemorySchedule(chain).first_pass_bytes(0) + chain.input_bytes
         for budget in (least, least + rng.randint(1, 8)):
             best = fastest_of_all_states(chain, budget)
-            found = simulate(chain, optimal.solve(chain, budget_bytes=budget, bucket_bytes=1)).seconds
+            found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1)).seconds
             assert best is not None and best <= found
             num_cases += 1
             num_equal += best == found
@@ -147,9 +152,9 @@ def test_optimal_on_equal_stages_is_revolve() -> None:
     for n in (3, 6, 11, 20):
         chain = uniform_chain(n, light=True)
         for slots in range(1, min(n, 6) + 1):
-            operations = revolve.operations(chain, slots)
+            operations = revolve.revolve_operations(chain, slots)
             other = _play(chain, operations)
-            found = simulate(chain, optimal.solve(chain, budget_bytes=other.peak_bytes, bucket_bytes=1))
+            found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=other.peak_bytes, bucket_bytes=1))
             assert found.seconds <= other.seconds
             if slots < n - 1:
                 assert found.seconds >= revolve.num_advances(n, slots + 1)
@@ -168,7 +173,7 @@ def test_no_restricted_strategy_beats_optimal(solver: Solver) -> None:
                 assert simulate(chain, solver(chain, budget_bytes=refusal.needed_bytes)).peak_bytes == refusal.needed_bytes
                 continue
             found = simulate(chain, schedule)
-            best = simulate(chain, optimal.solve(chain, budget_bytes=budget, bucket_bytes=1))
+            best = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1))
             assert found.peak_bytes <= budget and best.peak_bytes <= budget
             assert best.seconds <= found.seconds
 
@@ -178,15 +183,15 @@ def test_optimal_is_monotone_and_coarse_buckets_stay_inside() -> None:
     for _ in instances(15):
         chain = random_chain(rng, 8, largest=200)
         top = _play(chain, reversal(chain, keep_all)).peak_bytes
-        least = optimal.LeastMemory(chain).first_pass_bytes(0) + chain.input_bytes
+        least = optimal.MinMemorySchedule(chain).first_pass_bytes(0) + chain.input_bytes
         last = math.inf
         for budget in range(least, top + 1, max(1, (top - least) // 10)):
-            found = simulate(chain, optimal.solve(chain, budget_bytes=budget, bucket_bytes=1))
+            found = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=1))
             assert found.seconds <= last
             last = found.seconds
-            coarse = simulate(chain, optimal.solve(chain, budget_bytes=budget, bucket_bytes=16))
+            coarse = simulate(chain, optimal.solve_optimal(chain, budget_bytes=budget, bucket_bytes=16))
             assert coarse.peak_bytes <= budget and coarse.seconds >= found.seconds
-        assert simulate(chain, optimal.solve(chain, budget_bytes=top, bucket_bytes=1)).seconds == chain.compute_seconds
+        assert simulate(chain, optimal.solve_optimal(chain, budget_bytes=top, bucket_bytes=1)).seconds == chain.compute_seconds
 
 
 @pytest.mark.parametrize(
@@ -197,18 +202,18 @@ def test_optimal_is_monotone_and_coarse_buckets_stay_inside() -> None:
 def test_butts_algorithm_as_printed(num_layers: int, more: int, less: int, printed: tuple[int, int], ours: tuple[int, int]) -> None:
     """Its times on equal layers, whose two slips change nothing there, are ours but for the targets' gradient."""
     stage = Stage(forward_seconds=1.0, backward_seconds=1.0, output_bytes=1, grad_bytes=1)
-    chain = Chain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
+    chain = StageChain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_layers)
     for memory, theirs, own in zip((more, less), printed, ours, strict=True):
         assert algorithm_3_4(num_layers, memory, corrected=False) == algorithm_3_4(num_layers, memory, corrected=True) == theirs
-        assert simulate(chain, optimal.solve(chain, budget_bytes=memory, bucket_bytes=1)).seconds == own
+        assert simulate(chain, optimal.solve_optimal(chain, budget_bytes=memory, bucket_bytes=1)).seconds == own
 
 
 def test_shared_solutions_of_equal_parts_change_nothing() -> None:
     """Equal blocks, against the same chain with times so little apart that nothing is equal."""
     rng = random.Random(5)
     block = random_chain(rng, 3).stages
-    chain = Chain(input_bytes=block[-1].output_bytes, stages=block * 4)
-    apart = Chain(
+    chain = StageChain(input_bytes=block[-1].output_bytes, stages=block * 4)
+    apart = StageChain(
         input_bytes=chain.input_bytes,
         stages=tuple(
             Stage(
@@ -220,7 +225,7 @@ def test_shared_solutions_of_equal_parts_change_nothing() -> None:
     )
     top = _play(chain, reversal(chain, keep_all)).peak_bytes
     for budget in range(top // 2, top, 3):
-        found, other = (simulate(c, optimal.solve(c, budget_bytes=budget, bucket_bytes=1)).seconds for c in (chain, apart))
+        found, other = (simulate(c, optimal.solve_optimal(c, budget_bytes=budget, bucket_bytes=1)).seconds for c in (chain, apart))
         assert found == pytest.approx(other, abs=1e-6)
 
 
@@ -234,12 +239,12 @@ def test_a_chain_is_judged_once_for_all_budgets(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(solver, "simulate", counted)
     stages = tuple(Stage(forward_seconds=1 + i % 3, backward_seconds=2, output_bytes=7 + i, grad_bytes=7 + i) for i in range(9))
-    chain = Chain(input_bytes=5, stages=stages, input_grad_bytes=5)
+    chain = StageChain(input_bytes=5, stages=stages, input_grad_bytes=5)
     for name in ("sqrt", "revolve", "bisect", "acg"):
         with pytest.raises(BudgetError) as refused:
-            strategy(name)(chain, budget_bytes=1)
+            get_solver(name)(chain, budget_bytes=1)
         judged, count = count, 0
         assert judged > 1
         for budget_bytes in (refused.value.needed_bytes, 2 * refused.value.needed_bytes, 10**6):
-            assert simulate(chain, strategy(name)(chain, budget_bytes=budget_bytes)).peak_bytes <= budget_bytes
+            assert simulate(chain, get_solver(name)(chain, budget_bytes=budget_bytes)).peak_bytes <= budget_bytes
         assert count == 0

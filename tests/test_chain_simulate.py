@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from sft.errors import InputError
-from sft.plan.chain.chain import Alternative, Chain, Stage
-from sft.plan.chain.link import Link
-from sft.plan.chain.schedule import Operation, Schedule, backward, forward, free, loss, offload, prefetch, release
-from sft.plan.chain.simulate import Event, simulate
+from sft.plan.chain.chain import Alternative, StageChain, Stage
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.schedule import Operation, Schedule, backward_op, forward_op, free_op, loss_op, offload_op, prefetch_op, release_op
+from sft.plan.chain.simulate import SimulationEvent, simulate
 
 _STAGE = Stage(forward_seconds=2.0, backward_seconds=4.0, output_bytes=10, grad_bytes=10)
-_CHAIN = Chain(input_bytes=10, stages=(_STAGE, _STAGE))
-_SLOW = Link(down_bytes_per_second=2.0, up_bytes_per_second=5.0)
+_CHAIN = StageChain(input_bytes=10, stages=(_STAGE, _STAGE))
+_SLOW = HostLink(down_bytes_per_second=2.0, up_bytes_per_second=5.0)
 
-_PLAIN = (forward(1), forward(2), loss(), *free("x2"), backward(2), *free("y2", "x1"), backward(1), *free("y1"))
+_PLAIN = (forward_op(1), forward_op(2), loss_op(), *free_op("x2"), backward_op(2), *free_op("y2", "x1"), backward_op(1), *free_op("y1"))
 
 
 def _schedule(*operations: Operation) -> Schedule:
@@ -33,23 +33,23 @@ def test_the_plain_schedule() -> None:
 
 _BROKEN = {
     "a forward without its input": (_PLAIN[1:], "reads x1"),
-    "a value made twice": ((forward(1), *_PLAIN), "x1 is there already"),
-    "a double free": ((*_PLAIN, *free("y1")), "no y1 to free"),
-    "a free of what was never made": ((*free("x1"), *_PLAIN), "no x1 to free"),
+    "a value made twice": ((forward_op(1), *_PLAIN), "x1 is there already"),
+    "a double free": ((*_PLAIN, *free_op("y1")), "no y1 to free"),
+    "a free of what was never made": ((*free_op("x1"), *_PLAIN), "no x1 to free"),
     "a backward left out": (_PLAIN[:6], "backward of stage 1 is missing"),
-    "no loss": ((forward(1), forward(2), backward(2)), "reads y2"),
-    "two losses": ((*_PLAIN[:3], *free("y2"), loss()), "the loss runs once"),
-    "a backward twice": ((*_PLAIN[:5], *free("y1"), backward(2)), "y1 was made before"),
-    "an input freed too early": ((*_PLAIN[:4], *free("x1"), *_PLAIN[4:]), "reads x1"),
-    "use of what is on the host": ((forward(1), offload("x1"), release("x1"), forward(2)), "reads x1"),
-    "a release without an offload": ((forward(1), release("x1")), "was not offloaded"),
-    "a prefetch without an offload": ((forward(1), *free("x1"), prefetch("x1")), "no copy on the host"),
-    "a prefetch of what is there": ((forward(1), offload("x1"), prefetch("x1")), "is on the device"),
-    "an offload of what is not there": ((offload("x1"),), "not on the device"),
-    "an offload twice": ((forward(1), offload("x1"), offload("x1")), "on the host already"),
-    "a stage that is not there": ((forward(3),), "no stages 3..3"),
-    "stages run as one without a name": ((forward(1, 2),), "no stages 1..2"),
-    "an unknown alternative": ((forward(1, 2, mode="tile"),), "no alternative 'tile'"),
+    "no loss": ((forward_op(1), forward_op(2), backward_op(2)), "reads y2"),
+    "two losses": ((*_PLAIN[:3], *free_op("y2"), loss_op()), "the loss runs once"),
+    "a backward twice": ((*_PLAIN[:5], *free_op("y1"), backward_op(2)), "y1 was made before"),
+    "an input freed too early": ((*_PLAIN[:4], *free_op("x1"), *_PLAIN[4:]), "reads x1"),
+    "use of what is on the host": ((forward_op(1), offload_op("x1"), release_op("x1"), forward_op(2)), "reads x1"),
+    "a release without an offload": ((forward_op(1), release_op("x1")), "was not offloaded"),
+    "a prefetch without an offload": ((forward_op(1), *free_op("x1"), prefetch_op("x1")), "no copy on the host"),
+    "a prefetch of what is there": ((forward_op(1), offload_op("x1"), prefetch_op("x1")), "is on the device"),
+    "an offload of what is not there": ((offload_op("x1"),), "not on the device"),
+    "an offload twice": ((forward_op(1), offload_op("x1"), offload_op("x1")), "on the host already"),
+    "a stage that is not there": ((forward_op(3),), "no stages 3..3"),
+    "stages run as one without a name": ((forward_op(1, 2),), "no stages 1..2"),
+    "an unknown alternative": ((forward_op(1, 2, mode="tile"),), "no alternative 'tile'"),
 }
 
 
@@ -63,30 +63,39 @@ def test_a_broken_schedule_is_refused(name: str) -> None:
 def test_a_backward_needs_what_its_own_forward_saved() -> None:
     stage = replace(_STAGE, saved_bytes=3)
     other = Alternative(first=2, last=2, mode="tile", forward_seconds=1, backward_seconds=1, saved_bytes=1)
-    chain = Chain(input_bytes=10, stages=(stage, stage), alternatives=(other,))
-    head = (forward(1, save=True), forward(2, save=True), loss())
+    chain = StageChain(input_bytes=10, stages=(stage, stage), alternatives=(other,))
+    head = (forward_op(1, save=True), forward_op(2, save=True), loss_op())
     with pytest.raises(InputError, match="another form"):
-        simulate(chain, _schedule(*head, backward(2, mode="tile")))
+        simulate(chain, _schedule(*head, backward_op(2, mode="tile")))
     with pytest.raises(InputError, match="reads s2"):
-        simulate(chain, _schedule(forward(1, save=True), forward(2), loss(), backward(2)))
-    tiled = (forward(1, save=True), forward(2, mode="tile", save=True), loss(), backward(2, mode="tile"), backward(1))
+        simulate(chain, _schedule(forward_op(1, save=True), forward_op(2), loss_op(), backward_op(2)))
+    tiled = (forward_op(1, save=True), forward_op(2, mode="tile", save=True), loss_op(), backward_op(2, mode="tile"), backward_op(1))
     assert simulate(chain, _schedule(*tiled)).seconds == 2 + 1 + 1 + 4
 
 
 def test_a_backward_that_reads_its_output() -> None:
-    chain = Chain(input_bytes=10, stages=(replace(_STAGE, reads_output=True),))
+    chain = StageChain(input_bytes=10, stages=(replace(_STAGE, reads_output=True),))
     with pytest.raises(InputError, match="reads x1"):
-        simulate(chain, _schedule(forward(1, save=True), loss(), *free("x1"), backward(1)))
-    assert simulate(chain, _schedule(forward(1, save=True), loss(), backward(1))).peak_bytes == 10 + 10 + 10
+        simulate(chain, _schedule(forward_op(1, save=True), loss_op(), *free_op("x1"), backward_op(1)))
+    assert simulate(chain, _schedule(forward_op(1, save=True), loss_op(), backward_op(1))).peak_bytes == 10 + 10 + 10
 
 
-def _event(stream: str, label: str, start: float, end: float) -> Event:
-    return Event(stream=stream, label=label, start_seconds=start, end_seconds=end)  # type: ignore[arg-type]
+def _event(stream: str, label: str, start: float, end: float) -> SimulationEvent:
+    return SimulationEvent(stream=stream, label=label, start_seconds=start, end_seconds=end)  # type: ignore[arg-type]
 
 
 def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
     """x0 leaves while the forwards run; the release waits one second for it, the last backward one for its return."""
-    operations = (offload("x0"), forward(1), forward(2), release("x0"), loss(), *free("x2"), prefetch("x0"), *_PLAIN[4:])
+    operations = (
+        offload_op("x0"),
+        forward_op(1),
+        forward_op(2),
+        release_op("x0"),
+        loss_op(),
+        *free_op("x2"),
+        prefetch_op("x0"),
+        *_PLAIN[4:],
+    )
     found = simulate(_CHAIN, _schedule(*operations), link=_SLOW)
     assert found.events == (
         _event("down", ">x0", 0.0, 5.0),
@@ -99,29 +108,39 @@ def test_copies_run_beside_the_computation_and_are_waited_for() -> None:
     )
     assert (found.seconds, found.idle_seconds, found.host_peak_bytes) == (13.0, 1.0, 10)
     assert found.busy_seconds("down") == 5.0
-    late = (*operations[:6], backward(2), prefetch("x0"), *_PLAIN[5:])
+    late = (*operations[:6], backward_op(2), prefetch_op("x0"), *_PLAIN[5:])
     assert simulate(_CHAIN, _schedule(*late), link=_SLOW).seconds == 9.0 + 2.0 + 4.0
 
 
 def test_bytes_do_not_depend_on_the_link() -> None:
-    operations = (offload("x0"), forward(1), forward(2), release("x0"), loss(), *free("x2"), backward(2), *free("y2"), prefetch("x0"))
-    schedule = _schedule(*operations, *free("x1"), backward(1))
+    operations = (
+        offload_op("x0"),
+        forward_op(1),
+        forward_op(2),
+        release_op("x0"),
+        loss_op(),
+        *free_op("x2"),
+        backward_op(2),
+        *free_op("y2"),
+        prefetch_op("x0"),
+    )
+    schedule = _schedule(*operations, *free_op("x1"), backward_op(1))
     peaks = {
         (found.peak_bytes, found.host_peak_bytes)
-        for found in (simulate(_CHAIN, schedule, link=Link(down_bytes_per_second=rate)) for rate in (0.1, 3.0, 1e12))
+        for found in (simulate(_CHAIN, schedule, link=HostLink(down_bytes_per_second=rate)) for rate in (0.1, 3.0, 1e12))
     }
     assert peaks == {(30, 10)}
     assert max(num_bytes for _, num_bytes in simulate(_CHAIN, schedule).memory) == 30
 
 
 def test_half_duplex_copies_take_turns() -> None:
-    chain = Chain(input_bytes=10, stages=(_STAGE,) * 3)
+    chain = StageChain(input_bytes=10, stages=(_STAGE,) * 3)
     operations = (
-        *(offload("x0"), forward(1), release("x0"), offload("x1"), prefetch("x0"), forward(2), forward(3), loss()),
-        *(backward(3), backward(2), backward(1)),
+        *(offload_op("x0"), forward_op(1), release_op("x0"), offload_op("x1"), prefetch_op("x0"), forward_op(2), forward_op(3), loss_op()),
+        *(backward_op(3), backward_op(2), backward_op(1)),
     )
     full, half = (
-        simulate(chain, _schedule(*operations), link=Link(down_bytes_per_second=2, up_bytes_per_second=2, full_duplex=duplex))
+        simulate(chain, _schedule(*operations), link=HostLink(down_bytes_per_second=2, up_bytes_per_second=2, full_duplex=duplex))
         for duplex in (True, False)
     )
     assert [(event.start_seconds, event.end_seconds) for event in full.events if event.stream != "compute"] == [(0, 5), (5, 10), (5, 10)]
@@ -129,23 +148,23 @@ def test_half_duplex_copies_take_turns() -> None:
 
 
 def test_a_free_waits_for_the_copy_that_reads_the_bytes() -> None:
-    chain = Chain(input_bytes=10, stages=(_STAGE,))
-    operations = (forward(1), offload("x1"), loss(), *free("x1"), backward(1))
+    chain = StageChain(input_bytes=10, stages=(_STAGE,))
+    operations = (forward_op(1), offload_op("x1"), loss_op(), *free_op("x1"), backward_op(1))
     assert simulate(chain, _schedule(*operations), link=_SLOW).seconds == 2 + 5 + 4
 
 
 def test_weights_are_resident_or_streamed() -> None:
     stage = replace(_STAGE, weight_bytes=20)
-    chain = Chain(input_bytes=10, stages=(stage, stage))
+    chain = StageChain(input_bytes=10, stages=(stage, stage))
     resident = simulate(chain, _schedule(*_PLAIN))
     assert resident.peak_bytes == 2 * 40 + 40 and resident.seconds == 12
-    fast = Link(down_bytes_per_second=20, up_bytes_per_second=20)
+    fast = HostLink(down_bytes_per_second=20, up_bytes_per_second=20)
     streamed = simulate(chain, replace(_schedule(*_PLAIN), streamed_weights=(1, 2)), link=fast)
     assert streamed.peak_bytes == 40 + 40 and streamed.host_peak_bytes == 80  # a backward's window holds a weight and its gradient
     assert streamed.seconds == 12
-    slow = Link(down_bytes_per_second=4, up_bytes_per_second=4)
+    slow = HostLink(down_bytes_per_second=4, up_bytes_per_second=4)
     assert simulate(chain, replace(_schedule(*_PLAIN), streamed_weights=(1,)), link=slow).seconds == 5 + 2 + 4 + 5
-    half = Link(down_bytes_per_second=4, up_bytes_per_second=4, full_duplex=False)
+    half = HostLink(down_bytes_per_second=4, up_bytes_per_second=4, full_duplex=False)
     assert simulate(chain, replace(_schedule(*_PLAIN), streamed_weights=(1,)), link=half).seconds == 5 + 2 + 4 + 10
 
 
@@ -163,17 +182,17 @@ def test_a_streamed_cut_is_never_on_the_device() -> None:
         )
         for i, streamable in ((1, True), (2, True))
     )
-    chain = Chain(
+    chain = StageChain(
         input_bytes=1,
         stages=(replace(_STAGE, output_bytes=100, grad_bytes=100), replace(_STAGE, output_bytes=1, grad_bytes=1)),
         alternatives=tiles,
     )
     operations = (
-        *(forward(1, mode="tile"), forward(2, mode="tile"), loss(), *free("x2"), backward(2, mode="tile")),
-        *(*free("y2", "x1"), backward(1, mode="tile"), *free("y1")),
+        *(forward_op(1, mode="tile"), forward_op(2, mode="tile"), loss_op(), *free_op("x2"), backward_op(2, mode="tile")),
+        *(*free_op("y2", "x1"), backward_op(1, mode="tile"), *free_op("y1")),
     )
     schedule = replace(_schedule(*operations), streamed_cuts=(1,))
-    link = Link(down_bytes_per_second=50, up_bytes_per_second=10)
+    link = HostLink(down_bytes_per_second=50, up_bytes_per_second=10)
     found = simulate(chain, schedule, link=link)
     assert found.peak_bytes == 1 + 1 + 4 and found.host_peak_bytes == 200
     assert [event.end_seconds - event.start_seconds for event in found.events if event.stream == "compute"] == [3, 10, 0, 10, 10]
@@ -185,17 +204,17 @@ def test_a_streamed_cut_is_never_on_the_device() -> None:
 
 def test_json_round_trips_and_text() -> None:
     tile = Alternative(first=1, last=2, mode="tile(4)", forward_seconds=1, backward_seconds=1, streamable=True)
-    chain = Chain(input_bytes=10, input_grad_bytes=3, stages=(_STAGE, replace(_STAGE, saved_bytes=3)), alternatives=(tile,))
-    assert Chain.from_json(chain.to_json()) == chain
+    chain = StageChain(input_bytes=10, input_grad_bytes=3, stages=(_STAGE, replace(_STAGE, saved_bytes=3)), alternatives=(tile,))
+    assert StageChain.from_json(chain.to_json()) == chain
     schedule = Schedule(
         strategy="test",
         operations=(
-            forward(1, 2, mode="tile(4)", save=True),
-            offload("x2"),
-            release("x2"),
-            prefetch("x2"),
-            loss(),
-            backward(1, 2, mode="tile(4)"),
+            forward_op(1, 2, mode="tile(4)", save=True),
+            offload_op("x2"),
+            release_op("x2"),
+            prefetch_op("x2"),
+            loss_op(),
+            backward_op(1, 2, mode="tile(4)"),
         ),
         streamed_cuts=(1,),
         streamed_weights=(2,),
@@ -207,7 +226,7 @@ def test_json_round_trips_and_text() -> None:
             Schedule.from_json(text)
     for text in ("", "[]", '{"input_bytes": 1, "stages": []}', '{"input_bytes": 1, "stages": [{"forward_seconds": 1}]}'):
         with pytest.raises(InputError):
-            Chain.from_json(text)
+            StageChain.from_json(text)
 
 
 def test_impossible_chains_and_links_are_refused() -> None:
@@ -215,11 +234,11 @@ def test_impossible_chains_and_links_are_refused() -> None:
         with pytest.raises(InputError, match=next(iter(change))):
             replace(_STAGE, **change)
     with pytest.raises(InputError, match="at least one stage"):
-        Chain(input_bytes=1, stages=())
+        StageChain(input_bytes=1, stages=())
     tile = Alternative(first=2, last=3, mode="tile", forward_seconds=1, backward_seconds=1)
     with pytest.raises(InputError, match=r"2\.\.3 of 2"):
         replace(_CHAIN, alternatives=(tile,))
     with pytest.raises(InputError, match="name them apart"):
         replace(_CHAIN, alternatives=(replace(tile, last=2),) * 2)
     with pytest.raises(InputError, match="up_bytes_per_second"):
-        Link(up_bytes_per_second=0)
+        HostLink(up_bytes_per_second=0)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import sft
 from sft.cli.main import main
 from sft.cli.models import load_model
-from sft.cli.streams import accept_any_text
+from sft.cli.streams import escape_unencodable_output
 from sft.options import STRATEGIES
 
 _NET = ("examples.models:unet", "--model-args", "num_classes=2", "width=4", "levels=2", "--input", "1x3x96x64")
@@ -220,6 +220,6 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_output_of_any_encoding_takes_all_letters(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    accept_any_text()
+    escape_unencodable_output()
     print("Gewebe ä", flush=True)
     assert raw.getvalue() == b"Gewebe \\xe4\n"

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import sft
 from sft.analysis.capture import capture
-from sft.analysis.comparing import sizes_compared
+from sft.analysis.comparing import specialize_size_minmax
 
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
@@ -62,7 +62,7 @@ def test_sizes_stay_short() -> None:
 def test_max_and_min_are_what_they_were() -> None:
     before = builtins.max, builtins.min
     tensor = torch.tensor([1.0, 3.0])
-    with sizes_compared():
+    with specialize_size_minmax():
         assert (max(3, 4), min([2, 1]), max("ab", key=ord), max([], default=5)) == (4, 1, "b", 5)
         assert max(tensor[0], tensor[1]) == 3
         with pytest.raises(ValueError, match="empty"):

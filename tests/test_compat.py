@@ -11,20 +11,27 @@ from hypothesis import strategies as st
 from torch import nn
 
 from examples.models import freeze_norm, resnet18, unet
-from sft.analysis.annotate import annotated
+from sft.analysis.annotate import infer_attributes
 from sft.analysis.axes import Axes
 from sft.analysis.capture import capture
-from sft.analysis.compat import Component, Vertex, components, dimensions_of, fused_components, fused_dimensions
+from sft.analysis.compat import (
+    DimensionComponent,
+    ValueDimension,
+    dimension_components,
+    dimension_names,
+    fused_components,
+    fused_dimensions,
+)
 from sft.analysis.graph import Node
 from sft.analysis.operators import Operator
-from sft.analysis.phases import Phases, find_phases
+from sft.analysis.phases import PhasedGraph, find_phases
 from sft.analysis.segment import cut_positions, fused_segments, separators
 
 from .helpers.dag_nets import Dag
 from .helpers.dags import dags
 from .helpers.graphs import Built, GraphBuilder, graph_of
 
-DIMENSIONS = dimensions_of(Axes(2))
+DIMENSIONS = dimension_names(Axes(2))
 
 
 def _fused(built: Built, *names: str) -> tuple[str, ...]:
@@ -70,10 +77,10 @@ def test_components_of_a_chain_in_full() -> None:
     b.relu("r", "c")
     built = b.build()
     both, relu = frozenset({"c", "r"}), frozenset({"r"})
-    expected = {Component(vertices=frozenset(Vertex(value, d) for value in ("x", "c", "r")), operators=both) for d in (0, 2, 3)} | {
-        Component(vertices=frozenset({Vertex("c", 1), Vertex("r", 1)}), operators=relu)
-    }
-    assert set(components(built.graph, built.names, built.rows, built.streamed)) == expected
+    expected = {
+        DimensionComponent(vertices=frozenset(ValueDimension(value, d) for value in ("x", "c", "r")), operators=both) for d in (0, 2, 3)
+    } | {DimensionComponent(vertices=frozenset({ValueDimension("c", 1), ValueDimension("r", 1)}), operators=relu)}
+    assert set(dimension_components(built.graph, built.names, built.rows, built.streamed)) == expected
 
 
 def test_residual_and_concatenation() -> None:
@@ -148,11 +155,11 @@ def test_a_component_with_two_dimensions_of_one_value_is_no_tile() -> None:
 # -- separators -----------------------------------------------------------------------------------------------------------
 
 
-def _captured(model: nn.Module, size: int) -> Phases:
-    return find_phases(annotated(capture(model, [(1, 3, size, size)], [torch.float32], torch.device("cpu")).graph))
+def _captured(model: nn.Module, size: int) -> PhasedGraph:
+    return find_phases(infer_attributes(capture(model, [(1, 3, size, size)], [torch.float32], torch.device("cpu")).graph))
 
 
-def _operator(phases: Phases, name: str) -> str:
+def _operator(phases: PhasedGraph, name: str) -> str:
     return phases.graph[name].target.removeprefix("aten.").split(".")[0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from sft.contents import Contents
+from sft.contents import ModuleSnapshot
 
 from .helpers.models import chain, seeded
 
@@ -28,7 +28,7 @@ class _Tied(nn.Module):
 
 def test_the_walk_finds_what_torch_finds() -> None:
     model = seeded(_Tied).float()
-    contents = Contents(model)
+    contents = ModuleSnapshot(model)
     assert contents.places == list(model.named_modules(remove_duplicate=False))
     assert list(contents.modules.items()) == list(model.named_modules())
     for found, wanted in ((contents.parameters, model.parameters()), (contents.buffers, model.buffers())):
@@ -40,14 +40,14 @@ def test_the_walk_finds_what_torch_finds() -> None:
 
 def test_numbers_are_those_of_the_first_tensor_that_has_any() -> None:
     model = nn.Module()
-    assert Contents(model).dtype is None and Contents(model).device == torch.device("cpu")
+    assert ModuleSnapshot(model).dtype is None and ModuleSnapshot(model).device == torch.device("cpu")
     model.register_buffer("counts", torch.zeros(3, dtype=torch.int64, device="meta"))
-    assert Contents(model).dtype is None and Contents(model).device == torch.device("cpu")
+    assert ModuleSnapshot(model).dtype is None and ModuleSnapshot(model).device == torch.device("cpu")
     model.register_buffer("mean", torch.zeros(3, dtype=torch.bfloat16, device="meta"))
-    assert Contents(model).dtype == torch.bfloat16 and Contents(model).device.type == "meta"
+    assert ModuleSnapshot(model).dtype == torch.bfloat16 and ModuleSnapshot(model).device.type == "meta"
 
 
 def test_a_module_that_is_in_itself_is_entered_once() -> None:
     model = chain(nn.Conv2d(3, 4, 1), nn.ReLU())
     model[1].around = model
-    assert [name for name, _ in Contents(model).places] == ["", "0", "1"]
+    assert [name for name, _ in ModuleSnapshot(model).places] == ["", "0", "1"]

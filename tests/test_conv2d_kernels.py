@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sft import InputError
-from sft.kernels.blocks import Blocks
-from sft.kernels.conv2d import Slots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
-from sft.kernels.geometry import Geometry, Window
+from sft.kernels.blocks import BlockSizes
+from sft.kernels.conv2d import GradientSlots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
+from sft.kernels.geometry import Geometry, KernelWindow
 
 from .helpers.buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
 from .helpers.triton_process import interpret, needs_triton
@@ -30,7 +30,7 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class _Layer:
     name: str
     extents: tuple[int, int]
-    windows: tuple[Window, Window]
+    windows: tuple[KernelWindow, KernelWindow]
     groups: int
     #: of a group
     channels: tuple[int, int]
@@ -44,8 +44,8 @@ class _Layer:
         return self.groups > 1 and self.channels[0] == 1
 
 
-def _window(kernel: int, stride: int = 1, dilation: int = 1, padding: int = 0) -> Window:
-    return Window(kernel=kernel, stride=stride, dilation=dilation, padding=padding)
+def _window(kernel: int, stride: int = 1, dilation: int = 1, padding: int = 0) -> KernelWindow:
+    return KernelWindow(kernel=kernel, stride=stride, dilation=dilation, padding=padding)
 
 
 _SAME = (_window(3, padding=1), _window(3, padding=1))
@@ -169,7 +169,7 @@ def _num_terms(layer: _Layer) -> dict[str, int]:
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_reference_of_tiles_is_the_whole(layer: _Layer) -> None:
     problem, dtype = _problem(layer, torch.float64), torch.float64
-    slots = Slots.zeros(problem.weight, bias=True, num_splits=2)
+    slots = GradientSlots.zeros(problem.weight, bias=True, num_splits=2)
     size = problem.y.shape[2:]
     for tile in _tiles(tuple(size), one=False):
         arguments = _forward_arguments(layer, problem, tile, dtype)
@@ -214,7 +214,7 @@ def _launches(layer: _Layer) -> dict[str, tuple[str, str, dict[str, Any]]]:
         names = ("launch_depthwise", "launch_depthwise_gradient", "launch_depthwise_weight")
         return {key: (module, name, block) for key, name in zip(("y", "dx", "dw"), names, strict=True)}
     common: dict[str, Any] = {"groups": layer.groups, "precision": "ieee"}
-    blocked = common | {"blocks": Blocks(pixels=64, channels=32, inner=16)}
+    blocked = common | {"blocks": BlockSizes(pixels=64, channels=32, inner=16)}
     return {
         "y": ("sft.kernels.conv2d_triton", "launch_conv2d", blocked),
         "dx": ("sft.kernels.conv2d_data_gradient_triton", "launch_data_gradient", blocked),
@@ -247,7 +247,7 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
                 arguments["out"] = empty_buffer(layer.num_samples, num_in, arguments["geometry"].input_size, dtype)
                 add("dx", arguments, ["out"])
                 checks.append((dtype, "dx", problem, tile, one))
-            slots = Slots.zeros(problem.weight.to(dtype), bias=layer.bias, num_splits=2)
+            slots = GradientSlots.zeros(problem.weight.to(dtype), bias=layer.bias, num_splits=2)
             for tile in _tiles(tuple(problem.y.shape[2:]), one=one):
                 arguments = _weight_arguments(layer, problem, tile, dtype) | {"weights": slots.weights.clone()}
                 biases = None if slots.biases is None else slots.biases.clone()
@@ -285,7 +285,7 @@ def test_slots_keep_what_they_hold_and_add_up_in_order(tmp_path: Path) -> None:
     problem = _problem(layer, torch.float32)
     (tile,) = _tiles(tuple(problem.y.shape[2:]), one=True)
     arguments = _weight_arguments(layer, problem, tile, torch.float32)
-    empty = Slots.zeros(problem.weight.float(), bias=True, num_splits=2)
+    empty = GradientSlots.zeros(problem.weight.float(), bias=True, num_splits=2)
     module, function, options = _launches(layer)["dw"]
     held = torch.randn(empty.weights.shape, generator=torch.Generator().manual_seed(0))
     jobs: list[dict[str, Any]] = []
@@ -298,12 +298,12 @@ def test_slots_keep_what_they_hold_and_add_up_in_order(tmp_path: Path) -> None:
     (share,), (added,), (total,) = interpret(jobs, tmp_path)
     assert torch.equal(added, share + held)
     assert torch.equal(total, held[0] + held[1])
-    assert torch.equal(total, Slots(weights=held, biases=None).total(torch.float32)[0].permute(0, 2, 3, 1))
+    assert torch.equal(total, GradientSlots(weights=held, biases=None).total(torch.float32)[0].permute(0, 2, 3, 1))
     assert bool((share[:, 0, 0, 0, 0] != 0).all()), "a split without pixels shows nothing here"
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    window = Window(kernel=3, padding=1)
+    window = KernelWindow(kernel=3, padding=1)
     geometry = Geometry.whole((5, 4), window, window)
     x, weight = torch.zeros(1, 2, 5, 4).to(memory_format=torch.channels_last), torch.zeros(4, 2, 3, 3)
     with pytest.raises(InputError, match="channels-last"):

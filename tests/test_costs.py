@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import sft
-from sft.execute.costs import CACHE_VARIABLE, Costs, cache_folder, open_costs
+from sft.execute.costs import CACHE_VARIABLE, TimingCache, cache_folder, open_timing_cache
 from sft.execute.machine import TorchMachine
-from sft.execute.signature import signature
-from sft.execute.stopwatch import Stopwatch
-from sft.lower.emitter import Emitter
+from sft.execute.signature import program_hash
+from sft.execute.stopwatch import TimingMachine
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Program
 
 from .helpers.captured import one_capture_a_model
@@ -45,47 +45,47 @@ def _measure(model: nn.Module, **options: Any) -> sft.Plan:
 
 def test_what_was_added_is_found_again(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "costs.txt"
-    costs = Costs(path, "some device")
+    costs = TimingCache(path, "some device")
     assert costs.get("a") is None and not path.exists()
     costs.add("a", 0.25)
     costs.add("b", 1e-7)
     costs.add("c", 3.0, lasting=False)
     assert costs.get("c") == 3
-    again = Costs(path)
+    again = TimingCache(path)
     assert [again.get(key) for key in "abc"] == [0.25, 1e-7, None]
     assert path.read_text().startswith("# some device\n")
-    Costs(path).add("a", 0.5)  # of a process that began before it was there
-    assert Costs(path).get("a") == 0.25
+    TimingCache(path).add("a", 0.5)  # of a process that began before it was there
+    assert TimingCache(path).get("a") == 0.25
 
 
 def test_writers_lose_nothing_to_each_other(tmp_path: Path) -> None:
     path = tmp_path / "costs.txt"
 
     def write(number: int) -> None:
-        costs = Costs(path)  # handles of their own, as processes have
+        costs = TimingCache(path)  # handles of their own, as processes have
         for index in range(50):
             costs.add(f"{number} {index}", number + index / 64)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(write, range(8)))
-    found = Costs(path)
+    found = TimingCache(path)
     assert all(found.get(f"{number} {index}") == number + index / 64 for number in range(8) for index in range(50))
 
 
 def test_damaged_lines_are_measured_again(tmp_path: Path) -> None:
     path = tmp_path / "costs.txt"
     for key in "abcd":
-        Costs(path).add(key, 0.125)
+        TimingCache(path).add(key, 0.125)
     lines = path.read_bytes().splitlines(keepends=True)
     entries = [index for index, line in enumerate(lines) if len(line) > 40 and not line.startswith(b"#")]
     assert len(entries) == 4
     lines[entries[0]] = lines[entries[0]].replace(b"0.125", b"0.225")  # the checksum is that of another number
     lines[entries[1]] = bytes([0xFF, 0, 0xFE]) + lines[entries[1]]
     path.write_bytes(b"".join(lines)[:-7])  # the last one is torn
-    found = Costs(path)
+    found = TimingCache(path)
     assert [found.get(key) for key in "abcd"] == [None, None, 0.125, None]
     found.add("d", 0.5)
-    assert [Costs(path).get(key) for key in "acd"] == [None, 0.125, 0.5]
+    assert [TimingCache(path).get(key) for key in "acd"] == [None, 0.125, 0.5]
 
 
 def test_the_folder_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +104,10 @@ def test_the_folder_is_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_each_environment_has_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    open_costs(_CPU).add("a", 1.0)
-    assert open_costs(_CPU).get("a") == 1
+    open_timing_cache(_CPU).add("a", 1.0)
+    assert open_timing_cache(_CPU).get("a") == 1
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert open_costs(_CPU).get("a") is None
+    assert open_timing_cache(_CPU).get("a") is None
     assert len(list((tmp_path / "costs").iterdir())) == 1
 
 
@@ -129,13 +129,13 @@ def test_a_plan_is_timed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     lines = [line for line in file.read_text().splitlines() if line and not line.startswith("#")]
     file.write_text("\n".join(lines[::2]))
     timed: list[Program] = []
-    time_once = Stopwatch._time
+    time_once = TimingMachine._time
 
-    def note(watch: Stopwatch, program: Program, before: Program | None) -> float:
+    def note(watch: TimingMachine, program: Program, before: Program | None) -> float:
         timed.append(program)
         return time_once(watch, program, before)
 
-    monkeypatch.setattr(Stopwatch, "_time", note)
+    monkeypatch.setattr(TimingMachine, "_time", note)
     assert _timeless(_measure(_Block())) == _timeless(first)
     assert timed and len(file.read_text().split()) > 3 * len(lines[::2])
 
@@ -162,19 +162,19 @@ def test_a_bar_is_shown_to_people_who_ask(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def _program(extent: int, value: float = 1.0, function: Any = torch.ops.aten.mul.Scalar, name: str = "x") -> Program:
-    emitter = Emitter(dtype=torch.float32)
+    emitter = ProgramBuilder(dtype=torch.float32)
     source = emitter.port("source", name, (2, extent))
     emitter.result("out", name, emitter.call(function, source, value, shape=source.shape))
     return emitter.finish()
 
 
 def test_programs_are_known_by_what_they_do() -> None:
-    plain = signature(_program(4))
-    assert plain is not None and plain == signature(_program(4, name="another"))
+    plain = program_hash(_program(4))
+    assert plain is not None and plain == program_hash(_program(4, name="another"))
     others = [_program(5), _program(4, 2.0), _program(4, function=torch.ops.aten.add.Scalar), _program(4, function=_doubled)]
-    assert len({plain, *map(signature, others)}) == 5
+    assert len({plain, *map(program_hash, others)}) == 5
     # What is made inside a function has no name that another process would give it.
-    assert signature(_program(4, function=lambda x, y: x)) is None
+    assert program_hash(_program(4, function=lambda x, y: x)) is None
 
 
 def _doubled(x: torch.Tensor, _: float) -> torch.Tensor:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.passes import in_terms_of_the_table
-from sft.plan.boundaries import stream_seconds, streamable, streaming
-from sft.plan.build import borders
-from sft.plan.crossing import Crossings, held_whole
-from sft.plan.problem import Problem
+from sft.analysis.passes import run_passes
+from sft.plan.boundaries import stream_seconds, streamable_values, with_streamed
+from sft.plan.build import segment_borders
+from sft.plan.crossing import BoundaryTracker, untiled_memory
+from sft.plan.problem import PlanningProblem
 from sft.plan.reads import source_bytes
-from sft.plan.survey import Survey
+from sft.plan.survey import CandidateGrid
 
 from .helpers.dag_nets import Dag, DagNet
 from .helpers.dags import dags
@@ -30,13 +30,13 @@ from .test_boundaries import Normed
 Floats = npt.NDArray[np.float64]
 
 
-def _check(problem: Problem, num_panels: int, *, streams: bool) -> None:
+def _check(problem: PlanningProblem, num_panels: int, *, streams: bool) -> None:
     """Every candidate of a survey."""
-    survey = Survey(problem, sft.Options(), "cpu", num_panels, streams=streams)
+    survey = CandidateGrid(problem, sft.Options(), "cpu", num_panels, streams=streams)
     order = problem.operators
     places = [len(head) for head in survey.heads]
-    found = Crossings(problem, survey.tiling, survey.strip_rows, streams=streams).until(places)
-    for position, (crossed, behind, place) in enumerate(zip(found, held_whole(problem, places), places, strict=True)):
+    found = BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=streams).until(places)
+    for position, (crossed, behind, place) in enumerate(zip(found, untiled_memory(problem, places), places, strict=True)):
         own = [_of_segments(survey, position, height) for height in range(len(survey.strip_rows))]
         np.testing.assert_array_equal(crossed.made_bytes, own[0][0])
         np.testing.assert_allclose(crossed.strip_bytes.T, [strips for _, strips, _ in own], rtol=1e-12)
@@ -45,12 +45,12 @@ def _check(problem: Problem, num_panels: int, *, streams: bool) -> None:
         assert behind.exchanged_bytes == _exchanged_whole(problem, order[place:])
 
 
-def _of_segments(survey: Survey, position: int, height: int) -> tuple[list[int], list[float], float]:
+def _of_segments(survey: CandidateGrid, position: int, height: int) -> tuple[list[int], list[float], float]:
     """What a candidate's tiled segments hand on, the strips of streamed values that are there, and the time of the link."""
     problem = survey.problem
     choices = survey._choices(survey.positions[position], survey.strip_rows[height], survey.policies[0])
-    streamed = set(streamable(problem, choices)) if survey.streams else set()
-    ends = borders(problem.graph, choices)
+    streamed = set(streamable_values(problem, choices)) if survey.streams else set()
+    ends = segment_borders(problem.graph, choices)
     away = set(problem.graph.results) - problem.host_outputs.intersection(name for reads, _ in ends for name in reads) | streamed
     made, strips = [], []
     for choice, (reads, makes) in zip(choices, ends, strict=True):
@@ -61,10 +61,10 @@ def _of_segments(survey: Survey, position: int, height: int) -> tuple[list[int],
         share = min(1.0, choice.strip_rows / problem.run_height(choice.nodes)) * choice.batch_tile / problem.num_batch
         read, given = (sum(problem.value_bytes(name) for name in streamed.intersection(names)) for names in (reads, makes))
         strips.append(share * ((2 + problem.training) * read + given))
-    return made, strips, stream_seconds(problem, streaming(choices, streamed))
+    return made, strips, stream_seconds(problem, with_streamed(choices, streamed))
 
 
-def _exchanged_whole(problem: Problem, names: tuple[str, ...]) -> int:
+def _exchanged_whole(problem: PlanningProblem, names: tuple[str, ...]) -> int:
     operands = {operand for name in names for operand in problem.graph[name].operands}
     made = problem.host_outputs.intersection(names)
     loaded = (problem.host_outputs & operands & problem.requires_grad) - made
@@ -92,7 +92,7 @@ class _Twice(nn.Module):
 @pytest.mark.parametrize("streams", [True, False])
 @pytest.mark.parametrize("on_host", [True, False])
 def test_candidates_of_networks(make: type[nn.Module], training: bool, streams: bool, on_host: bool) -> None:
-    problem = problem_of(seeded(make).float(), (2, 3, 32, 24), training=training, passes=in_terms_of_the_table)
+    problem = problem_of(seeded(make).float(), (2, 3, 32, 24), training=training, passes=run_passes)
     if on_host:
         problem = replace(problem, from_source=frozenset(problem.graph.inputs), outputs_on_host=True)
     for num_panels in (1, 3):
@@ -104,7 +104,7 @@ def test_candidates_of_networks(make: type[nn.Module], training: bool, streams: 
 def test_candidates_of_any_network(dag: Dag, training: bool, streams: bool, on_host: bool, num_panels: int) -> None:
     shape = tuple(dag.image().shape)
     assert len(shape) == 4
-    problem = problem_of(DagNet(dag).float(), shape, training=training, passes=in_terms_of_the_table)
+    problem = problem_of(DagNet(dag).float(), shape, training=training, passes=run_passes)
     _check(replace(problem, outputs_on_host=on_host), num_panels, streams=streams)
 
 
@@ -122,12 +122,10 @@ def test_candidates_are_gone_through_once(monkeypatch: pytest.MonkeyPatch) -> No
     def count(depth: int) -> int:
         nonlocal asked
         blocks = [nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(depth)]
-        problem = problem_of(
-            seeded(lambda: chain(nn.Conv2d(3, 4, 1), *blocks)).float(), (1, 3, 64, 64), training=True, passes=in_terms_of_the_table
-        )
-        survey = Survey(problem, sft.Options(), "cpu", 2, streams=True)
+        problem = problem_of(seeded(lambda: chain(nn.Conv2d(3, 4, 1), *blocks)).float(), (1, 3, 64, 64), training=True, passes=run_passes)
+        survey = CandidateGrid(problem, sft.Options(), "cpu", 2, streams=True)
         asked = 0
-        list(Crossings(problem, survey.tiling, survey.strip_rows, streams=True).until([len(head) for head in survey.heads]))
+        list(BoundaryTracker(problem, survey.tiling, survey.strip_rows, streams=True).until([len(head) for head in survey.heads]))
         return asked
 
     monkeypatch.setattr(crossing.Problem, "num_panels", counted)

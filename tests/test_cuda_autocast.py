@@ -12,8 +12,8 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from sft.analysis.capture import capture
-from sft.analysis.composites import composites_cast
-from sft.analysis.preparation import USED_ON
+from sft.analysis.composites import autocast_composites
+from sft.analysis.preparation import COMPUTE_DEVICES
 
 _DEVICE = torch.device("cuda", 0)
 
@@ -64,7 +64,7 @@ def test_types_are_those_of_eager_pytorch(name: str, dtype: torch.dtype) -> None
         models = [_Behind(_CASES[name], again=again) for again in (False, True)] if name in _CASES else [_Behind(_LAST[name], again=False)]
     for model in models:
         for parameter in model.requires_grad_(False).parameters():  # a PyTorch without CUDA has no gradients there, even fake ones
-            USED_ON[parameter] = _DEVICE
+            COMPUTE_DEVICES[parameter] = _DEVICE
         graph = capture(model, ((1, 3, 16, 16),), (torch.float32,), _DEVICE, autocast=dtype).graph
         with FakeTensorMode(), torch.no_grad(), torch.autocast("cuda", dtype):
             weights = {key: torch.empty(parameter.shape, device=_DEVICE) for key, parameter in model.named_parameters()}
@@ -77,10 +77,10 @@ def test_types_are_those_of_eager_pytorch(name: str, dtype: torch.dtype) -> None
 
 def test_without_autocast_nothing_is_patched() -> None:
     before = torch._C._nn.upsample_bilinear2d
-    with composites_cast(_DEVICE):
+    with autocast_composites(_DEVICE):
         assert torch._C._nn.upsample_bilinear2d is before
-    with torch.autocast("cuda", torch.bfloat16), composites_cast(_DEVICE):
+    with torch.autocast("cuda", torch.bfloat16), autocast_composites(_DEVICE):
         assert torch._C._nn.upsample_bilinear2d is not before
-    with torch.autocast("cpu", torch.bfloat16), composites_cast(torch.device("cpu")):
+    with torch.autocast("cpu", torch.bfloat16), autocast_composites(torch.device("cpu")):
         assert torch._C._nn.upsample_bilinear2d is before  # the CPU interpolates in half precision
     assert torch._C._nn.upsample_bilinear2d is before

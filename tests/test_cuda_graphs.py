@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.backends.resizes import Resize
-from sft.execute.graphs import _SEGMENTS_BYTES, GraphStore, buffer_bytes, repeated_programs
+from sft.backends.resizes import ResizeCall
+from sft.execute.graphs import _SEGMENTS_BYTES, GraphCache, buffer_bytes, recordable_programs
 
 _SHAPE = (1, 3, 80, 14)
 
@@ -36,15 +36,15 @@ def _model(*, train_norm: bool = False) -> nn.Module:
     return nn.Sequential(*first, nn.MaxPool2d(2), nn.Conv2d(6, 4, 3, padding=1)).double()
 
 
-def _with_recordings(net: Any, spare_bytes: int = 2**40) -> tuple[GraphStore, Again]:
+def _with_recordings(net: Any, spare_bytes: int = 2**40) -> tuple[GraphCache, Again]:
     """Give the last plan of a compiled module recordings, as the engine does on a GPU."""
     engine, recorder = net._sft_engine, Again()
     key = next(reversed(engine.preparation.ready))
     ready = engine.preparation.ready[key]
-    programs = repeated_programs(ready.region, training=ready.plan.training)
+    programs = recordable_programs(ready.region, training=ready.plan.training)
     graph = ready.captured.phases.graph
     weights = frozenset(node.name for node in graph.nodes if node.kind in ("parameter", "buffer"))
-    store = GraphStore.within(programs, spare_bytes, recorder, weights)
+    store = GraphCache.within(programs, spare_bytes, recorder, weights)
     engine.preparation.ready[key] = replace(ready, graphs=store)
     return store, recorder
 
@@ -130,12 +130,12 @@ def test_programs_that_upload_tables_are_not_recorded(backend: str) -> None:
     (ready,) = net._sft_engine.preparation.ready.values()
     lowered = [program for segment in ready.region.segments for program in segment.lowered]
     uploading = [program for program in lowered if any(_is_resize(each.function) for each in program.instructions)]
-    recorded = repeated_programs(ready.region, training=ready.plan.training)
+    recorded = recordable_programs(ready.region, training=ready.plan.training)
     assert bool(uploading) == (backend == "triton") and bool(recorded) == (backend == "aten")
 
 
 def _is_resize(function: object) -> bool:
-    return isinstance(getattr(function, "__self__", None), Resize)
+    return isinstance(getattr(function, "__self__", None), ResizeCall)
 
 
 def test_programs_that_depend_on_their_place_are_not_recorded() -> None:

@@ -15,15 +15,15 @@ from torch.nn import functional
 import sft
 from sft.backends.select import check_triton
 from sft.bands import link
-from sft.bands.link import _together
+from sft.bands.link import _batched_p2p
 from sft.bands.traffic import TOPICS
 from sft.execute import reading
 from sft.execute.host import copy_in_order
 from sft.lower import traces
-from sft.plan.survey import Survey
+from sft.plan.survey import CandidateGrid
 from sft.sources.array import ArraySource
 from sft.weights.layout import ALIGNMENT_BYTES
-from sft.weights.store import host_bytes
+from sft.weights.store import allocate_host_bytes
 from tests.helpers.models import seeded
 from tests.helpers.problems import problem_of
 
@@ -79,7 +79,7 @@ def test_messages_of_one_group_are_posted_together() -> None:
             return "work"
 
     group = Group()
-    with _together(group, torch.device("cuda")) as batch:
+    with _batched_p2p(group, torch.device("cuda")) as batch:
         assert group.calls == ["start"]
     assert group.calls == ["start", "end"]
     assert batch.work == "work"
@@ -89,7 +89,7 @@ def test_attention_is_traced_into_calls_that_gpus_have(monkeypatch: pytest.Monke
     """Traces run on fake tensors of the CPU, where attention is a call that no other device has."""
     monkeypatch.setattr(traces, "_has_gpu", lambda: True)
     shapes = [(1, 2, 5, 4)] * 3
-    trace = traces._trace(functional.scaled_dot_product_attention, shapes, [torch.float32] * 3, [True] * 3)
+    trace = traces._trace_joint(functional.scaled_dot_product_attention, shapes, [torch.float32] * 3, [True] * 3)
     names = [str(call.function) for call in (*trace.forward, *trace.backward)]
     assert any("bmm" in name for name in names)
     assert not any("cpu" in name or "attention" in name for name in names)
@@ -162,7 +162,7 @@ def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     runtime = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    data = host_bytes(5000, pin=True)
+    data = allocate_host_bytes(5000, pin=True)
     assert sum(locked.values()) == 5000 + ALIGNMENT_BYTES and data.numel() == 5000
     assert data.data_ptr() % ALIGNMENT_BYTES == 0
     view = data[100:]
@@ -180,7 +180,7 @@ def test_pages_are_locked_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch, "zeros", report)
     with pytest.warns(RuntimeWarning, match=r"streamed weights take 4\.\d+ KiB of page-locked.*CUDA error 2.*computes the same"):
-        kept = host_bytes(4096, pin=True)
+        kept = allocate_host_bytes(4096, pin=True)
     assert kept.fill_(7).eq(7).all() and not locked and reported
 
 
@@ -212,7 +212,7 @@ def test_strips_have_no_more_elements_than_gpus_index() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(3, 256, 3, padding=1), nn.ReLU(), nn.Conv2d(256, 1, 3, padding=1), nn.AdaptiveAvgPool2d(1))
     problem, options = problem_of(model, shape, training=True), sft.Options()
-    heights = {kind: Survey(problem, options, kind).strip_rows for kind in ("cpu", "cuda")}
+    heights = {kind: CandidateGrid(problem, options, kind).strip_rows for kind in ("cpu", "cuda")}
     assert heights["cuda"] == [rows for rows in heights["cpu"] if rows * 256 * shape[3] < 0.9 * 2**31]
     assert len(heights["cuda"]) < len(heights["cpu"])
 
@@ -230,7 +230,7 @@ def test_whole_inputs_are_copied_sample_by_sample(monkeypatch: pytest.MonkeyPatc
     numbers = torch.rand(3, 2, 40, 16)
     out = torch.empty(numbers.shape).to(memory_format=torch.channels_last)
     elsewhere: Any = _Elsewhere(out)
-    reading.load_whole(ArraySource(numbers.numpy(), layout="NCHW"), elsewhere, reading.PassReading())
+    reading.load_source(ArraySource(numbers.numpy(), layout="NCHW"), elsewhere, reading.PassReading())
     assert torch.equal(out, numbers) and len(targets) > 3
     assert all(target.is_contiguous(memory_format=torch.channels_last) for target in targets)
 

@@ -6,7 +6,7 @@ from math import prod
 
 from hypothesis import given
 
-from sft.analysis.cuts import Cut, Dag, crossing_cuts, division_tree, value_dag
+from sft.analysis.cuts import Cut, ValueDag, crossing_cuts, division_tree, value_dag
 from sft.analysis.segment import separators
 
 from .helpers.dag_nets import Dag as Network
@@ -97,7 +97,7 @@ def test_every_vertex_has_one_place_in_the_tree(network: Network) -> None:
     assert _places(dag) == sorted(range(1, len(dag.sizes_bytes) - 1))
 
 
-def _places(dag: Dag) -> list[int]:
+def _places(dag: ValueDag) -> list[int]:
     found: list[int] = []
     waiting = [division_tree(dag)]
     while waiting:

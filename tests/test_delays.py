@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.passes import in_terms_of_the_table
-from sft.analysis.phases import Phases, find_phases
+from sft.analysis.passes import run_passes
+from sft.analysis.phases import PhasedGraph, find_phases
 
 from .helpers.exactness import assert_exact
 from .helpers.graphs import GraphBuilder
@@ -94,14 +94,14 @@ def _needed_bytes(model: nn.Module, *shapes: tuple[int, ...]) -> int:
     return caught.value.needed_bytes
 
 
-def _phase_of(phases: Phases, target: str) -> list[int]:
+def _phase_of(phases: PhasedGraph, target: str) -> list[int]:
     return [at for at, phase in enumerate(phases.phases) for name in phase.streamed if phases.graph[name].target == target]
 
 
 def test_windows_wait_for_their_weights() -> None:
     report = assert_exact(seeded(_Involution), image(2, 3, 21, 17), options=sft.Options(tile=(4, 6)))
     assert [segment.mode for segment in report.plan.segments].count("tiled") == 2
-    problem = problem_of(seeded(_Involution).float(), (1, 3, 64, 48), training=True, passes=in_terms_of_the_table)
+    problem = problem_of(seeded(_Involution).float(), (1, 3, 64, 48), training=True, passes=run_passes)
     assert _phase_of(problem.phases, "sft.im2col") == [len(problem.phases.phases) - 1]
     pixels, float_bytes = 512 * 512, 4
     windows_bytes = 4 * 25 * pixels * float_bytes
@@ -118,7 +118,7 @@ def test_what_is_made_of_a_map_waits_for_the_norm() -> None:
 
 def test_an_image_is_enlarged_where_it_is_read() -> None:
     assert_exact(seeded(_Enlarged), image(2, 3, 21, 17), options=sft.Options(tile=(4, 6)))
-    problem = problem_of(seeded(_Enlarged).float(), (1, 3, 64, 48), training=True, passes=in_terms_of_the_table)
+    problem = problem_of(seeded(_Enlarged).float(), (1, 3, 64, 48), training=True, passes=run_passes)
     assert _phase_of(problem.phases, "aten.upsample_bilinear2d.vec") == [len(problem.phases.phases) - 1]
 
 
@@ -193,7 +193,7 @@ def _gated(draw: st.DrawFn) -> GraphBuilder:
     return builder
 
 
-def _crossing_bytes(phases: Phases) -> int:
+def _crossing_bytes(phases: PhasedGraph) -> int:
     """Bytes of images, times the barriers that they cross."""
     at = {name: index for index, phase in enumerate(phases.phases) for name in (*phase.streamed, *phase.tail)}
     graph = phases.graph
@@ -206,7 +206,7 @@ def test_never_more_crosses_and_readers_come_behind(builder: GraphBuilder) -> No
     graph = builder.build().graph
     found = find_phases(graph)
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.analysis.phases.delayed", lambda _, level, *rest: dict(level))
+        patches.setattr("sft.analysis.phases.retime", lambda _, level, *rest: dict(level))
         earliest = find_phases(graph)
     assert _crossing_bytes(found) <= _crossing_bytes(earliest)
     at = {name: index for index, phase in enumerate(found.phases) for name in (*phase.streamed, *phase.tail)}

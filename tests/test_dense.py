@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.lower.pieces import Span, add_parts, cat_parts, cat_parts_into
+from sft.lower.pieces import DimSlice, add_slices, cat_slices, cat_slices_into
 from sft.lower.step import emit_strip
 from sft.plan.build import build_region
 from sft.plan.types import SegmentChoice
@@ -77,13 +77,13 @@ def test_instructions_grow_with_the_depth_not_its_square(kind: str) -> None:
 
 def test_parts_are_joined_and_added_as_views_are() -> None:
     first, second = torch.randn(2, 3, 7, 5), torch.randn(2, 2, 4, 5)
-    spans = ((Span(2, 1, 3), Span(3, 2, 2)), (Span(2, 0, 3), Span(3, 3, 2)))
+    spans = ((DimSlice(2, 1, 3), DimSlice(3, 2, 2)), (DimSlice(2, 0, 3), DimSlice(3, 3, 2)))
     expected = torch.cat([first[:, :, 1:4, 2:4], second[:, :, :3, 3:]], 1)
-    torch.testing.assert_close(cat_parts((first, second), spans, 1), expected, rtol=0, atol=0)
+    torch.testing.assert_close(cat_slices((first, second), spans, 1), expected, rtol=0, atol=0)
     out = torch.empty(2, 5, 3, 2)
-    cat_parts_into(out, (first, second), spans, 1)
+    cat_slices_into(out, (first, second), spans, 1)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     total = torch.zeros(2, 2, 4, 5)
-    add_parts(total, ((Span(2, 1, 3),), ()), (first, second), ((Span(1, 1, 2), Span(2, 4, 3)), ()))
+    add_slices(total, ((DimSlice(2, 1, 3),), ()), (first, second), ((DimSlice(1, 1, 2), DimSlice(2, 4, 3)), ()))
     torch.testing.assert_close(total[:, :, :1], second[:, :, :1], rtol=0, atol=0)
     torch.testing.assert_close(total[:, :, 1:], first[:, 1:, 4:] + second[:, :, 1:], rtol=0, atol=0)

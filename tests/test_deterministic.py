@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.analysis.deterministic import any_algorithm, needs_order
+from sft.analysis.deterministic import allow_nondeterministic, needs_deterministic_sums
 from tests.helpers.exactness import assert_exact
 from tests.helpers.models import seeded
 
@@ -59,7 +59,7 @@ def test_operators_are_captured_and_not_what_stands_in_for_them_on_gpus(make: Ca
 def test_sums_have_an_order(
     make: Callable[[], nn.Module], shape: tuple[int, ...], tile: tuple[int, int | None] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sft.engine.needs_order", lambda _device: torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr("sft.engine.needs_deterministic_sums", lambda _device: torch.are_deterministic_algorithms_enabled())
     options = sft.Options(strategy="none") if tile is None else sft.Options(tile=tile)
     model, x = seeded(make), torch.randn(shape, dtype=torch.float64)
     for layout in (torch.contiguous_format, torch.channels_last if x.dim() == 4 else torch.channels_last_3d):
@@ -76,7 +76,7 @@ def test_sums_have_an_order(
 
 
 def test_a_change_of_the_wish_plans_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.engine.needs_order", lambda _device: torch.are_deterministic_algorithms_enabled())
+    monkeypatch.setattr("sft.engine.needs_deterministic_sums", lambda _device: torch.are_deterministic_algorithms_enabled())
     net = sft.compile(seeded(_flat), (1, 3, 16, 12), budget="1GiB")
     x = torch.randn(1, 3, 16, 12, dtype=torch.float64)
     net(x)
@@ -92,11 +92,11 @@ def test_a_change_of_the_wish_plans_anew(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_only_other_devices_than_the_cpu_need_it() -> None:
-    assert not needs_order(torch.device("meta"))
+    assert not needs_deterministic_sums(torch.device("meta"))
     torch.use_deterministic_algorithms(True)
     try:
-        assert needs_order(torch.device("meta")) and not needs_order(torch.device("cpu"))
-        with any_algorithm():
+        assert needs_deterministic_sums(torch.device("meta")) and not needs_deterministic_sums(torch.device("cpu"))
+        with allow_nondeterministic():
             assert not torch.are_deterministic_algorithms_enabled()
         assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     finally:

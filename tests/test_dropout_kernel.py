@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 import sft
 from sft.kernels import dropout_reference
-from sft.kernels.dropout import Kind, PositionalDropout, dropout, keep_mask, positional_dropout
+from sft.kernels.dropout import MaskKind, PositionalDropout, dropout, keep_mask, positional_dropout
 from sft.kernels.mask_tile import MaskTile, threshold_of
 
 from .test_philox import python_philox
 
-_KINDS: tuple[Kind, ...] = ("element", "channel", "row", "batch")
+_KINDS: tuple[MaskKind, ...] = ("element", "channel", "row", "batch")
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _Shape = tuple[int, int, int, int]
 _Origin = tuple[int, int, int]
 
 
-def _rule(kind: Kind = "element", p: float = 0.3, seed: int = 2**64 - 5, site: int = 4, draw: int = 0) -> dict[str, Any]:
+def _rule(kind: MaskKind = "element", p: float = 0.3, seed: int = 2**64 - 5, site: int = 4, draw: int = 0) -> dict[str, Any]:
     return {"kind": kind, "p": p, "seed": seed, "site": site, "draw": draw}
 
 
-def _python_keep(extents: _Shape, at: _Shape, *, kind: Kind, p: float, seed: int, site: int, draw: int) -> bool:
+def _python_keep(extents: _Shape, at: _Shape, *, kind: MaskKind, p: float, seed: int, site: int, draw: int) -> bool:
     """Whether the element at (sample, channel, row, column) is kept, by the definition."""
     (_, num_channels, height, width), (n, c, h, w) = extents, at
     groups = math.ceil(num_channels / 4)
@@ -97,7 +97,7 @@ def test_tiles_compute_what_the_whole_computes(tiling: tuple[_Shape, _Shape, _Or
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_positions_beyond_32_bits(kind: Kind) -> None:
+def test_positions_beyond_32_bits(kind: MaskKind) -> None:
     extents, origin, shape = (3, 6, 4_000_000, 70_001), (2, 3_000_000, 69_990), (1, 6, 2, 5)
     assert ((2 * 2 + 0) * extents[2] + origin[1]) * extents[3] > 2**32
     mask = keep_mask(shape, extents=extents, origin=origin, **_rule(kind))
@@ -108,7 +108,7 @@ def test_positions_beyond_32_bits(kind: Kind) -> None:
 
 @pytest.mark.parametrize("num_calls", [1, 2, 7, 30, 64, 10_000])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_blocks_do_not_show(kind: Kind, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_do_not_show(kind: MaskKind, num_calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shape: _Shape = (3, 6, 5, 7)
     x = torch.randn(shape)
     whole = positional_dropout(x, 0.3, site=1, seed=2, kind=kind)
@@ -126,7 +126,7 @@ def test_temporaries_are_small(shape: _Shape) -> None:
 
 @pytest.mark.parametrize("p", [1e-3, 0.1, 0.5, 0.9])
 @pytest.mark.parametrize("kind", ["element", "channel"])
-def test_rate(kind: Kind, p: float) -> None:
+def test_rate(kind: MaskKind, p: float) -> None:
     """The number of kept elements is within five standard deviations of a binomial's mean."""
     shape = (2, 50, 40, 50) if kind == "element" else (20, 10_000, 1, 1)
     kept = int(keep_mask(shape, extents=shape, origin=(0, 0, 0), **_rule(kind, p, seed=1)).sum())
@@ -148,7 +148,7 @@ def test_masks_are_unrelated() -> None:
 
 
 @pytest.mark.parametrize("kind", _KINDS)
-def test_all_and_nothing(kind: Kind) -> None:
+def test_all_and_nothing(kind: MaskKind) -> None:
     x = torch.randn(2, 5, 3, 4)
     assert torch.equal(positional_dropout(x, 0.0, site=0, seed=0, kind=kind), x)
     assert torch.equal(positional_dropout(x, 1.0, site=0, seed=0, kind=kind), torch.zeros_like(x))
@@ -206,7 +206,7 @@ def test_out() -> None:
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 5, 4), (3, 5, 4, 6), (3, 5, 4, 6, 2)])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_module(kind: Kind, shape: tuple[int, ...]) -> None:
+def test_module(kind: MaskKind, shape: tuple[int, ...]) -> None:
     x = torch.randn(shape)
     model = nn.Sequential(PositionalDropout(0.5, site=0, kind=kind, seed=11), PositionalDropout(0.25, site=1, kind=kind, seed=11))
     once = positional_dropout(x, 0.5, site=0, seed=11, kind=kind)

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from sft.kernels.dropout import Kind, dropout, keep_mask
+from sft.kernels.dropout import MaskKind, dropout, keep_mask
 from sft.kernels.dropout_reference import reference_dropout, reference_keep_mask
 from sft.kernels.mask_tile import MaskTile
 
 from .helpers.triton_process import compile_kernels, interpret, needs_triton
 
-_KINDS: tuple[Kind, ...] = get_args(Kind)
+_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
 _MODULE = "sft.kernels.dropout_triton"
 
 
-def _tile(shape: tuple[int, int, int, int], kind: Kind = "element", p: float = 0.3) -> MaskTile:
+def _tile(shape: tuple[int, int, int, int], kind: MaskKind = "element", p: float = 0.3) -> MaskTile:
     """A tile far into a large whole, with every word of the rule in use."""
     extents = (shape[0] + 2, shape[1], 4_000_000, 70_001)
     origin = (2, 3_000_000, 69_003)
@@ -83,7 +83,7 @@ def test_interpreted_bfloat16(tmp_path: Path) -> None:
     torch.testing.assert_close(result.double(), reference.double(), rtol=2**-7, atol=0)
 
 
-def _compilation(kernel: str, dtype: str, last: bool, kind: Kind, target: str) -> dict[str, Any]:
+def _compilation(kernel: str, dtype: str, last: bool, kind: MaskKind, target: str) -> dict[str, Any]:
     """A job as ``launch_dropout`` would have it for channels-last (``last``) or contiguous tiles."""
     geometry = ["num_channels", "num_rows", "num_columns"]
     rule = ["start", "index_n", "index_g", "index_h", "index_w", "seed_low", "seed_high", "site", "draw", "threshold"]
@@ -104,7 +104,7 @@ def _compilation(kernel: str, dtype: str, last: bool, kind: Kind, target: str) -
     return job | {"signature": signature | pointers, "constants": constants}
 
 
-_VARIANTS: list[tuple[str, str, bool, Kind]] = [
+_VARIANTS: list[tuple[str, str, bool, MaskKind]] = [
     ("dropout_kernel", "bf16", True, "element"),
     ("dropout_kernel", "bf16", False, "element"),
     ("dropout_kernel", "fp32", True, "element"),
@@ -117,7 +117,7 @@ _VARIANTS: list[tuple[str, str, bool, Kind]] = [
 
 @needs_triton
 @pytest.mark.parametrize("variant", _VARIANTS, ids=lambda variant: " ".join(map(str, variant)))
-def test_compiles_ahead_of_time(variant: tuple[str, str, bool, Kind], tmp_path: Path) -> None:
+def test_compiles_ahead_of_time(variant: tuple[str, str, bool, MaskKind], tmp_path: Path) -> None:
     """For sm_80 and sm_90: no spills, few registers, little shared memory, and wide loads where channels are contiguous."""
     jobs = [_compilation(*variant, target) for target in ("sm_80", "sm_90")]
     if variant == _VARIANTS[0]:
@@ -136,7 +136,7 @@ def test_compiles_ahead_of_time(variant: tuple[str, str, bool, Kind], tmp_path: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("layout", ["last", "contiguous", "view"])
 @pytest.mark.parametrize("kind", _KINDS)
-def test_on_a_gpu(kind: Kind, layout: str, dtype: torch.dtype) -> None:
+def test_on_a_gpu(kind: MaskKind, layout: str, dtype: torch.dtype) -> None:
     """Output, gradient and mask have the bits that the CPU's reference gives."""
     for p in (0.0, 0.3, 1.0):
         tile = _tile((2, 37, 5, 131), kind, p)

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import sft
-from sft.analysis.operators.sampling import Band, Kind, Sampling
+from sft.analysis.operators.sampling import BandedMatrix, ResamplingKind, AxisResampling
 
 from .helpers.around import AroundFunction
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
 from .helpers.tilings import is_tiled, tiled_options
 
-_KINDS: dict[str, Kind] = {"bilinear": "antialiased linear", "bicubic": "antialiased cubic"}
+_KINDS: dict[str, ResamplingKind] = {"bilinear": "antialiased linear", "bicubic": "antialiased cubic"}
 
 
-def _matrix(band: Band, num_columns: int) -> Tensor:
+def _matrix(band: BandedMatrix, num_columns: int) -> Tensor:
     out = np.zeros((len(band.start), num_columns))
     for row, (start, stop) in enumerate(zip(band.start, band.stop, strict=True)):
         out[row, start:stop] = band.weights[row, : stop - start]
@@ -50,7 +50,9 @@ def test_windows_and_weights_are_aten_s(
     gradient = torch.randn(y.shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
     (found,) = torch.autograd.grad(y, x, gradient)
     is_double = dtype == torch.float64
-    sampling = Sampling(kind=_KINDS[mode], extent=extent, length=length, scale=scale, align_corners=align_corners, is_double=is_double)
+    sampling = AxisResampling(
+        kind=_KINDS[mode], extent=extent, length=length, scale=scale, align_corners=align_corners, is_double=is_double
+    )
     tolerance = 1e-12 if is_double else 2e-5
     forward, adjoint = _matrix(sampling.forward, extent), _matrix(sampling.adjoint, length)
     torch.testing.assert_close(y.double(), forward @ x.double(), rtol=0, atol=tolerance)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import sft
 from sft.analysis.interval import Interval
-from sft.analysis.operators.sampling import Sampling
+from sft.analysis.operators.sampling import AxisResampling
 
 from .helpers.exactness import assert_exact
 from .helpers.models import chain, image, seeded
@@ -211,7 +211,7 @@ def test_dilated_head_at_odd_sizes(options: sft.Options) -> None:
     is_double=st.booleans(),
 )
 def test_access_map_covers_every_window(kind: Any, extent: int, length: int, align_corners: bool, is_double: bool) -> None:
-    sampling = Sampling(kind=kind, extent=extent, length=length, align_corners=align_corners, is_double=is_double)
+    sampling = AxisResampling(kind=kind, extent=extent, length=length, align_corners=align_corners, is_double=is_double)
     access, forward, adjoint = sampling.access, sampling.forward, sampling.adjoint
     for row in range(length):
         read = access.read(Interval(row, row + 1))

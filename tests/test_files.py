@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sft.errors import SourceError
-from sft.files import PARTIAL, replacing, sync_folder
+from sft.files import PARTIAL_MARK, atomic_write, fsync_folder
 from sft.wsi.errors import RunFolderError
 from sft.wsi.files import clear_partial, write_text
 from sft.wsi.runfolder import RunFolder
@@ -31,16 +31,16 @@ def old(tmp_path: Path) -> Path:
 
 
 def test_a_finished_file_takes_the_place_of_the_old_one(old: Path) -> None:
-    with replacing(old) as part:
-        assert part.suffix == ".png" and part.parent == old.parent and part.name.startswith(PARTIAL)
+    with atomic_write(old) as part:
+        assert part.suffix == ".png" and part.parent == old.parent and part.name.startswith(PARTIAL_MARK)
         part.write_text("new")
         assert old.read_text() == "old"
     assert old.read_text() == "new" and _names(old.parent) == ["mask.png"]
-    sync_folder(old.parent)
+    fsync_folder(old.parent)
 
 
 def test_a_failure_in_the_block_leaves_the_old_file(old: Path) -> None:
-    with pytest.raises(_Lost), replacing(old) as part:
+    with pytest.raises(_Lost), atomic_write(old) as part:
         part.write_text("half")
         raise _Lost
     assert old.read_text() == "old" and _names(old.parent) == ["mask.png"]
@@ -55,7 +55,7 @@ def test_a_full_disk_leaves_the_old_file(where: str, old: Path, monkeypatch: pyt
         monkeypatch.setattr(f"sft.files.{where}", full)
     with (
         pytest.raises(SourceError, match=r"cannot write .*mask\.png: No space left on device\. Make room") as raised,
-        replacing(old) as part,
+        atomic_write(old) as part,
     ):
         part.write_text("half")
         if where == "write":
@@ -65,32 +65,32 @@ def test_a_full_disk_leaves_the_old_file(where: str, old: Path, monkeypatch: pyt
 
 
 def test_a_block_that_writes_nothing_is_refused(old: Path) -> None:
-    with pytest.raises(SourceError, match="No such file"), replacing(old):
+    with pytest.raises(SourceError, match="No such file"), atomic_write(old):
         pass
     assert old.read_text() == "old"
 
 
 def test_a_folder_is_made_only_where_that_is_asked_for(tmp_path: Path) -> None:
     target = tmp_path / "no" / "plan.json"
-    with pytest.raises(SourceError, match=r"plan\.json: No such file"), replacing(target) as part:
+    with pytest.raises(SourceError, match=r"plan\.json: No such file"), atomic_write(target) as part:
         part.write_text("new")
     assert _names(tmp_path) == []
-    with replacing(target, parents=True) as part:
+    with atomic_write(target, parents=True) as part:
         part.write_text("new")
     assert target.read_text() == "new" and _names(target.parent) == ["plan.json"]
 
 
 def test_a_name_may_be_as_long_as_names_can_be(tmp_path: Path) -> None:
     target = tmp_path / ("n" * 251 + ".txt")
-    with replacing(target) as part:
+    with atomic_write(target) as part:
         part.write_text("new")
     assert _names(tmp_path) == [target.name]
 
 
 def test_an_error_of_the_kind_that_is_asked_for_passes(old: Path) -> None:
-    with pytest.raises(SourceError, match=r"^cannot read the slide$"), replacing(old):
+    with pytest.raises(SourceError, match=r"^cannot read the slide$"), atomic_write(old):
         raise SourceError("cannot read the slide")
-    with pytest.raises(RunFolderError, match=r"cannot write .*cannot read the slide"), replacing(old, refusal=RunFolderError):
+    with pytest.raises(RunFolderError, match=r"cannot write .*cannot read the slide"), atomic_write(old, refusal=RunFolderError):
         raise SourceError("cannot read the slide")
 
 
@@ -103,9 +103,9 @@ def test_a_run_folder_says_that_it_is_one(tmp_path: Path) -> None:
 
 
 def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
-    (tmp_path / f"{PARTIAL}0.png").write_text("half")
-    (tmp_path / f"{PARTIAL}best-1").mkdir()
-    (tmp_path / f"{PARTIAL}best-1" / "weights").write_text("half")
+    (tmp_path / f"{PARTIAL_MARK}0.png").write_text("half")
+    (tmp_path / f"{PARTIAL_MARK}best-1").mkdir()
+    (tmp_path / f"{PARTIAL_MARK}best-1" / "weights").write_text("half")
     (tmp_path / "whole.png").write_text("whole")
     clear_partial(tmp_path)
     assert _names(tmp_path) == ["whole.png"]
@@ -113,7 +113,7 @@ def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", [".", "/", ""])
 def test_a_path_without_a_name(path: str) -> None:
-    with pytest.raises(SourceError, match="it names no file"), replacing(path):
+    with pytest.raises(SourceError, match="it names no file"), atomic_write(path):
         raise AssertionError("the block runs")
 
 

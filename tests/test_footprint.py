@@ -17,7 +17,7 @@ import sft
 from examples.models import darknet19, freeze_norm, resnet18, unet
 from sft.analysis.footprint import Footprint, ValueFootprint, run_footprint
 from sft.plan.build import build_region
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 from sft.walk.segments import TiledSegment
 
@@ -35,18 +35,18 @@ _MODES = [(name, training) for name in _MODELS for training in (True, False)]
 
 
 @cache
-def _problem(name: str, training: bool) -> Problem:
+def _problem(name: str, training: bool) -> PlanningProblem:
     if not training:
         return replace(_problem(name, True), requires_grad=frozenset())
     return problem_of(_MODELS[name](), (1, 3, 1024, 128), training=True)
 
 
-def _footprint(problem: Problem) -> Footprint:
+def _footprint(problem: PlanningProblem) -> Footprint:
     run, phases = problem.phases.phases[0].streamed, problem.phases
     return run_footprint(problem.graph, run, phases.rows, phases.streamed, problem.shapes, problem.requires_grad, 1)
 
 
-def _segment(problem: Problem, strip_rows: int) -> TiledSegment:
+def _segment(problem: PlanningProblem, strip_rows: int) -> TiledSegment:
     choice = SegmentChoice(nodes=problem.phases.phases[0].streamed, mode="tiled", strip_rows=strip_rows, batch_tile=1)
     segment = build_region(problem, (choice,)).segments[0]
     assert isinstance(segment, TiledSegment)

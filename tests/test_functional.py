@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from sft.analysis.casts import Casts
-from sft.analysis.exported import graph_of
-from sft.analysis.functional import FunctionalProgram, functional, rewritten
+from sft.analysis.casts import AutocastPolicy
+from sft.analysis.exported import build_graph
+from sft.analysis.functional import FunctionalProgram, functionalize, functionalize_by_rewriting
 from sft.analysis.graph import Graph, map_refs
 
 from .helpers.exactness import assert_exact
@@ -160,8 +160,8 @@ def _exported(model: nn.Module, shape: tuple[int, ...], *, symbolic: bool = Fals
 
 def _decomposed(exported: ExportedProgram) -> FunctionalProgram:
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.analysis.functional.rewritten", lambda *_: None)
-        return functional(exported)
+        patches.setattr("sft.analysis.functional.functionalize_by_rewriting", lambda *_: None)
+        return functionalize(exported)
 
 
 def _renamed(graph: Graph) -> Graph:
@@ -185,9 +185,9 @@ def _renamed(graph: Graph) -> Graph:
 def test_the_graph_is_that_of_the_long_way(name: str, training: bool) -> None:
     model, shape = _SIMPLE[name]
     exported = _exported(_Wrapped(model).train(training), shape)
-    direct = rewritten(exported)
+    direct = functionalize_by_rewriting(exported)
     assert direct is not None, "this network went the long way"
-    assert _renamed(graph_of(direct)) == _renamed(graph_of(_decomposed(exported)))
+    assert _renamed(build_graph(direct)) == _renamed(build_graph(_decomposed(exported)))
 
 
 def _attention(x: Tensor, conv: nn.Module) -> Tensor:
@@ -233,10 +233,10 @@ def test_the_casts_of_autocast_are_those_of_the_long_way(name: str, dtype: torch
     model, shape = _CAST[name]
     with torch.autocast("cpu", dtype, cache_enabled=False):
         exported = _exported(_Wrapped(model).train(), shape)
-        direct = rewritten(exported, Casts("cpu"))
-        long_way = graph_of(_decomposed(exported))
+        direct = functionalize_by_rewriting(exported, AutocastPolicy("cpu"))
+        long_way = build_graph(_decomposed(exported))
     assert direct is not None, "this network went the long way"
-    found = graph_of(direct)
+    found = build_graph(direct)
     assert any(node.target == "aten._to_copy.default" for node in found.operators)
     assert _renamed(found) == _renamed(long_way)
 
@@ -255,35 +255,35 @@ class _Wrapped(nn.Module):
 def test_sizes_may_be_symbols() -> None:
     model, shape = _SIMPLE["resnet"]
     exported = _exported(_Wrapped(model).eval(), shape, symbolic=True)
-    direct = rewritten(exported)
+    direct = functionalize_by_rewriting(exported)
     assert direct is not None
-    found = graph_of(direct)
+    found = build_graph(direct)
     assert any(not isinstance(size, int) for node in found.nodes for size in node.shape)
-    assert _renamed(found) == _renamed(graph_of(_decomposed(exported)))
+    assert _renamed(found) == _renamed(build_graph(_decomposed(exported)))
 
 
 @pytest.mark.parametrize("function", _OVERLAPPING)
 def test_overlapping_names_go_the_long_way(function: Callable[[Tensor], Tensor]) -> None:
     model = _Calls(function)
-    assert rewritten(_exported(model, (1, 3, 6, 7))) is None
+    assert functionalize_by_rewriting(_exported(model, (1, 3, 6, 7))) is None
     assert_exact(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), model), torch.rand(1, 3, 10, 9))
 
 
 def test_the_type_of_another_value_is_a_cast() -> None:
-    direct = rewritten(_exported(_Calls(lambda x: x.half().type_as(x)), (1, 3, 6, 7)))
+    direct = functionalize_by_rewriting(_exported(_Calls(lambda x: x.half().type_as(x)), (1, 3, 6, 7)))
     assert direct is not None
-    assert [node.target for node in graph_of(direct).operators] == ["aten._to_copy.default"] * 2
+    assert [node.target for node in build_graph(direct).operators] == ["aten._to_copy.default"] * 2
 
 
 def test_a_written_input_goes_the_long_way() -> None:
-    assert rewritten(_exported(_Calls(lambda x: x.mul_(2)), (1, 3, 6, 7))) is None
+    assert functionalize_by_rewriting(_exported(_Calls(lambda x: x.mul_(2)), (1, 3, 6, 7))) is None
 
 
 def test_a_write_in_another_type_goes_the_long_way() -> None:
     """In place the result keeps the type of what is written."""
     exported = _exported(_Calls(lambda x: x.half().add_(x)), (1, 3, 6, 7))
-    assert rewritten(exported) is None
-    assert graph_of(functional(exported)).nodes[-1].dtype == "float16"
+    assert functionalize_by_rewriting(exported) is None
+    assert build_graph(functionalize(exported)).nodes[-1].dtype == "float16"
 
 
 def test_an_inner_graph_goes_the_long_way() -> None:
@@ -291,4 +291,4 @@ def test_an_inner_graph_goes_the_long_way() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             return F.conv2d(x, x)
 
-    assert rewritten(_exported(_Calls(region), (1, 3, 6, 7))) is None
+    assert functionalize_by_rewriting(_exported(_Calls(region), (1, 3, 6, 7))) is None

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sft
-from sft.execute.graphs import repeated_programs
-from sft.execute.signature import signature
-from sft.lower.gather import Gather
+from sft.execute.graphs import recordable_programs
+from sft.execute.signature import program_hash
+from sft.lower.gather import RowGather
 from tests.helpers.models import seeded
 
 
@@ -20,7 +20,7 @@ from tests.helpers.models import seeded
     is_last=st.booleans(),
 )
 def test_runs_are_the_index(index: list[int], dim: int, channels: int, is_last: bool) -> None:
-    gather = Gather.of(index)
+    gather = RowGather.of(index)
     assert [run.first + run.step * at for run in gather.runs for at in range(run.count)] == index
     assert gather.takes_all_of(6) == (index == list(range(6)))
     value = torch.randn(2, channels, 6, 6, dtype=torch.float64)
@@ -41,9 +41,9 @@ def test_programs_with_paddings_have_a_name_and_upload_nothing() -> None:
     net = sft.compile(model, (1, 3, 64, 24), budget="1GiB", options=sft.Options(tile=(4, None)))
     net(torch.randn(1, 3, 64, 24, dtype=torch.float64)).sum().backward()
     (ready,) = net._sft_engine.preparation.ready.values()
-    programs = repeated_programs(ready.region, training=True)
-    assert programs and all(signature(program) for program in programs)
-    gathers = [each.function for program in programs for each in program.instructions if isinstance(_owner(each.function), Gather)]
+    programs = recordable_programs(ready.region, training=True)
+    assert programs and all(program_hash(program) for program in programs)
+    gathers = [each.function for program in programs for each in program.instructions if isinstance(_owner(each.function), RowGather)]
     assert gathers
 
 

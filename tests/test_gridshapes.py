@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import sft
 from sft.analysis.capture import Capture, capture
-from sft.analysis.gridshapes import grid_samples_by_shape
+from sft.analysis.gridshapes import use_grid_sample_meta
 from sft.errors import InputError
 
 from .helpers.captured import numbered
@@ -56,7 +56,7 @@ def test_the_graph_is_that_of_the_formula(monkeypatch: pytest.MonkeyPatch) -> No
     model = _Warped()
     found = _captured(model)
     monkeypatch.setattr(importlib.import_module("sft.analysis.exporting"), "grid_samples_by_shape", contextlib.nullcontext)
-    monkeypatch.setattr(importlib.import_module("sft.analysis.functional"), "rewritten", lambda *arguments: None)
+    monkeypatch.setattr(importlib.import_module("sft.analysis.functional"), "functionalize_by_rewriting", lambda *arguments: None)
     assert numbered(found.graph) == numbered(_captured(model).graph)
     assert [node.target for node in found.graph.operators].count("aten.grid_sampler.default") == 3
 
@@ -67,7 +67,9 @@ def test_the_formula_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     formula.__signature__ = inspect.signature(decompositions._grid_sampler_2d)  # type: ignore[attr-defined]
     monkeypatch.setattr(decompositions, "_grid_sampler_2d", formula)
-    monkeypatch.setattr(importlib.import_module("sft.analysis.functional"), "_decomposed", formula)  # nor does it go the long way
+    monkeypatch.setattr(
+        importlib.import_module("sft.analysis.functional"), "_functionalize_by_decomposition", formula
+    )  # nor does it go the long way
     assert _captured(_Warped()).graph.operators
 
 
@@ -76,7 +78,7 @@ def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(decompositions, "_grid_sampler_2d", formula)
-    with grid_samples_by_shape():
+    with use_grid_sample_meta():
         assert getattr(decompositions, "_grid_sampler_2d") is formula  # noqa: B009 (mypy believes its declared type)
 
 

@@ -7,7 +7,7 @@ import torch
 
 import sft
 from sft.execute import heap
-from sft.execute.heap import TRIM_AFTER_BYTES, Heap
+from sft.execute.heap import TRIM_AFTER_BYTES, HeapTrimmer
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def trims(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_trims_each_time_that_enough_was_freed(trims: list[int]) -> None:
-    counter = Heap()
+    counter = HeapTrimmer()
     for _ in range(7):
         counter.note(TRIM_AFTER_BYTES // 3 + 1)
     assert len(trims) == 2
@@ -35,8 +35,8 @@ def test_a_walk_reports_its_programs(trims: list[int], monkeypatch: pytest.Monke
 
 def test_works_without_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "_system_trim", lambda: None)
-    Heap().note(TRIM_AFTER_BYTES)
+    HeapTrimmer().note(TRIM_AFTER_BYTES)
 
 
 def test_the_systems_own_call_runs() -> None:
-    Heap().note(TRIM_AFTER_BYTES)
+    HeapTrimmer().note(TRIM_AFTER_BYTES)

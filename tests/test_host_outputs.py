@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import sft
-from sft.execute.host import HostOutput, ram_output
+from sft.execute.host import HostOutput, allocate_host_output
 
 from .helpers.captured import remembered_captures
 from .helpers.exactness import gradient_errors, relative_error
@@ -35,13 +35,13 @@ def poisoned_hosts() -> Iterator[None]:
     """An element that no strip writes can not look right by luck."""
 
     def make(*arguments: Any, is_dry: bool, **keywords: Any) -> HostOutput:
-        found = ram_output(*arguments, is_dry=is_dry, **keywords)
+        found = allocate_host_output(*arguments, is_dry=is_dry, **keywords)
         if found.tensor.is_floating_point() and not is_dry:
             found.tensor.fill_(float("nan"))
         return found
 
     with pytest.MonkeyPatch.context() as patches, remembered_captures():
-        patches.setattr("sft.outputs.ram_output", make)
+        patches.setattr("sft.outputs.allocate_host_output", make)
         yield
 
 

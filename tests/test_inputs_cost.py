@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import sft
 from sft.analysis.interval import Interval
-from sft.plan.problem import Problem
-from sft.plan.project import Projection, project
+from sft.plan.problem import PlanningProblem
+from sft.plan.project import Projection, project_step
 from sft.sources import ArraySource, StripReader
 from sft.sources.readahead import reader_bytes
 from sft.walk.region import Region
@@ -112,13 +112,13 @@ def test_the_closed_form_equals_the_phantom_walk(
     """On the host, where the reader's buffers count, and on a device, where copies of strips do."""
     seen = []
 
-    def both(problem: Problem, region: Region, **keywords: Any) -> Projection:
+    def both(problem: PlanningProblem, region: Region, **keywords: Any) -> Projection:
         for on_host in (True, False):
             asked = replace(problem, on_host=on_host)
-            summed, walked = project(asked, region), project(asked, region, exactly=True)
+            summed, walked = project_step(asked, region), project_step(asked, region, exactly=True)
             assert summed == walked
             seen.append(summed.peak_bytes)
-        return project(problem, region)
+        return project_step(problem, region)
 
     # `sft.plan` is the function; the package of that name is reached by import alone.
     monkeypatch.setattr(import_module("sft.plan.carried"), "project", both)

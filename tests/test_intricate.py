@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import sft
 from sft.analysis.capture import capture
-from sft.analysis.intricate import IntricateSizesError, intricate_sizes_refused
+from sft.analysis.intricate import SymbolicSizeTooComplexError, limit_symbolic_complexity
 
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
@@ -86,10 +86,10 @@ def test_the_limit_is_on_the_length_of_a_size() -> None:
         dynamic = {2: torch.export.Dim.AUTO, 3: torch.export.Dim.AUTO}
         return torch.export.export(Asked(length), (torch.zeros(1, 3, 80, 40),), dynamic_shapes=(dynamic,), strict=False)
 
-    with intricate_sizes_refused():
+    with limit_symbolic_complexity():
         exported(5)
         with pytest.raises(Exception, match="more than 100 operations") as refused:
             exported(60)
     causes = [refused.value, refused.value.__cause__, refused.value.__context__]
-    assert any(isinstance(cause, IntricateSizesError) for cause in causes)
+    assert any(isinstance(cause, SymbolicSizeTooComplexError) for cause in causes)
     exported(60)

@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft import InputError
-from sft.kernels.geometry import Axis, Geometry, Span, Window, check_buffer
+from sft.kernels.geometry import TileAxis, Geometry, Span, KernelWindow, check_buffer
 
-_windows = st.builds(Window, kernel=st.integers(1, 4), stride=st.integers(1, 3), dilation=st.integers(1, 3), padding=st.integers(0, 4))
+_windows = st.builds(
+    KernelWindow, kernel=st.integers(1, 4), stride=st.integers(1, 3), dilation=st.integers(1, 3), padding=st.integers(0, 4)
+)
 _spans = st.builds(Span, start=st.integers(-6, 20), size=st.integers(0, 12), extent=st.integers(0, 16))
 
 
-def _reads(window: Window, output: int) -> list[int]:
+def _reads(window: KernelWindow, output: int) -> list[int]:
     return [output * window.stride - window.padding + window.dilation * tap for tap in range(window.kernel)]
 
 
@@ -25,7 +27,7 @@ def test_data_is_what_lies_in_the_image(span: Span) -> None:
 
 
 @given(_windows, st.integers(-5, 10), st.integers(0, 6))
-def test_reads_and_writes_are_the_tightest_ranges(window: Window, start: int, size: int) -> None:
+def test_reads_and_writes_are_the_tightest_ranges(window: KernelWindow, start: int, size: int) -> None:
     rows = [row for output in range(start, start + size) for row in _reads(window, output)]
     first, last = window.reads(start, start + size)
     assert last - first == 0 if not rows else (first, last) == (min(rows), max(rows) + 1)
@@ -36,9 +38,9 @@ def test_reads_and_writes_are_the_tightest_ranges(window: Window, start: int, si
 
 
 @given(_windows, _spans, _spans)
-def test_missing_rows(window: Window, input: Span, output: Span) -> None:
+def test_missing_rows(window: KernelWindow, input: Span, output: Span) -> None:
     """Nothing is missing exactly if the range of all rows that are read, cut to the image, is in the buffer."""
-    axis = Axis(input=input, output=output, window=window)
+    axis = TileAxis(input=input, output=output, window=window)
     reads = [row for o in range(output.start, output.stop) if 0 <= o < output.extent for row in _reads(window, o)]
     needed = [row for row in range(min(reads, default=0), max(reads, default=-1) + 1) if 0 <= row < input.extent]
     assert (axis.missing_input() is None) == all(input.start <= row < input.stop for row in needed)
@@ -48,7 +50,7 @@ def test_missing_rows(window: Window, input: Span, output: Span) -> None:
 
 
 @given(_windows, st.integers(1, 16), st.data())
-def test_a_whole_image_lacks_nothing(window: Window, extent: int, data: st.DataObject) -> None:
+def test_a_whole_image_lacks_nothing(window: KernelWindow, extent: int, data: st.DataObject) -> None:
     geometry = Geometry.whole((extent, extent), window, window)
     geometry.check_forward()
     geometry.check_adjoint()
@@ -56,12 +58,12 @@ def test_a_whole_image_lacks_nothing(window: Window, extent: int, data: st.DataO
 
 
 def test_a_missing_halo_is_an_error_that_names_the_rows() -> None:
-    window = Window(kernel=3, padding=1)
-    width = Axis(input=Span.whole(9), output=Span.whole(9), window=window)
+    window = KernelWindow(kernel=3, padding=1)
+    width = TileAxis(input=Span.whole(9), output=Span.whole(9), window=window)
 
     def geometry(start: int, size: int, output: tuple[int, int]) -> Geometry:
         span = Span(start=output[0], size=output[1], extent=20)
-        return Geometry(height=Axis(input=Span(start=start, size=size, extent=20), output=span, window=window), width=width)
+        return Geometry(height=TileAxis(input=Span(start=start, size=size, extent=20), output=span, window=window), width=width)
 
     geometry(0, 5, (0, 4)).check_forward()
     geometry(-1, 6, (0, 4)).check_forward()
@@ -79,7 +81,7 @@ def test_what_makes_no_sense_is_refused() -> None:
     with pytest.raises(InputError, match="size=-1"):
         Span(start=0, size=-1, extent=3)
     with pytest.raises(InputError, match="stride=0"):
-        Window(kernel=1, stride=0)
+        KernelWindow(kernel=1, stride=0)
     problems: list[str] = []
     x = torch.zeros(2, 3, 4, 5)
     check_buffer("x", x.to(memory_format=torch.channels_last)[:, :, 1:3], 2, 3, (2, 5), problems)

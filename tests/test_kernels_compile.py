@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from sft.backends.choice import Numbers, ShapeClass, variants_of
-from sft.kernels.geometry import Geometry, Window
+from sft.backends.choice import NumberFormat, ShapeClass, launch_variants
+from sft.kernels.geometry import Geometry, KernelWindow
 
 from .helpers.triton_gates import Gate, check_gates, is_swept, meta_image
 from .helpers.triton_process import needs_triton
@@ -20,7 +20,7 @@ _HALF, _SINGLE = torch.bfloat16, torch.float32
 
 
 def _conv(num_in: int, num_out: int, dtype: torch.dtype, *, groups: int = 1, stride: int = 1) -> dict[str, Any]:
-    window = Window(kernel=3, stride=stride, padding=1)
+    window = KernelWindow(kernel=3, stride=stride, padding=1)
     geometry = Geometry.whole((_ROWS, _COLUMNS), window, window)
     weight = torch.empty(num_out, 3, 3, num_in // groups, dtype=dtype, device="meta").permute(0, 3, 1, 2)
     return {"geometry": geometry, "weight": weight, "x": meta_image(num_in, dtype), "y": meta_image(num_out, dtype, geometry.output_size)}
@@ -100,7 +100,7 @@ def _variants(numbers: str, dtype: torch.dtype) -> list[Gate]:
     their own."""
     parts, matrix, gates = _conv(128, 128, dtype), numbers != "ieee", []
     pooled, taps = meta_image(128, dtype, (_ROWS // 2, _COLUMNS // 2)), meta_image(32, torch.uint8, (_ROWS // 2, _COLUMNS // 2))
-    name: Numbers = "bfloat16" if numbers == "bf16" else "tf32" if numbers == "tf32" else "float32"
+    name: NumberFormat = "bfloat16" if numbers == "bf16" else "tf32" if numbers == "tf32" else "float32"
     forward, adjoint, weight = _forward(numbers, parts), _adjoint(numbers, parts), _weight(numbers, parts)
     launches: list[tuple[str, str, str, dict[str, Any]]] = [
         ("conv2d", "conv2d_triton", "launch_conv2d", forward),
@@ -119,13 +119,13 @@ def _variants(numbers: str, dtype: torch.dtype) -> list[Gate]:
         wanted = ShapeClass(
             operator=operator, numbers=name, channels=(128, 128), kernel=(3, 3), stride=(1, 1), dilation=(1, 1), pixels=_ROWS * _COLUMNS
         )
-        for variant in variants_of(wanted):
+        for variant in launch_variants(wanted):
             gates.append(Gate(module=module, launch=launch, arguments=arguments | {"variant": variant}, only=(80, 90), matrix=matrix))
     return gates
 
 
 def _pools(kernel: int) -> list[Gate]:
-    window = Window(kernel=kernel, stride=2, padding=kernel // 3)
+    window = KernelWindow(kernel=kernel, stride=2, padding=kernel // 3)
     geometry = Geometry.whole((_ROWS, _COLUMNS), window, window)
     x, y = meta_image(64, _HALF), meta_image(64, _HALF, geometry.output_size)
     taps = meta_image(16 if kernel == 2 else 64, torch.uint8, geometry.output_size)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sft import InputError
-from sft.kernels.blocks import Blocks
-from sft.kernels.conv2d import Slots, conv2d
+from sft.kernels.blocks import BlockSizes
+from sft.kernels.conv2d import GradientSlots, conv2d
 from sft.kernels.conv2d_pool import (
     conv2d_max_pool,
     conv2d_max_pool_data_gradient,
@@ -21,20 +21,20 @@ from sft.kernels.conv2d_pool import (
     conv2d_max_pool_with_taps,
     pooled_size,
 )
-from sft.kernels.geometry import Geometry, Window
-from sft.kernels.stem import Levels, stem_conv2d
+from sft.kernels.geometry import Geometry, KernelWindow
+from sft.kernels.stem import PixelLevels, stem_conv2d
 
 from .helpers.buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
 from .helpers.triton_gates import Gate, check_gates, in_fp32, meta_image
 from .helpers.triton_process import interpret, needs_triton
 
 _EXTENTS = (10, 9)
-_WINDOW = Window(kernel=3, padding=1)
+_WINDOW = KernelWindow(kernel=3, padding=1)
 _WINDOWS = (_WINDOW, _WINDOW)
 _SIZE = (5, 4)  # of the maxima
 #: rows and columns of the convolution's output: whole maxima, and the last odd column, which has none
 _TILES = [(range(4), range(9)), (range(4, 10), range(2)), (range(4, 10), range(2, 9))]
-_BYTE_LEVELS = Levels.of([0.4, 0.5, 0.6], [0.2, 0.25, 0.3])
+_BYTE_LEVELS = PixelLevels.of([0.4, 0.5, 0.6], [0.2, 0.25, 0.3])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +121,7 @@ def test_tiles_of_maxima_are_the_whole() -> None:
     problem = _problem(torch.float64)
     parts = problem.parts
     maxima, taps = conv2d_max_pool_with_taps(_last(parts["x"]), parts["weight"], _whole(), bias=parts["bias"])
-    slots = Slots.zeros(parts["weight"], bias=True, num_splits=2)
+    slots = GradientSlots.zeros(parts["weight"], bias=True, num_splits=2)
     for tile in _TILES:
         geometry = tile_geometry(_EXTENTS, _WINDOWS, tile)
         x = fill_buffer(parts["x"], (geometry.height.input, geometry.width.input), torch.float64)
@@ -173,7 +173,7 @@ def test_what_does_not_fit_is_refused() -> None:
         conv2d_max_pool_data_gradient(gradient, gradient[:, :1], torch.zeros(4, 3, 3, 3), _whole())
 
 
-_BLOCKS = {"blocks": Blocks(pixels=64, channels=16, inner=16), "groups": 1, "precision": "ieee"}
+_BLOCKS = {"blocks": BlockSizes(pixels=64, channels=16, inner=16), "groups": 1, "precision": "ieee"}
 
 
 def _job(module: str, launch: str, arguments: dict[str, Any], results: list[str]) -> dict[str, Any]:
@@ -216,7 +216,7 @@ def test_interpreted_maxima(dtype: torch.dtype, tmp_path: Path) -> None:
     backward = {"gradient": _last(parts["dy"], dtype), "output": maxima, "taps": taps, "geometry": _whole()}
     dx = empty_buffer(2, 5, _EXTENTS, dtype)
     jobs.append(_job("conv2d_data_gradient_triton", "launch_data_gradient", backward | {"weight": weight, "out": dx, **_BLOCKS}, ["out"]))
-    slots = Slots.zeros(parts["weight"].float(), bias=True, num_splits=2)
+    slots = GradientSlots.zeros(parts["weight"].float(), bias=True, num_splits=2)
     arguments = backward | {"x": _last(parts["x"], dtype), "weights": slots.weights, "biases": slots.biases}
     options = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
     jobs.append(_job("conv2d_weight_gradient_triton", "launch_weight_gradient", arguments | options, ["weights", "biases"]))
@@ -259,7 +259,7 @@ def test_interpreted_stem(tmp_path: Path) -> None:
             arguments |= {"weight": _last(parts["weight"], dtype), "bias": parts["bias"].to(dtype), "residual": None, "relu": False}
             arguments |= {"scale": None, "levels": levels, "out": empty_buffer(2, 6, geometry.output_size, dtype), **_BLOCKS}
             jobs.append(_job("conv2d_triton", "launch_conv2d", arguments, ["out"]))
-        slots = Slots.zeros(parts["weight"].float(), bias=True, num_splits=2)
+        slots = GradientSlots.zeros(parts["weight"].float(), bias=True, num_splits=2)
         geometry = tile_geometry(_EXTENTS, _WINDOWS, whole[0])
         dy = torch.randn(2, 6, *_EXTENTS, generator=torch.Generator().manual_seed(9)).to(dtype)
         arguments = {
@@ -300,7 +300,7 @@ def test_interpreted_with_an_old_assembler(tmp_path: Path) -> None:
     summed = {"groups": 1, "precision": "ieee", "block": (64, 16, 16)}
 
     def jobs() -> list[dict[str, Any]]:
-        slots, few = (Slots.zeros(given["weight"].float(), bias=True, num_splits=2) for given in (parts, stem))
+        slots, few = (GradientSlots.zeros(given["weight"].float(), bias=True, num_splits=2) for given in (parts, stem))
         dx, y = empty_buffer(2, 5, _EXTENTS, dtype), empty_buffer(2, 6, _EXTENTS, dtype)
         forward = {"weight": _last(stem["weight"], dtype), "bias": None, "residual": None, "relu": True, "out": y}
         sums, own = ({"weights": one.weights, "biases": one.biases} for one in (slots, few))
@@ -331,7 +331,7 @@ def test_interpreted_with_an_old_assembler(tmp_path: Path) -> None:
 @needs_triton
 @pytest.mark.parametrize("family", ["forward", "backward"])
 def test_compiles_ahead_of_time(family: str, tmp_path: Path) -> None:
-    half, window = torch.bfloat16, Window(kernel=3, padding=1)
+    half, window = torch.bfloat16, KernelWindow(kernel=3, padding=1)
     geometry = Geometry.whole((256, 4096), window, window)
     x, y, pooled, taps = (
         meta_image(c, t, s)
@@ -388,7 +388,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
     for name, result, terms in zip(("dx", "dw", "db"), results, (54, 180, 180), strict=True):
         assert_close(result.cpu(), problem.truth[name], problem.scale[name], terms, (dtype, name))
     image, (kernel, shift) = _bytes(), (_problem(dtype, num_in=3).parts[name] for name in ("weight", "bias"))
-    levels = Levels(gain=_BYTE_LEVELS.gain.cuda(), offset=_BYTE_LEVELS.offset.cuda())
+    levels = PixelLevels(gain=_BYTE_LEVELS.gain.cuda(), offset=_BYTE_LEVELS.offset.cuda())
     given = image.cuda().contiguous(memory_format=torch.channels_last)
     stem = stem_conv2d(given, levels, _last(kernel, dtype).cuda(), _whole(), bias=shift.to(dtype).cuda())
     numbers = _BYTE_LEVELS.numbers(image, dtype).double()

@@ -12,22 +12,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sft.kernels.blocks import Blocks
-from sft.kernels.geometry import Geometry, Window
+from sft.kernels.blocks import BlockSizes
+from sft.kernels.geometry import Geometry, KernelWindow
 
 from .helpers.buffers import assert_close, assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
 from .helpers.triton_gates import Gate, check_gates, meta_image
 from .helpers.triton_process import interpret, needs_triton
 
 _EXTENTS = (9, 11)
-_WINDOWS = (Window(kernel=3, padding=1), Window(kernel=3, padding=1))
+_WINDOWS = (KernelWindow(kernel=3, padding=1), KernelWindow(kernel=3, padding=1))
 _CHANNELS = (18, 5)
 _WHOLE = (range(9), range(11))
 #: first and last strips, one row alone, two panels
 _TILES = [(range(4), range(11)), (range(4, 5), range(11)), (range(5, 9), range(6)), (range(5, 9), range(6, 11))]
 #: whole maxima; the last odd row and column have none
 _POOLED = [(range(9), range(11)), (range(2, 6), range(4)), (range(6, 9), range(4, 11))]
-_BLOCKS = Blocks(pixels=16, channels=16, inner=32, rows=4)
+_BLOCKS = BlockSizes(pixels=16, channels=16, inner=32, rows=4)
 _SAME: dict[str, Any] = {"precision": "ieee", "groups": 1}
 
 
@@ -74,7 +74,7 @@ def _job(launch: str, arguments: dict[str, Any], results: list[str]) -> dict[str
     return {"run": "launch", "module": f"sft.kernels.{module}", "function": launch, "arguments": arguments, "results": results}
 
 
-def _forward(problem: _Problem, tile: tuple[range, range], dtype: torch.dtype, blocks: Blocks) -> dict[str, Any]:
+def _forward(problem: _Problem, tile: tuple[range, range], dtype: torch.dtype, blocks: BlockSizes) -> dict[str, Any]:
     geometry = tile_geometry(_EXTENTS, _WINDOWS, tile)
     spans = (geometry.height, geometry.width)
     x, residual = fill_buffer(problem.x, (spans[0].input, spans[1].input), dtype), problem.residual
@@ -97,7 +97,7 @@ def _forward(problem: _Problem, tile: tuple[range, range], dtype: torch.dtype, b
 def test_interpreted_forward(dtype: torch.dtype, tmp_path: Path) -> None:
     problem, jobs = _problem(dtype), []
     tiles = [_WHOLE, *(_TILES if dtype == torch.float32 else [])]
-    implicit = Blocks(pixels=128, channels=16, inner=32)
+    implicit = BlockSizes(pixels=128, channels=16, inner=32)
     jobs.append(_job("launch_conv2d", _forward(problem, _WHOLE, dtype, implicit), ["out"]))
     jobs += [_job("launch_conv2d", _forward(problem, tile, dtype, _BLOCKS), ["out"]) for tile in tiles]
     (expected,), *results = interpret(jobs, tmp_path)
@@ -119,7 +119,7 @@ def test_interpreted_maxima(tmp_path: Path) -> None:
     problem.x[0, 3, 2, 2] = float("nan")
     problem.x[1, :, 4:7, 5:] = 0.0
     jobs = []
-    for blocks in (Blocks(pixels=128, channels=16, inner=32), _BLOCKS):
+    for blocks in (BlockSizes(pixels=128, channels=16, inner=32), _BLOCKS):
         for tile in _POOLED:
             arguments = _forward(problem, tile, dtype, blocks) | {"residual": None}
             size = tuple(length // 2 for length in arguments["geometry"].output_size)
@@ -138,7 +138,11 @@ def test_interpreted_gradient(dtype: torch.dtype, tmp_path: Path) -> None:
     problem, jobs, num_in = _problem(dtype), [], _CHANNELS[0]
     y = F.conv2d(problem.x, problem.weight, problem.bias, padding=1).to(dtype).relu()
     tiles = [_WHOLE, *(_TILES[1::2] if dtype == torch.float32 else [])]
-    common: dict[str, Any] = {"weight": _last(problem.weight, dtype), "blocks": Blocks(pixels=16, channels=32, inner=16, rows=4), **_SAME}
+    common: dict[str, Any] = {
+        "weight": _last(problem.weight, dtype),
+        "blocks": BlockSizes(pixels=16, channels=32, inner=16, rows=4),
+        **_SAME,
+    }
     for tile in tiles:
         geometry = tile_geometry(_EXTENTS, _WINDOWS, tile, adjoint=True)
         spans = (geometry.height.output, geometry.width.output)
@@ -164,7 +168,7 @@ def test_interpreted_buffers_beyond_the_border(tmp_path: Path) -> None:
     geometry = tile_geometry(_EXTENTS, _WINDOWS, (range(-1, 10), range(-2, 12)), adjoint=True)
     dy = fill_buffer(problem.dy, (geometry.height.output, geometry.width.output), dtype)
     arguments = {"gradient": dy, "output": None, "geometry": geometry, "weight": _last(problem.weight, dtype)}
-    blocks = Blocks(pixels=16, channels=32, inner=16, rows=4)
+    blocks = BlockSizes(pixels=16, channels=32, inner=16, rows=4)
     job = _job("launch_data_gradient", arguments | {"out": empty_buffer(2, 18, (11, 14), dtype), "blocks": blocks, **_SAME}, ["out"])
     ((dx,),) = interpret([job], tmp_path)
     assert_nothing_else_written(dx, "beyond")

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sft import InputError
-from sft.kernels.blocks import Blocks
-from sft.kernels.conv2d import Slots
+from sft.kernels.blocks import BlockSizes
+from sft.kernels.conv2d import GradientSlots
 from sft.kernels.conv3d import conv3d, conv3d_data_gradient, conv3d_weight_gradient
-from sft.kernels.geometry import Axis, Span, Window
+from sft.kernels.geometry import TileAxis, Span, KernelWindow
 from sft.kernels.volume import VolumeGeometry
 
 from .helpers.buffers import assert_close, assert_nothing_else_written
@@ -28,7 +28,7 @@ from .helpers.triton_process import interpret, needs_triton
 class _Layer:
     name: str
     extents: tuple[int, int, int]
-    windows: tuple[Window, Window, Window]
+    windows: tuple[KernelWindow, KernelWindow, KernelWindow]
     channels: tuple[int, int]
     relu: bool
     num_samples: int = 1
@@ -41,8 +41,8 @@ class _Layer:
         return tuple(window.outputs(extent) for window, extent in zip(self.windows, self.extents, strict=True))
 
 
-def _window(kernel: int, stride: int = 1, dilation: int = 1, padding: int = 0) -> Window:
-    return Window(kernel=kernel, stride=stride, dilation=dilation, padding=padding)
+def _window(kernel: int, stride: int = 1, dilation: int = 1, padding: int = 0) -> KernelWindow:
+    return KernelWindow(kernel=kernel, stride=stride, dilation=dilation, padding=padding)
 
 
 _MODULES = {
@@ -121,7 +121,7 @@ def _geometry(layer: _Layer, part: tuple[range, range, range], *, adjoint: bool 
         first, last = max(0, needed[0]) - 1, min(source, needed[1]) + 1
         held = Span(start=first, size=last - first, extent=source)
         result = Span(start=inner.start, size=len(inner), extent=extent if adjoint else length)
-        axes.append(Axis(input=result, output=held, window=window) if adjoint else Axis(input=held, output=result, window=window))
+        axes.append(TileAxis(input=result, output=held, window=window) if adjoint else TileAxis(input=held, output=result, window=window))
     return VolumeGeometry(depth=axes[0], height=axes[1], width=axes[2])
 
 
@@ -190,7 +190,7 @@ def _weight(layer: _Layer, problem: _Problem, part: tuple[range, range, range], 
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_reference_of_tiles_is_the_whole(layer: _Layer) -> None:
     problem, dtype = _problem(layer, torch.float64), torch.float64
-    slots = Slots.zeros(problem.parts["weight"], bias=True, num_splits=2)
+    slots = GradientSlots.zeros(problem.parts["weight"], bias=True, num_splits=2)
     for part in _parts(layer.size, one=False):
         y = conv3d(**_forward(layer, problem, part, dtype), activation="relu" if layer.relu else "none")
         torch.testing.assert_close(y, _cut(problem.truth["y"], part), rtol=1e-12, atol=1e-12)
@@ -223,7 +223,7 @@ def test_autograd(layer: _Layer) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    window = Window(kernel=3, padding=1)
+    window = KernelWindow(kernel=3, padding=1)
     geometry = VolumeGeometry.whole((4, 3, 5), window, window, window)
     x, weight = torch.zeros(1, 2, 4, 3, 5).to(memory_format=torch.channels_last_3d), torch.zeros(4, 2, 3, 3, 3)
     with pytest.raises(InputError, match="channels-last: "):
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match=r"weight has shape \(4, 2, 3, 3\), the window is \(3, 3, 3\)"):
         conv3d(x, weight[:, :, 0], geometry)
     strip = _geometry(_LAYERS[0], (range(2, 4), range(4), range(6)))
-    depth = Axis(input=Span(start=2, size=2, extent=5), output=strip.depth.output, window=window)
+    depth = TileAxis(input=Span(start=2, size=2, extent=5), output=strip.depth.output, window=window)
     short = VolumeGeometry(depth=depth, height=strip.height, width=strip.width)
     with pytest.raises(InputError, match=r"depth: the outputs read input \[1, 5\), the buffer holds \[2, 4\)"):
         conv3d(x, weight, short)
@@ -241,7 +241,7 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("layer", _LAYERS, ids=lambda layer: layer.name)
 def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
     """In tiles and whole in fp32, the first layer whole in half precision; the tiles have the bits of the whole."""
-    blocks: dict[str, Any] = {"precision": "ieee", "blocks": Blocks(pixels=256, channels=32, inner=32)}
+    blocks: dict[str, Any] = {"precision": "ieee", "blocks": BlockSizes(pixels=256, channels=32, inner=32)}
     jobs: list[dict[str, Any]] = []
     checks: list[tuple[torch.dtype, str, _Problem, tuple[range, range, range], bool]] = []
 
@@ -252,7 +252,7 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
     also = [(torch.bfloat16, True), (torch.float16, True)] if layer is _LAYERS[0] else []
     for dtype, one in [(torch.float32, True), (torch.float32, False), *also]:
         problem = _problem(layer, dtype)
-        slots = Slots.zeros(problem.parts["weight"].float(), bias=True, num_splits=2)
+        slots = GradientSlots.zeros(problem.parts["weight"].float(), bias=True, num_splits=2)
         for part in _parts(layer.size, one=one):
             arguments = _forward(layer, problem, part, dtype)
             out = _empty((layer.num_samples, layer.channels[1], *arguments["geometry"].output_size), dtype)
@@ -291,7 +291,7 @@ def test_interpreted_kernels(layer: _Layer, tmp_path: Path) -> None:
 @needs_triton
 def test_compiles_ahead_of_time(tmp_path: Path) -> None:
     half, size = torch.bfloat16, (32, 256, 256)
-    window = Window(kernel=3, padding=1)
+    window = KernelWindow(kernel=3, padding=1)
     geometry = VolumeGeometry.whole(size, window, window, window)
     x, weight = meta_image(64, half, size), torch.empty(64, 3, 3, 3, 64, dtype=half, device="meta").permute(0, 4, 1, 2, 3)
     slots = {"weights": torch.empty(32, 64, 3, 3, 3, 64, device="meta"), "biases": torch.empty(32, 64, device="meta")}

@@ -13,7 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sft import InputError
-from sft.kernels.norm import Moments, NormSums, Statistics, add_moments, add_norm_sums, norm2d, normalize, normalize_gradient
+from sft.kernels.norm import (
+    MomentSlots,
+    NormGradientSlots,
+    NormStatistics,
+    add_moments,
+    add_norm_sums,
+    norm2d,
+    normalize,
+    normalize_gradient,
+)
 
 from .helpers.buffers import assert_nothing_else_written, empty_buffer
 from .helpers.triton_gates import Gate, check_gates, meta_image
@@ -83,8 +92,8 @@ def _strips(image: Tensor) -> list[Tensor]:
     return [image[:, :, : height // 3], image[:, :, height // 3 : height // 3 + 1], image[:, :, height // 3 + 1 :]]
 
 
-def _statistics(norm: _Norm, x: Tensor) -> Statistics:
-    moments = Moments.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=2)
+def _statistics(norm: _Norm, x: Tensor) -> NormStatistics:
+    moments = MomentSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=2)
     for strip in _strips(x):
         add_moments(_last(strip), into=moments)
     return moments.total(norm.num_groups)
@@ -100,7 +109,7 @@ def test_strips_are_the_whole(norm: _Norm) -> None:
     x = parts["x"].view(norm.shape[0], norm.num_groups, -1) if norm.num_groups else parts["x"].transpose(0, 1).flatten(1)[None]
     torch.testing.assert_close(statistics.unbiased, x.var(2), rtol=1e-12, atol=0)
     mean, rstd = statistics.mean, statistics.rstd(_EPS, torch.float64)
-    sums = NormSums.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=2)
+    sums = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=2)
     outputs = []
     for x, g, r in zip(_strips(parts["x"]), _strips(dy), _strips(parts.get("residual", dy)), strict=True):
         residual = _last(r) if norm.residual else None
@@ -135,7 +144,7 @@ def test_autograd(norm: _Norm) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     x, mean = torch.zeros(2, 4, 5, 3).to(memory_format=torch.channels_last), torch.zeros(1, 4)
     with pytest.raises(InputError, match=r"slots are for 1 samples of 5 channels, x has \(2, 4\)"):
-        add_moments(x, into=Moments.zeros(5, device="cpu"))
+        add_moments(x, into=MomentSlots.zeros(5, device="cpu"))
     with pytest.raises(InputError, match=r"4 channels do not make 3 groups"):
         norm2d(x, num_groups=3)
     with pytest.raises(InputError, match=r"mean has shape \(4,\), x has \(2, 4\)"):
@@ -145,7 +154,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match=r"gradient is torch.bfloat16, x is torch.float32"):
         normalize_gradient(x.bfloat16(), x, mean, mean)
     with pytest.raises(InputError, match="of each sample and the statistics of all together"):
-        add_norm_sums(x, x, mean, mean, into=NormSums.zeros(4, device="cpu", num_samples=2))
+        add_norm_sums(x, x, mean, mean, into=NormGradientSlots.zeros(4, device="cpu", num_samples=2))
 
 
 def _surrounded(image: Tensor, dtype: torch.dtype) -> Tensor:
@@ -171,10 +180,10 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
         statistics = _statistics(norm, parts["x"])
         mean, rstd = statistics.mean.float(), statistics.rstd(_EPS)
         vectors: dict[str, Tensor | None] = {name: parts[name].to(dtype) if norm.affine else None for name in ("weight", "bias")}
-        moments = Moments.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=3)
-        sums = NormSums.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=3)
-        exact = NormSums.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=1)
-        scale = NormSums.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=1)
+        moments = MomentSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=3)
+        sums = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=3)
+        exact = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=1)
+        scale = NormGradientSlots.zeros(norm.shape[1], device="cpu", num_samples=norm.num_samples, num_splits=1)
         strips = [_strips(image) for image in (parts["x"], dy, parts.get("residual", dy))]
         for index, (x, g, r) in enumerate(zip(*strips, strict=True)):
             x, g, r = (_surrounded(image, dtype) for image in (x, g, r))
@@ -208,7 +217,7 @@ def test_interpreted_kernels(tmp_path: Path) -> None:
             else:  # the interpreter truncates to bfloat16
                 torch.testing.assert_close(results[0].float(), truth.float(), rtol=2.0**-7, atol=2.0**-14, msg=str(context))
         elif kind == "moments" and truth is not None:
-            statistics = Moments(counts=results[0], means=results[1], squares=results[2]).total(norm.num_groups)
+            statistics = MomentSlots(counts=results[0], means=results[1], squares=results[2]).total(norm.num_groups)
             assert torch.equal(statistics.counts, truth[1].counts), context
             torch.testing.assert_close(statistics.mean, truth[1].mean, rtol=0, atol=1e-6, msg=str(context))  # of a deviation of one
             torch.testing.assert_close(statistics.variance, truth[1].variance, rtol=2e-6, atol=0, msg=str(context))

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import sft
 from sft.analysis.axes import Axes
-from sft.analysis.layout import Layout, merged, reshaped
-from sft.lower.functions.layouts import rearrange, restored
+from sft.analysis.layout import DimLayout, merge_channels, reshape_layout
+from sft.lower.functions.layouts import rearrange, restore_dims
 
 from .helpers.exactness import assert_exact
 
@@ -49,27 +49,27 @@ def test_what_is_followed_is_what_a_tensor_does(data: st.DataObject) -> None:
         *data.draw(st.tuples(st.integers(2, 5), st.integers(2, 5))),
     )
     image = torch.arange(math.prod(shape)).view(shape)
-    value, layout = image, Layout.plain(4)
+    value, layout = image, DimLayout.plain(4)
     for _ in range(data.draw(st.integers(1, 4))):
         if data.draw(st.booleans()):
             order = data.draw(st.permutations(range(value.dim())))
             value, layout = value.permute(order), layout.permuted(order)
         else:
             wanted = data.draw(_reshapes(tuple(value.shape)))
-            found = reshaped(layout, image.shape, wanted, _AXES)
+            found = reshape_layout(layout, image.shape, wanted, _AXES)
             if found is None:
                 continue  # the image's axes, or its batch, would be split: not followed
             value, layout = value.reshape(wanted), found.layout
             if found.rearrangement is not None:
                 change = found.rearrangement
                 image = rearrange(image, change.split, change.order, change.shape, 2)
-        whole = merged(layout, image.shape, _AXES)
+        whole = merge_channels(layout, image.shape, _AXES)
         if whole is not None and whole.rearrangement is not None:
             change = whole.rearrangement
             image, layout = rearrange(image, change.split, change.order, change.shape, 2), whole.layout
         order = [dim for group in layout.groups for dim in group]
         order += [dim for dim in range(image.dim()) if dim not in order]
-        assert torch.equal(restored(image, order, value.shape), value), f"{layout} of {tuple(image.shape)}"
+        assert torch.equal(restore_dims(image, order, value.shape), value), f"{layout} of {tuple(image.shape)}"
         assert layout.shape(image.shape) == tuple(value.shape)
 
 

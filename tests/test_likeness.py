@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sft
-from sft.analysis.passes import in_terms_of_the_table
-from sft.plan.likeness import run_likeness
-from sft.plan.problem import Problem
-from sft.plan.shared import Shared
-from sft.plan.survey import Survey
+from sft.analysis.passes import run_passes
+from sft.plan.likeness import structural_run_key
+from sft.plan.problem import PlanningProblem
+from sft.plan.shared import WeightedLRU
+from sft.plan.survey import CandidateGrid
 
 from .helpers.dag_nets import Dag, DagNet
 from .helpers.dags import dags
@@ -32,13 +32,13 @@ def _block(channels: int = 4, **options: Any) -> nn.Module:
     return nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1, **options), nn.BatchNorm2d(channels), nn.ReLU())
 
 
-def _problem(*blocks: nn.Module) -> Problem:
+def _problem(*blocks: nn.Module) -> PlanningProblem:
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 1), *blocks)).float()
-    return problem_of(model, (1, 3, 64, 48), training=True, passes=in_terms_of_the_table)
+    return problem_of(model, (1, 3, 64, 48), training=True, passes=run_passes)
 
 
-def _likenesses(problem: Problem) -> list[Any]:
-    return [run_likeness(problem, phase.streamed, any_size=False) for phase in problem.phases.phases if phase.streamed]
+def _likenesses(problem: PlanningProblem) -> list[Any]:
+    return [structural_run_key(problem, phase.streamed, any_size=False) for phase in problem.phases.phases if phase.streamed]
 
 
 def test_equal_blocks_are_alike() -> None:
@@ -73,10 +73,11 @@ def test_what_needs_a_gradient_counts() -> None:
 
 def test_other_sizes_are_alike_where_that_is_asked() -> None:
     model = seeded(lambda: chain(nn.Conv2d(3, 4, 1), _block(), _block())).float()
-    problems = [problem_of(model, (1, 3, height, 48), training=True, passes=in_terms_of_the_table) for height in (64, 80)]
+    problems = [problem_of(model, (1, 3, height, 48), training=True, passes=run_passes) for height in (64, 80)]
     names = [next(phase.streamed for phase in problem.phases.phases if phase.streamed) for problem in problems]
     at_any, at_own = (
-        {run_likeness(problem, run, any_size=any_size) for problem, run in zip(problems, names, strict=True)} for any_size in (True, False)
+        {structural_run_key(problem, run, any_size=any_size) for problem, run in zip(problems, names, strict=True)}
+        for any_size in (True, False)
     )
     assert (len(at_any), len(at_own)) == (1, 2)
 
@@ -95,7 +96,7 @@ def test_equal_blocks_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def count(depth: int) -> int:
         nonlocal lowered
         problem, lowered = _problem(*[_block() for _ in range(depth)]), 0
-        Survey(problem, sft.Options(), "cpu")
+        CandidateGrid(problem, sft.Options(), "cpu")
         return lowered
 
     few, many = count(4), count(9)
@@ -108,11 +109,11 @@ def test_equal_blocks_are_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_any_survey_is_as_if_all_runs_differed(dag: Dag, num_panels: int, on_host: bool) -> None:
     shape = tuple(dag.image().shape)
     assert len(shape) == 4
-    problem = problem_of(DagNet(dag).float(), shape, training=True, passes=in_terms_of_the_table)
+    problem = problem_of(DagNet(dag).float(), shape, training=True, passes=run_passes)
     problem = replace(problem, outputs_on_host=on_host)
-    own = Survey(replace(problem, shared=Shared()), sft.Options(), "cpu", num_panels)
+    own = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), "cpu", num_panels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_sampling, "run_likeness", lambda problem, names, any_size: names)
-        each = Survey(replace(problem, shared=Shared()), sft.Options(), "cpu", num_panels)
+        each = CandidateGrid(replace(problem, shared=WeightedLRU()), sft.Options(), "cpu", num_panels)
     np.testing.assert_array_equal(own.peak_bytes, each.peak_bytes)
     np.testing.assert_array_equal(own.cost, each.cost)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._decomp import decompositions
 
 from sft.analysis.capture import Capture, capture
-from sft.analysis.normshapes import norms_by_shape
+from sft.analysis.normshapes import use_batch_norm_meta
 from sft.errors import InputError
 from tests.helpers.captured import numbered
 
@@ -51,7 +51,7 @@ def test_the_graph_is_that_of_the_formula(
     with torch.device(device):
         model = _Norms().train(training)
     found = _captured(model, device, autocast)
-    monkeypatch.setattr(importlib.import_module("sft.analysis.exporting"), "norms_by_shape", contextlib.nullcontext)
+    monkeypatch.setattr(importlib.import_module("sft.analysis.exporting"), "use_batch_norm_meta", contextlib.nullcontext)
     expected = _captured(model, device, autocast)
     assert numbered(found.graph) == numbered(expected.graph)
     assert sum("norm" in node.target for node in found.graph.operators) >= 3
@@ -72,7 +72,7 @@ def test_another_formula_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError
 
     monkeypatch.setattr(decompositions, "native_batch_norm_helper", formula)
-    with norms_by_shape():
+    with use_batch_norm_meta():
         assert getattr(decompositions, "native_batch_norm_helper") is formula  # noqa: B009
 
 
@@ -111,6 +111,6 @@ def test_what_is_seen_to_be_contiguous_is_not_proved_to_be(monkeypatch: pytest.M
     monkeypatch.setattr(module.torch, "empty_like", like)
     found = _captured(model, "meta", None)
     monkeypatch.undo()
-    monkeypatch.setattr(importlib.import_module("sft.analysis.exporting"), "norms_by_shape", contextlib.nullcontext)
+    monkeypatch.setattr(importlib.import_module("sft.analysis.exporting"), "use_batch_norm_meta", contextlib.nullcontext)
     assert not proved
     assert numbered(found.graph) == numbered(_captured(model, "meta", None).graph)

@@ -16,20 +16,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import sft
-from sft.execute.copies import HostCopies
+from sft.execute.copies import HostOffloader
 from sft.execute.machine import TorchMachine
-from sft.execute.slab import Slabs
-from sft.options import OFFLOADING
+from sft.execute.slab import HostSlabPool
+from sft.options import OFFLOAD_STRATEGIES
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.simulate import simulate
-from sft.plan.copies import without_idle_copies
+from sft.plan.copies import drop_idle_copies
 from sft.plan.project import run_step
-from sft.plan.rates import Rates
+from sft.plan.rates import DeviceRates
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_chain import least
-from sft.walk.copies import Copy
-from sft.walk.machine import PhantomMachine
-from sft.walk.order import COPIES, Move, Order, parse_order
+from sft.plan.strategy_chain import smallest_schedule
+from sft.walk.copies import OffloadedValue
+from sft.walk.machine import SimulatedMachine
+from sft.walk.order import COPY_SIGNS, ScheduleOp, SegmentSchedule, parse_schedule
 
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact, assert_within_budget, gradient_errors
@@ -59,7 +59,7 @@ def test_published_placements_are_exact(name: str, strategy: str) -> None:
         assert report.plan.host_bytes >= plain.total_bytes - least_bytes
 
 
-@pytest.mark.parametrize("strategy", OFFLOADING)
+@pytest.mark.parametrize("strategy", OFFLOAD_STRATEGIES)
 def test_budgets_of_the_errors_work_and_more_of_it_never_takes_longer(strategy: str) -> None:
     model = seeded(Normed)
     options = sft.Options(strategy=strategy, link_bandwidth=1e8)
@@ -78,7 +78,7 @@ def staged() -> dict[str, StagedModel]:
     return staged_models(MODELS, _SHAPE)
 
 
-def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Order:
+def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> SegmentSchedule:
     """Some persistent order, and random copies between uses of what may leave."""
     rng = random.Random(seed)
 
@@ -89,17 +89,17 @@ def _random_order(staged: StagedModel, seed: int, *, recomputes: bool) -> Order:
     region = staged.region
     lives = [(target, life) for target, found in region.lifetimes.lives(moves).items() for life in found if life[0] < life[1]]
     rng.shuffle(lives)
-    found: list[list[Move]] = [[] for _ in range(len(moves) + 1)]
+    found: list[list[ScheduleOp]] = [[] for _ in range(len(moves) + 1)]
 
-    def flat() -> Order:
+    def flat() -> SegmentSchedule:
         return tuple(each for place, group in enumerate(found) for each in (*group, *moves[place : place + 1]))
 
     for target, (made, last) in lives[: rng.randint(1, 12)]:
         before = [list(group) for group in found]
         places = sorted(rng.randint(made + 1, last) for _ in range(3))
-        for place, kind in zip(places, COPIES.values(), strict=True):
+        for place, kind in zip(places, COPY_SIGNS.values(), strict=True):
             is_value = not target.endswith("+")
-            found[place].append(Move(kind, -1 if is_value else int(target[:-1]), value=target if is_value else ""))
+            found[place].append(ScheduleOp(kind, -1 if is_value else int(target[:-1]), value=target if is_value else ""))
         if replace(region, order=flat()).lifetimes.misplaced() is not None:  # read in between
             found[:] = before
     return flat()
@@ -148,11 +148,11 @@ def test_late_copies_find_what_nobody_waited_for(forgotten: str, monkeypatch: py
         step(net, x, 0)
         assert all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
         if forgotten == "the copy back":
-            monkeypatch.setattr("sft.walk.copies.Copies.settle", lambda copies, machine, targets: None)
+            monkeypatch.setattr("sft.walk.copies.OffloadState.settle", lambda copies, machine, targets: None)
         else:  # its bytes are given back before they are on the host
-            release = HostCopies.release
+            release = HostOffloader.release
 
-            def hasty(copies: HostCopies, copy: Copy) -> None:
+            def hasty(copies: HostOffloader, copy: OffloadedValue) -> None:
                 copy.down = None
                 release(copies, copy)
 
@@ -161,14 +161,14 @@ def test_late_copies_find_what_nobody_waited_for(forgotten: str, monkeypatch: py
         assert not all(parameter.grad is not None and bool(parameter.grad.isfinite().all()) for parameter in model.parameters())
 
 
-def _given(model: nn.Module, order: Order) -> sft.Plan:
+def _given(model: nn.Module, order: SegmentSchedule) -> sft.Plan:
     """A plan of the model's stages in that order."""
     plan = sft.plan(model, _SHAPE, budget="4GiB", options=sft.Options(strategy="offload-dp"))
     assert not plan.order
     return sft.Plan.from_json(replace(plan, order=tuple(map(str, order))).to_json())
 
 
-class _Noting(PhantomMachine):
+class _Noting(SimulatedMachine):
     """A machine of byte counts that notes what it is asked to copy, and of how many bytes."""
 
     def __init__(self) -> None:
@@ -176,18 +176,18 @@ class _Noting(PhantomMachine):
         self.log: list[str] = []
         self.away: dict[str, int] = {}
 
-    def offload(self, target: str, handles: Any) -> Copy:
+    def offload(self, target: str, handles: Any) -> OffloadedValue:
         self.log.append(f">{target}")
         return super().offload(target, handles)
 
-    def release(self, copy: Copy) -> None:
+    def release(self, copy: OffloadedValue) -> None:
         before = self.meter.now_bytes
         super().release(copy)
         assert before - self.meter.now_bytes == copy.num_bytes > 0
         self.log.append(f"~{copy.target}")
         self.away[copy.target] = copy.num_bytes
 
-    def prefetch(self, copy: Copy) -> None:
+    def prefetch(self, copy: OffloadedValue) -> None:
         before = self.meter.now_bytes
         super().prefetch(copy)
         assert self.meter.now_bytes - before == copy.num_bytes == self.away.pop(copy.target)
@@ -232,10 +232,10 @@ def _offloading(name: str = "normed", *, training: bool = True) -> tuple[Any, nn
     return sft.compile(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=sft.Options(strategy="offload-dp")), model
 
 
-def _slabs(net: Any) -> Slabs:
+def _slabs(net: Any) -> HostSlabPool:
     ready = next(reversed(net._sft_engine.preparation.ready.values()))
     assert ready.slabs is not None
-    found: Slabs = ready.slabs
+    found: HostSlabPool = ready.slabs
     return found
 
 
@@ -275,7 +275,7 @@ def test_a_slab_comes_back_whatever_becomes_of_the_step() -> None:
     assert len(_slabs(net)._free) == 1
     before = {key: buffer.clone() for key, buffer in net.named_buffers()}
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.execute.copies.HostCopies.release", _raise)
+        patches.setattr("sft.execute.copies.HostOffloader.release", _raise)
         with pytest.raises(OSError, match="torn"):
             net(x)
     gc.collect()
@@ -285,7 +285,7 @@ def test_a_slab_comes_back_whatever_becomes_of_the_step() -> None:
         y = net(x).sum()
         before = {key: buffer.clone() for key, buffer in net.named_buffers()}
         assert len(_slabs(net)._free) == 0
-        patches.setattr("sft.execute.copies.HostCopies.prefetch", _raise)
+        patches.setattr("sft.execute.copies.HostOffloader.prefetch", _raise)
         with pytest.raises(OSError, match="torn"):
             y.backward()
     assert all(parameter.grad is None for parameter in net.parameters())
@@ -342,9 +342,9 @@ def test_the_timeline_of_a_plan_is_the_simulation_of_its_chain(staged: dict[str,
     model = nn.Sequential(*(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Sigmoid()) for _ in range(5)))
     options = sft.Options(strategy="offload-dp", link_bandwidth=1e8)
     with pytest.MonkeyPatch.context() as patch:
-        problem = replace(problem_of(model, _SHAPE, patch), link=Rates("cpu").link(1e8))
-    chained = StagedModel(problem, Rates("cpu"))
-    found = least(chained, "offload-dp")
+        problem = replace(problem_of(model, _SHAPE, patch), link=DeviceRates("cpu").link(1e8))
+    chained = StagedModel(problem, DeviceRates("cpu"))
+    found = smallest_schedule(chained, "offload-dp")
     assert found.projection.host_bytes
     simulated = simulate(chained.chain, found.schedule, link=problem.link)
     plan = sft.plan(model, _SHAPE, budget=least_budget(model, "offload-dp", _SHAPE), options=options)
@@ -404,12 +404,12 @@ def test_copies_that_would_be_idle_are_left_out(staged: dict[str, StagedModel]) 
     found = staged["unet"]
     plain = found.order(reversal(found.chain, keep_all))
     target, ((made, last),) = next((t, lives) for t, lives in found.region.lifetimes.lives(plain).items() if lives[0][1] < len(plain) - 2)
-    move = Move("offload", -1 if not target.endswith("+") else int(target[:-1]), value="" if target.endswith("+") else target)
+    move = ScheduleOp("offload", -1 if not target.endswith("+") else int(target[:-1]), value="" if target.endswith("+") else target)
     late = (*plain[: last + 1], move, replace(move, kind="release"), *plain[last + 1 :])
     never = (*plain[: made + 1], move, *plain[made + 1 :])
     unread = (*plain[: made + 1], move, *plain[made + 1 : last + 1], replace(move, kind="release"), *plain[last + 1 :])
-    assert without_idle_copies(found.region, late) == without_idle_copies(found.region, never) == plain
-    assert without_idle_copies(found.region, unread) == plain
+    assert drop_idle_copies(found.region, late) == drop_idle_copies(found.region, never) == plain
+    assert drop_idle_copies(found.region, unread) == plain
 
 
 def test_tiled_segments_may_leave_too() -> None:
@@ -482,4 +482,4 @@ def test_a_dry_run_copies_nothing_and_counts_the_same() -> None:
 
 def test_orders_as_text() -> None:
     text = ("F0+", ">conv", "F1+", "~conv", "L", "B1", "<conv", "B0")
-    assert tuple(map(str, parse_order(text, 2))) == text
+    assert tuple(map(str, parse_schedule(text, 2))) == text

@@ -15,8 +15,8 @@ from torch import nn
 
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
-from sft.plan.shared import Shared
-from sft.plan.survey import Survey
+from sft.plan.shared import WeightedLRU
+from sft.plan.survey import CandidateGrid
 from tests.helpers.problems import problems_of
 
 _BUILDS: dict[str, Callable[[], nn.Module]] = {
@@ -31,10 +31,10 @@ def _model(name: str) -> nn.Module:
     return _BUILDS[name]()
 
 
-def _surveys(name: str, shapes: Sequence[tuple[int, int]], num_panels: int, shared: Shared) -> list[Survey]:
+def _surveys(name: str, shapes: Sequence[tuple[int, int]], num_panels: int, shared: WeightedLRU) -> list[CandidateGrid]:
     """Surveys of a network at some sizes, and what they have in common."""
     problems = problems_of(_model(name), [(1, 3, *shape) for shape in shapes], training=True)
-    return [Survey(replace(problem, shared=shared), sft.Options(), "cpu", num_panels) for problem in problems]
+    return [CandidateGrid(replace(problem, shared=shared), sft.Options(), "cpu", num_panels) for problem in problems]
 
 
 @given(
@@ -57,8 +57,8 @@ def test_another_size_is_surveyed_as_if_it_were_the_first(name: str, num_panels:
 
 def _compare(name: str, shapes: Sequence[tuple[int, int]], num_panels: int) -> None:
     """Of two sizes the second has the same survey behind the first and alone; else plans would depend on which came first."""
-    _, second = _surveys(name, shapes, num_panels, Shared())
-    (alone,) = _surveys(name, shapes[1:], num_panels, Shared())
+    _, second = _surveys(name, shapes, num_panels, WeightedLRU())
+    (alone,) = _surveys(name, shapes[1:], num_panels, WeightedLRU())
     for one, other in ((second.peak_bytes, alone.peak_bytes), (second.cost, alone.cost)):
         finite = np.isfinite(other)
         assert (np.isfinite(one) == finite).all()
@@ -76,7 +76,7 @@ def test_strips_of_tall_images_are_lowered_once(monkeypatch: pytest.MonkeyPatch)
         return emit_strip(*arguments)
 
     monkeypatch.setattr(sampling, "emit_strip", counting)
-    shared = Shared()
+    shared = WeightedLRU()
     _surveys("vgg16", [(8192, 2048)], 1, shared)
     at_first, lowered = lowered, 0
     _surveys("vgg16", [(8192, 1024), (9216, 1536)], 1, shared)
@@ -86,7 +86,7 @@ def test_strips_of_tall_images_are_lowered_once(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_shared_is_forgotten_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_module("sft.plan.shared"), "_MOST", 2)
-    shared = Shared()
+    shared = WeightedLRU()
     made: list[str] = []
 
     def make(name: str) -> str:

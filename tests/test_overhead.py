@@ -15,10 +15,10 @@ from torch import nn
 
 import sft
 from sft.execute.costs import CACHE_VARIABLE
-from sft.execute.overhead import BlockMachine, Blocks, Overheads, blas_workspace_bytes
-from sft.execute.trial import Trial, on_autograd_thread
+from sft.execute.overhead import AllocatorMachine, AllocatorRounding, OverheadEstimator, blas_workspace_bytes
+from sft.execute.trial import ProgramBenchmark, run_on_autograd_thread
 from sft.memory import _CountedStorage, _DispatchMeter
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import run_step
 from sft.walk.region import Region
 
@@ -26,7 +26,7 @@ from .helpers.exactness import assert_exact
 from .helpers.models import Branches, ConvNet, Residual, TinyUNet, image, seeded
 from .helpers.streamed import BatchNormed, Vgg
 
-_EXACTLY = Blocks(splits_finely=True)
+_EXACTLY = AllocatorRounding(splits_finely=True)
 #: A small workspace of cuBLAS, so that it does not hide all else.
 _BLAS_BYTES = 3 * 4 * 1024
 _SHAPE = (2, 3, 48, 40)
@@ -86,9 +86,9 @@ def _measured() -> Iterator[_GpuPeak]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sft.searching._takes_more", lambda _: True)
+    monkeypatch.setattr("sft.searching._has_device_overhead", lambda _: True)
     meters: list[_GpuMeter] = []
-    run = Trial.run
+    run = ProgramBenchmark.run
 
     @contextmanager
     def measured(device: object) -> Iterator[_GpuPeak]:
@@ -97,12 +97,12 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
             yield peak
             meters.pop()
 
-    def run_seen(trial: Trial, *, is_last: bool = False) -> None:
+    def run_seen(trial: ProgramBenchmark, *, is_last: bool = False) -> None:
         if meters:
             meters[-1].adopt(each for each in trial._saved.values() if isinstance(each, torch.Tensor))
         run(trial, is_last=is_last)
 
-    monkeypatch.setattr(Trial, "run", run_seen)
+    monkeypatch.setattr(ProgramBenchmark, "run", run_seen)
     monkeypatch.setattr("sft.execute.overhead.measure_peak", measured)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4:3")
@@ -151,22 +151,22 @@ def test_a_step_takes_no_more_than_is_projected(make: Callable[[], nn.Module], o
 def test_the_walk_in_blocks_is_the_projection_where_nothing_is_rounded(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
     """The same walk, and the same sums over programs: only sizes differ."""
 
-    class Exactly(Blocks):
+    class Exactly(AllocatorRounding):
         def size(self, num_bytes: int) -> int:
             return num_bytes
 
     found = []
-    note = Overheads.of
+    note = OverheadEstimator.of
 
-    def compare(overheads: Overheads, problem: Problem, region: Region, projected_bytes: int) -> int:
-        machine = BlockMachine(on_host=problem.on_host, blocks=Exactly())
+    def compare(overheads: OverheadEstimator, problem: PlanningProblem, region: Region, projected_bytes: int) -> int:
+        machine = AllocatorMachine(on_host=problem.on_host, blocks=Exactly())
         run_step(problem, region, machine)
         found.append((machine.meter.peak_bytes, projected_bytes))
         return note(overheads, problem, region, projected_bytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sft.searching._takes_more", lambda _: True)
-        patch.setattr(Overheads, "of", compare)
+        patch.setattr("sft.searching._has_device_overhead", lambda _: True)
+        patch.setattr(OverheadEstimator, "of", compare)
         patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4:3")
         sft.compile(seeded(make), _SHAPE, budget="64MiB", options=sft.Options(**options))
     assert found and all(ours == projected for ours, projected in found)
@@ -214,13 +214,13 @@ def test_rivals_have_their_overhead(gpu: None) -> None:
 def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
     tried = []
-    measure = Overheads._measured
+    measure = OverheadEstimator._measured
 
-    def count(overheads: Overheads, *programs: Any) -> Any:
+    def count(overheads: OverheadEstimator, *programs: Any) -> Any:
         tried.append(programs)
         return measure(overheads, *programs)
 
-    monkeypatch.setattr(Overheads, "_measured", count)
+    monkeypatch.setattr(OverheadEstimator, "_measured", count)
     plans = [sft.compile(seeded(Residual), _SHAPE, options=sft.Options(tile=(16, None))).plan for _ in range(2)]
     assert plans[0] == plans[1]
     num_first = len(tried)
@@ -233,17 +233,17 @@ def test_programs_are_tried_once(gpu: None, monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a trial would need room for a second copy of them."""
-    monkeypatch.setattr("sft.searching._takes_more", lambda _: True)
+    monkeypatch.setattr("sft.searching._has_device_overhead", lambda _: True)
     bound = []
-    make = Trial._made
+    make = ProgramBenchmark._made
 
-    def note(trial: Trial, program: Any, port: Any, slot: Any) -> Any:
+    def note(trial: ProgramBenchmark, program: Any, port: Any, slot: Any) -> Any:
         made = make(trial, program, port, slot)
         if port.role == "side" and port.name in trial.weights:
             bound.append((made.data_ptr(), trial.weights[port.name].data_ptr()))
         return made
 
-    monkeypatch.setattr(Trial, "_made", note)
+    monkeypatch.setattr(ProgramBenchmark, "_made", note)
     model = seeded(Residual)
     before = copy.deepcopy(model.state_dict())
     sft.compile(model, _SHAPE, options=sft.Options(tile=(16, None)))
@@ -254,17 +254,17 @@ def test_trials_read_the_models_own_weights(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_device_that_others_fill(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(trial: Trial, *, is_last: bool = False) -> None:
+    def full(trial: ProgramBenchmark, *, is_last: bool = False) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(Trial, "run", full)
+    monkeypatch.setattr(ProgramBenchmark, "run", full)
     monkeypatch.setenv(CACHE_VARIABLE, "")
     with pytest.raises(sft.BudgetError, match=r"cpu has less free.*Tried to allocate 2\.00 GiB.*lower the budget to what is free"):
         sft.compile(seeded(Residual), _SHAPE)
 
 
 def test_how_the_allocator_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [Blocks().size(n) for n in (0, 1, 512, 513, 2**20, 2**20 + 1)] == [0, 512, 512, 1024, 2**20, 2**20 + 512 + 2**20]
+    assert [AllocatorRounding().size(n) for n in (0, 1, 512, 513, 2**20, 2**20 + 1)] == [0, 512, 512, 1024, 2**20, 2**20 + 512 + 2**20]
     assert _EXACTLY.size(2**20 + 1) == 2**20 + 512
     for name, value, splits in (
         ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True", True),
@@ -273,7 +273,7 @@ def test_how_the_allocator_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
-            assert Blocks.of_settings() == Blocks(splits_finely=splits)
+            assert AllocatorRounding.of_settings() == AllocatorRounding(splits_finely=splits)
 
 
 def test_workspaces_of_products(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,18 +290,18 @@ def test_trials_are_made_where_backward_passes_run(gpu: None, monkeypatch: pytes
     """Libraries look for algorithms on each thread, and what a search takes is no part of a plan."""
     there: list[torch.device] = []
     tried = []
-    measure = Overheads._measured
+    measure = OverheadEstimator._measured
 
     def note(device: torch.device, work: Callable[[], None]) -> None:
         there.append(device)
-        on_autograd_thread(device, work)
+        run_on_autograd_thread(device, work)
 
-    def count(overheads: Overheads, *programs: Any) -> Any:
+    def count(overheads: OverheadEstimator, *programs: Any) -> Any:
         tried.append(programs)
         return measure(overheads, *programs)
 
-    monkeypatch.setattr("sft.execute.overhead.on_autograd_thread", note)
-    monkeypatch.setattr(Overheads, "_measured", count)
+    monkeypatch.setattr("sft.execute.overhead.run_on_autograd_thread", note)
+    monkeypatch.setattr(OverheadEstimator, "_measured", count)
     with torch.set_grad_enabled(training):
         sft.compile(seeded(Residual), _SHAPE, options=sft.Options(tile=(16, None)))
     assert tried and len(there) == (len(tried) if training else 0)
@@ -312,4 +312,4 @@ def test_errors_on_autograds_thread_are_the_callers() -> None:
         raise torch.OutOfMemoryError("no room")
 
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="no room"):
-        on_autograd_thread(torch.device("cpu"), fail)
+        run_on_autograd_thread(torch.device("cpu"), fail)

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sft.analysis.passes import in_terms_of_the_table
+from sft.analysis.passes import run_passes
 from sft.lower.program import Instruction
 from sft.plan.peaks import suffix_peaks
 from sft.plan.project import plain_programs
@@ -37,7 +37,7 @@ def _peak(instructions: Sequence[Instruction], inside: frozenset[str]) -> int:
 def test_any_place_of_any_network(dag: Dag, training: bool, data: st.DataObject) -> None:
     shape = tuple(dag.image().shape)
     assert len(shape) == 4
-    problem = problem_of(DagNet(dag).float(), shape, training=training, passes=in_terms_of_the_table)
+    problem = problem_of(DagNet(dag).float(), shape, training=training, passes=run_passes)
     order = problem.operators
     cuts = data.draw(st.lists(st.integers(0, len(order)), min_size=1, max_size=6))
     listed = [instruction for program in plain_programs(problem) for instruction in program.instructions]

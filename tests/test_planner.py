@@ -15,11 +15,11 @@ from torch import nn
 
 import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
-from sft.asking import Asking
-from sft.plan.carried import Planned, carry_out
+from sft.asking import PlanningSession
+from sft.plan.carried import ProjectedPlan, materialize
 from sft.plan.planner import plan_segments
-from sft.plan.problem import Problem
-from sft.plan.survey import Survey
+from sft.plan.problem import PlanningProblem
+from sft.plan.survey import CandidateGrid
 
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
@@ -57,7 +57,7 @@ def test_the_budget_in_the_error_works_and_one_byte_less_does_not(name: str) -> 
 @pytest.mark.parametrize("name", _SMALL)
 def test_more_budget_never_costs_more(name: str, shape: tuple[int, ...]) -> None:
     model = seeded(_SMALL[name])
-    asking, needed = Asking(model, shape), _smallest(model, shape)
+    asking, needed = PlanningSession(model, shape), _smallest(model, shape)
     plans = [asking.plan(int(needed * factor), sft.Options()) for factor in (1, 1.2, 1.5, 2, 3, 10, 100)]
     assert all(plan.total_bytes <= plan.budget_bytes for plan in plans)
     assert all(later.estimated_seconds <= 1.05 * earlier.estimated_seconds for earlier, later in pairwise(plans))
@@ -134,7 +134,7 @@ _DEEP = pytest.mark.parametrize("build", [vgg16, lambda n: freeze_norm(resnet18(
 def test_the_survey_counts_states_as_the_projection_does(build: Callable[[int], nn.Module]) -> None:
     """At the heights that it samples. Taking every strip for one of the middle it was off by a tenth, at low heights by threefold."""
     problem = problem_of(build(10), (1, 3, 2048, 256), training=True)
-    survey = Survey(problem, sft.Options(), "cpu")
+    survey = CandidateGrid(problem, sft.Options(), "cpu")
     num_compared = 0
     for height, policy in product(survey.sampled, range(len(survey.policies))):
         candidate = replace(survey.last, height=height, policy=policy)
@@ -142,7 +142,7 @@ def test_the_survey_counts_states_as_the_projection_does(build: Callable[[int], 
         estimated = survey.peak_bytes[candidate.position, height, policy]
         if not np.isfinite(estimated) or (num_strips > 256 and survey.policies[policy].slots):
             continue
-        exact = carry_out(problem, survey.choices(candidate)).projection.peak_bytes
+        exact = materialize(problem, survey.choices(candidate)).projection.peak_bytes
         assert estimated == pytest.approx(exact, rel=0.05)
         num_compared += 1
     assert num_compared > 80
@@ -151,10 +151,10 @@ def test_the_survey_counts_states_as_the_projection_does(build: Callable[[int], 
 @_DEEP
 def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the planner would look for its plans in the wrong place."""
-    seen: list[Problem] = []
+    seen: list[PlanningProblem] = []
     engine = import_module("sft.searching")
 
-    def spy(problem: Problem, *rest: Any) -> Planned:
+    def spy(problem: PlanningProblem, *rest: Any) -> ProjectedPlan:
         seen.append(problem)
         return plan_segments(problem, *rest)
 
@@ -162,13 +162,13 @@ def test_the_survey_is_near_the_exact_projection(build: Callable[[int], nn.Modul
     with torch.device("meta"):
         model = build(10)
     sft.plan(model, (1, 3, 3072, 2048), budget="64GiB")
-    survey = Survey(seen[0], sft.Options(), "cpu")
+    survey = CandidateGrid(seen[0], sft.Options(), "cpu")
     generator = np.random.default_rng(0)
     untried = np.zeros(survey.cost.shape, dtype=bool)
     for room_bytes in generator.uniform(survey.peak_bytes.min(), np.quantile(survey.peak_bytes, 0.9), 8):
         candidate = survey.cheapest(room_bytes, untried)
         assert candidate is not None
-        exact = carry_out(seen[0], survey.choices(candidate)).projection.peak_bytes
+        exact = materialize(seen[0], survey.choices(candidate)).projection.peak_bytes
         assert candidate.peak_bytes == pytest.approx(exact, rel=0.2)
 
 

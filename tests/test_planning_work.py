@@ -17,14 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sft
 from examples.models import vgg16
-from sft.analysis.barenodes import bare_nodes
+from sft.analysis.barenodes import slim_node_metadata
 from sft.analysis.capture import capture
-from sft.lower.emitter import Emitter
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Program, Slot
 from sft.lower.step import StripKind
-from sft.pausing import cycles_kept
+from sft.pausing import gc_paused
 from sft.plan.build import build_region
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 from sft.walk.segments import TiledSegment
 from tests.helpers.captured import numbered
@@ -54,7 +54,7 @@ def test_planning_does_not_look_for_cycles_and_leaves_the_collector_as_it_was(mo
     try:
         sft.plan(model, _SHAPE, budget="1GiB")
         assert not gc.isenabled()  # who switched it off wants it to stay so
-        with cycles_kept():
+        with gc_paused():
             assert not gc.isenabled()
         assert not gc.isenabled()
     finally:
@@ -65,13 +65,13 @@ def test_planning_does_not_look_for_cycles_and_leaves_the_collector_as_it_was(mo
 def test_what_planning_makes_is_not_looked_through_at_once() -> None:
     """It is old when planning is done: the collector's next look at what is young would go through a million objects."""
     kept: list[list[int]] = []
-    with cycles_kept():
+    with gc_paused():
         kept += [[number] for number in range(10_000)]
     young = {id(found) for generation in (0, 1) for found in gc.get_objects(generation)}
     assert not young.intersection(map(id, kept))
     gc.freeze()
     try:
-        with cycles_kept():
+        with gc_paused():
             kept.append([0])
         assert id(kept) not in map(id, gc.get_objects())  # what others keep out of the collector's sight stays there
     finally:
@@ -95,7 +95,7 @@ def test_where_plain_pytorch_fits_nothing_else_is_looked_for(monkeypatch: pytest
         count += 1
         return survey(*arguments, **keywords)
 
-    monkeypatch.setattr(auto, "Survey", counted)
+    monkeypatch.setattr(auto, "CandidateGrid", counted)
     model = seeded(_Normed)
     net = sft.compile(model, (1, 3, 96, 64), budget="1GiB")
     for shape in ((1, 3, 64, 96), (1, 3, 33, 47)):
@@ -176,9 +176,9 @@ def test_bare_nodes_make_the_graph_of_full_ones(monkeypatch: pytest.MonkeyPatch,
 
     monkeypatch.setattr(module, "functional", watched)
     if not directly:
-        monkeypatch.setattr("sft.analysis.functional.rewritten", lambda *_: None)
+        monkeypatch.setattr("sft.analysis.functional.functionalize_by_rewriting", lambda *_: None)
     found = []
-    for context in (_nothing_left_out, bare_nodes):
+    for context in (_nothing_left_out, slim_node_metadata):
         monkeypatch.setattr(module, "bare_nodes", context)
         made = capture(_Mixture(), [_SHAPE], [torch.float32], torch.device("cpu"), autocast=autocast)
         found.append(made)
@@ -225,7 +225,7 @@ def test_what_no_tiling_changes_is_found_once_for_all_surveys(monkeypatch: pytes
             super().__init__(*arguments, **options)
 
     monkeypatch.setattr(survey, "suffix_peaks", counted)
-    monkeypatch.setattr(planner, "Survey", Counting)
+    monkeypatch.setattr(planner, "CandidateGrid", Counting)
     with pytest.raises(sft.BudgetError):
         sft.plan(seeded(Residual), (1, 3, 64, 1024), budget=1)
     assert num_surveys > 3
@@ -256,7 +256,7 @@ def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPa
             yield survey
 
     projected.clear()
-    monkeypatch.setattr(planner, "surveys_of", too_low)
+    monkeypatch.setattr(planner, "candidate_grids", too_low)
     with pytest.raises(sft.BudgetError) as again:
         sft.plan(model, (1, 3, 8192, 8192), budget=1, options=sft.Options(host_budget=0))
     assert 3 < len(projected) <= 24
@@ -265,7 +265,7 @@ def test_a_refusal_projects_the_smallest_plan_alone(monkeypatch: pytest.MonkeyPa
 
 def test_flops_are_those_that_torch_counts() -> None:
     image_slot, kernel, out = Slot(0, (2, 3, 9, 7), torch.float32, 0), Slot(1, (4, 3, 3, 3), torch.float32, 1), (2, 4, 9, 7)
-    emitter = Emitter(dtype=torch.float32)
+    emitter = ProgramBuilder(dtype=torch.float32)
     geometry = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
     emitter.call(torch.ops.aten.convolution.default, image_slot, kernel, None, *geometry, shape=out)
     emitter.narrow(image_slot, 2, 1, 4)
@@ -283,7 +283,7 @@ def test_what_nobody_needs_any_more_is_gone_at_once() -> None:
     net = sft.compile(model, _SHAPE, budget="1GiB")
     engine = weakref.ref(net._sft_engine)
     region = weakref.ref(next(iter(net._sft_engine.preparation.ready.values())).region)
-    with cycles_kept():
+    with gc_paused():
         del net
         assert engine() is None and region() is None
 
@@ -307,7 +307,7 @@ def test_a_plan_leaves_nothing_of_its_search(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_problem_that_differs_derives_its_own_programs() -> None:
     """Programs of a training step are none of inference, and the other way round."""
 
-    def program_of(problem: Problem, kind: StripKind) -> Program:
+    def program_of(problem: PlanningProblem, kind: StripKind) -> Program:
         choice = SegmentChoice(nodes=problem.phases.phases[0].streamed, mode="tiled", strip_rows=16, batch_tile=1)
         segment = build_region(problem, (choice,)).segments[0]
         assert isinstance(segment, TiledSegment)
@@ -399,7 +399,7 @@ def test_equal_operators_of_equal_sizes_are_traced_once(monkeypatch: pytest.Monk
         calls.append(arguments)
         return make(*arguments, **keywords)
 
-    monkeypatch.setattr(traces, "_trace", counted)
+    monkeypatch.setattr(traces, "_trace_joint", counted)
 
     def num_traces(num_blocks: int) -> int:
         calls.clear()

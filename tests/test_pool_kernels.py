@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sft import InputError
-from sft.kernels.geometry import Geometry, Window
+from sft.kernels.geometry import Geometry, KernelWindow
 from sft.kernels.pool import average_pool2d, average_pool2d_gradient, max_pool2d, max_pool2d_gradient, max_pool2d_with_taps, tap_channels
-from sft.kernels.pool_reference import pack, unpack
+from sft.kernels.pool_reference import pack_taps, unpack_taps
 
 from .helpers.buffers import assert_nothing_else_written, empty_buffer, fill_buffer, tile_geometry
 from .helpers.triton_process import interpret, needs_triton
@@ -27,7 +27,7 @@ _NUM_CHANNELS = 6
 class _Pool:
     name: str
     extents: tuple[int, int]
-    window: Window
+    window: KernelWindow
     average: dict[str, Any] | None = None
     sizes: dict[str, Any] = field(default_factory=dict)
 
@@ -41,20 +41,23 @@ class _Pool:
 
 
 _POOLS = [
-    _Pool(name="max 2x2", extents=(9, 10), window=Window(kernel=2, stride=2)),
-    _Pool(name="max 3x3", extents=(10, 9), window=Window(kernel=3, stride=2, padding=1)),
-    _Pool(name="max 3x3 dense, dilated", extents=(9, 11), window=Window(kernel=3, dilation=2, padding=1)),
-    _Pool(name="average 2x2", extents=(8, 9), window=Window(kernel=2, stride=2), average={"count_padding": True, "divisor": None}),
+    _Pool(name="max 2x2", extents=(9, 10), window=KernelWindow(kernel=2, stride=2)),
+    _Pool(name="max 3x3", extents=(10, 9), window=KernelWindow(kernel=3, stride=2, padding=1)),
+    _Pool(name="max 3x3 dense, dilated", extents=(9, 11), window=KernelWindow(kernel=3, dilation=2, padding=1)),
+    _Pool(name="average 2x2", extents=(8, 9), window=KernelWindow(kernel=2, stride=2), average={"count_padding": True, "divisor": None}),
     _Pool(
-        name="average 3x3", extents=(9, 8), window=Window(kernel=3, stride=2, padding=1), average={"count_padding": False, "divisor": None}
+        name="average 3x3",
+        extents=(9, 8),
+        window=KernelWindow(kernel=3, stride=2, padding=1),
+        average={"count_padding": False, "divisor": None},
     ),
     _Pool(
         name="average 3x3, padding counts",
         extents=(8, 9),
-        window=Window(kernel=3, padding=1),
+        window=KernelWindow(kernel=3, padding=1),
         average={"count_padding": True, "divisor": None},
     ),
-    _Pool(name="sum", extents=(8, 7), window=Window(kernel=3, stride=3), average={"count_padding": True, "divisor": 1}),
+    _Pool(name="sum", extents=(8, 7), window=KernelWindow(kernel=3, stride=3), average={"count_padding": True, "divisor": 1}),
 ]
 
 
@@ -118,7 +121,7 @@ def test_reference_of_tiles_is_the_whole(pool: _Pool) -> None:
 
 def test_nan_and_equal_elements_as_in_pytorch() -> None:
     x = torch.tensor([[[[1.0, float("nan"), 2.0, 2.0], [float("nan"), 0.0, 2.0, -1.0]]]]).requires_grad_()
-    geometry = Geometry.whole((2, 4), Window(kernel=2, stride=2), Window(kernel=2, stride=2))
+    geometry = Geometry.whole((2, 4), KernelWindow(kernel=2, stride=2), KernelWindow(kernel=2, stride=2))
     theirs, ours = F.max_pool2d(x, 2), max_pool2d(x, geometry)
     torch.testing.assert_close(ours, theirs, equal_nan=True)
     gradients = [torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in (theirs, ours)]
@@ -127,17 +130,17 @@ def test_nan_and_equal_elements_as_in_pytorch() -> None:
 
 def test_packing() -> None:
     taps = torch.randint(4, (2, 7, 3, 5), dtype=torch.uint8)
-    assert pack(taps).shape == (2, 2, 3, 5)
-    assert torch.equal(unpack(pack(taps), 7), taps)
+    assert pack_taps(taps).shape == (2, 2, 3, 5)
+    assert torch.equal(unpack_taps(pack_taps(taps), 7), taps)
 
 
 def test_what_does_not_fit_is_refused() -> None:
     x = torch.zeros(1, 4, 6, 6).to(memory_format=torch.channels_last)
     with pytest.raises(InputError, match=r"dilation 1 .*, got \(2, 2\)"):
-        average_pool2d(x, Geometry.whole((6, 6), Window(kernel=2, dilation=2), Window(kernel=2, dilation=2)))
+        average_pool2d(x, Geometry.whole((6, 6), KernelWindow(kernel=2, dilation=2), KernelWindow(kernel=2, dilation=2)))
     with pytest.raises(InputError, match="x has shape"):
-        max_pool2d(x, Geometry.whole((6, 5), Window(kernel=2), Window(kernel=2)))
-    geometry = Geometry.whole((6, 6), Window(kernel=2, stride=2), Window(kernel=2, stride=2))
+        max_pool2d(x, Geometry.whole((6, 5), KernelWindow(kernel=2), KernelWindow(kernel=2)))
+    geometry = Geometry.whole((6, 6), KernelWindow(kernel=2, stride=2), KernelWindow(kernel=2, stride=2))
     with pytest.raises(InputError, match=r"taps are uint8, got torch.int64"):
         max_pool2d_gradient(x[:, :, :3, :3], torch.zeros(1, 1, 3, 3, dtype=torch.int64), geometry)
 

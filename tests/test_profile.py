@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import sft
-from sft.plan.problem import Problem
-from sft.plan.project import Projection, project
+from sft.plan.problem import PlanningProblem
+from sft.plan.project import Projection, project_step
 from sft.walk.region import Region
 
 from .helpers.captured import one_capture_a_model
@@ -56,8 +56,8 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[Projection]:
     """The projections that planning makes, each compared with the walk."""
     seen: list[Projection] = []
 
-    def both(problem: Problem, region: Region, **keywords: Any) -> Projection:
-        summed, walked = project(problem, region), project(problem, region, exactly=True)
+    def both(problem: PlanningProblem, region: Region, **keywords: Any) -> Projection:
+        summed, walked = project_step(problem, region), project_step(problem, region, exactly=True)
         assert summed == walked
         seen.append(summed)
         return summed

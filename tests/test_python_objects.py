@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.generators import draws_refused
-from sft.analysis.objects import objects_kept
+from sft.analysis.generators import forbid_external_rng
+from sft.analysis.objects import preserve_objects
 
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
@@ -161,7 +161,7 @@ def test_looking_for_them_takes_little_time() -> None:
 
     def seconds() -> float:
         began = time.process_time()
-        with objects_kept(model), draws_refused(model):
+        with preserve_objects(model), forbid_external_rng(model):
             pass
         return time.process_time() - began
 

@@ -12,9 +12,9 @@ from torch import nn
 import sft
 from sft.options import Options
 from sft.plan import clock
-from sft.plan.problem import Problem
-from sft.plan.rates import Rates
-from sft.plan.reads import passes_over
+from sft.plan.problem import PlanningProblem
+from sft.plan.rates import DeviceRates
+from sft.plan.reads import input_pass_bytes
 from sft.plan.types import SegmentChoice
 from sft.sources import ArraySource
 
@@ -39,17 +39,17 @@ def _pixels(height: int, width: int) -> Any:
     ids=["strips", "panels", "panels restore", "restored", "slots", "tiles", "whole"],
 )
 def test_the_planner_counts_what_is_read(options: Options, restores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[tuple[Problem, tuple[SegmentChoice, ...]]] = []
+    noted: list[tuple[PlanningProblem, tuple[SegmentChoice, ...]]] = []
 
-    def noting(problem: Problem, choices: Any) -> Any:
+    def noting(problem: PlanningProblem, choices: Any) -> Any:
         noted.append((problem, tuple(choices)))
-        return passes_over(problem, choices)
+        return input_pass_bytes(problem, choices)
 
     monkeypatch.setattr(clock, "passes_over", noting)
     source = ArraySource(_pixels(48, 40))
     net = sft.compile(seeded(Residual).float().train(), source, options=options)
     net(source).sum().backward()
-    counted = passes_over(*noted[-1])
+    counted = input_pass_bytes(*noted[-1])
     forward, backward = (sum(each[number] for each in counted) for number in (0, 1))
     found = net.last_reading
     assert found is not None and found.forward.read_bytes >= 48 * 40 * 3 * 4
@@ -74,7 +74,7 @@ def test_a_small_network_is_not_walked_in_panels_that_read_everything_again() ->
 
 
 def test_elsewhere_a_pass_lasts_at_least_as_long_as_its_reading() -> None:
-    assert Rates("cpu").with_reading(2.0, 3e9) == pytest.approx(5.0)
-    assert Rates("cuda").with_reading(2.0, 3e9) == pytest.approx(3.0)
-    assert Rates("cuda").with_reading(4.0, 3e9) == pytest.approx(4.0)
-    assert torch.device("cpu").type == "cpu" and Rates("cpu").reads_on_device and not Rates("cuda").reads_on_device
+    assert DeviceRates("cpu").with_reading(2.0, 3e9) == pytest.approx(5.0)
+    assert DeviceRates("cuda").with_reading(2.0, 3e9) == pytest.approx(3.0)
+    assert DeviceRates("cuda").with_reading(4.0, 3e9) == pytest.approx(4.0)
+    assert torch.device("cpu").type == "cpu" and DeviceRates("cpu").reads_on_device and not DeviceRates("cuda").reads_on_device

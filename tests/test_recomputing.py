@@ -18,9 +18,9 @@ import sft
 from sft.plan.chain.reversal import reversal
 from sft.plan.project import run_step
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_chain import RECOMPUTING
-from sft.walk.machine import PhantomMachine
-from sft.walk.order import parse_order, plain_order
+from sft.plan.strategy_chain import RECOMPUTE_STRATEGIES
+from sft.walk.machine import SimulatedMachine
+from sft.walk.order import parse_schedule, default_schedule
 
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact, assert_within_budget
@@ -53,7 +53,7 @@ def test_published_schedules_are_exact(name: str, strategy: str) -> None:
     assert sft.plan(model, _SHAPE, budget=middle, options=options).flops <= report.plan.flops
 
 
-@pytest.mark.parametrize("strategy", RECOMPUTING)
+@pytest.mark.parametrize("strategy", RECOMPUTE_STRATEGIES)
 def test_budgets_of_the_errors_work_and_more_of_it_never_costs_more(strategy: str) -> None:
     model, options = seeded(Normed), sft.Options(strategy=strategy)
     least, plain = least_budget(model, strategy, _SHAPE), plain_plan(model, _SHAPE)
@@ -133,7 +133,7 @@ def _given(model: nn.Module, staged: StagedModel, order: tuple[str, ...]) -> sft
 def test_what_runs_and_what_is_freed_is_what_the_schedule_says(staged: dict[str, StagedModel], name: str, seed: int) -> None:
     """The moves that segments see are the order's, and a value of a cut is there exactly from its making to its last reader."""
     found = staged[name]
-    region = found.ordered(parse_order(_random_order(found, seed), len(found.choices)))
+    region = found.ordered(parse_schedule(_random_order(found, seed), len(found.choices)))
     log: list[str] = []
 
     class Noting:
@@ -157,14 +157,14 @@ def test_what_runs_and_what_is_freed_is_what_the_schedule_says(staged: dict[str,
             self.segment.backward(machine, values, saved, grads, consume=consume)
 
     noting = [Noting(i, segment) for i, segment in enumerate(region.segments)]
-    run_step(found.problem, replace(region, segments=noting), PhantomMachine())
+    run_step(found.problem, replace(region, segments=noting), SimulatedMachine())
     run = [str(move) for move in region.moves if move.kind != "loss"]
     idle = {f"B{i}" for i, choice in enumerate(found.choices) if found.problem.requires_grad.isdisjoint(choice.nodes)}
     assert [entry.rstrip("+") for entry in log] == [move.rstrip("+") for move in run if move not in idle]
 
 
 def test_the_plain_order_is_what_no_order_means() -> None:
-    assert tuple(map(str, plain_order(3))) == ("F0+", "F1+", "F2+", "L", "B2", "B1", "B0")
+    assert tuple(map(str, default_schedule(3))) == ("F0+", "F1+", "F2+", "L", "B2", "B1", "B0")
 
 
 @pytest.mark.parametrize(

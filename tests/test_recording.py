@@ -13,24 +13,24 @@ from torch import Tensor
 from sft.errors import InternalError
 from sft.lower.functions import BY_SHAPE, FUNCTIONS, statistics
 from sft.lower.program import DEVICE
-from sft.lower.recording import record
-from sft.lower.traces import Call, Placed, Trace
+from sft.lower.recording import record_ops
+from sft.lower.traces import TracedCall, SlotArg, JointTrace
 
 _traces = import_module("sft.lower.traces")
 
 
-def _replayed(trace: Trace, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
+def _replayed(trace: JointTrace, inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, list[Tensor | None]]:
     """Run a trace; every result has the shape, type and storage that it says."""
     values: dict[int, Tensor] = {**dict(enumerate(inputs)), trace.num_inputs: grad}
 
     def filled(item: Any) -> Any:
-        if isinstance(item, Placed):
+        if isinstance(item, SlotArg):
             return values[item.index]
         if item is DEVICE:
             return torch.device("cpu")
         return [filled(each) for each in item] if isinstance(item, tuple) else item
 
-    def run(call: Call) -> None:
+    def run(call: TracedCall) -> None:
         made = call.function(*map(filled, call.arguments), **{key: filled(item) for key, item in call.keywords})
         for result, tensor in zip(call.results, made if call.has_many else (made,), strict=True):
             if result is not None:
@@ -103,12 +103,12 @@ def test_no_numbers_from_outside() -> None:
 _ARGUMENTS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
     "sft.moment_mean": ([(2, 6, 3)], {"shape": (2, 6, 1, 1)}),
     "sft.variance": ([(2, 6, 3)], {"correction": 1.0, "shape": (2, 6)}),
-    "sft.root": ([(2, 6)], {"order": 3.0}),
+    "sft.nth_root": ([(2, 6)], {"order": 3.0}),
     "sft.scale_shift": ([(2, 3, 3), (6,), (6,)], {"axes": 2, "channels": 6, "eps": 1e-5}),
     "sft.affine": ([(2, 6, 4, 5), (2, 6, 1, 1, 2)], {}),
     "sft.running_mean": ([(2, 6, 3), (6,)], {"momentum": 0.1}),
     "sft.running_var": ([(2, 6, 3), (6,)], {"momentum": 0.1}),
-    "sft.inverse_root": ([(2, 6)], {"eps": None, "dtype": "float32"}),
+    "sft.inverse_sqrt": ([(2, 6)], {"eps": None, "dtype": "float32"}),
 }
 
 
@@ -141,6 +141,6 @@ def test_a_cumulative_average_is_by_shape() -> None:
 
 def test_nothing_is_computed_while_recording() -> None:
     """Shapes that no machine has room for."""
-    recording = record(lambda x: (x * 2).sum(), [(1 << 20, 1 << 20)], [torch.float64], [True])
+    recording = record_ops(lambda x: (x * 2).sum(), [(1 << 20, 1 << 20)], [torch.float64], [True])
     assert recording.gradients[0] is not None
     assert tuple(recording.gradients[0].shape) == (1 << 20, 1 << 20)

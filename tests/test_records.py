@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sft
-from sft.records import read_json, record_of
+from sft.records import parse_json_object, dataclass_from_dict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ _NUMBERS = st.floats(allow_nan=False)
     )
 )
 def test_what_was_written_is_read(tree: Tree) -> None:
-    assert record_of(Tree, read_json(json.dumps(asdict(tree)))) == tree
+    assert dataclass_from_dict(Tree, parse_json_object(json.dumps(asdict(tree)))) == tree
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_what_was_written_is_read(tree: Tree) -> None:
 )
 def test_what_is_none_is_refused_with_its_place(change: dict[str, Any], message: str) -> None:
     with pytest.raises(sft.InputError, match=message):
-        record_of(Tree, {"leaves": [], **change})
+        dataclass_from_dict(Tree, {"leaves": [], **change})
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", '{"a": ', "[" * 100_000, '{"a": ' * 100_000])
 def test_what_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(sft.InputError):
-        read_json(text)
+        parse_json_object(text)
 
 
 @pytest.mark.parametrize(

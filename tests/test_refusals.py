@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from torch import nn
 
 import sft
-from sft.asking import Asking
+from sft.asking import PlanningSession
 
 from .helpers.models import chain, seeded
 from .helpers.wild import Wild, WildNet, wilds
@@ -21,7 +21,7 @@ _FEW = settings(max_examples=max(8, (settings.default or settings()).max_example
 
 def _assert_smallest(model: nn.Module, inputs: Any, options: sft.Options | None = None) -> int:
     """Found by the search itself: below what had been named it found plans that need up to 14 % less."""
-    asking, wishes = Asking(model, inputs), options or sft.Options()
+    asking, wishes = PlanningSession(model, inputs), options or sft.Options()
     with pytest.raises(sft.BudgetError) as refused:
         asking.plan(1, wishes)
     needed = refused.value.needed_bytes

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.deep.calls import seed_of_site
+from sft.deep.calls import site_seed
 from sft.nn import Repeat
 
 from .helpers.exactness import assert_exact, assert_within_budget, gradient_errors, relative_error
@@ -287,7 +287,7 @@ def test_masks_in_blocks_follow_the_seed_of_the_call() -> None:
             return 7
 
         patches.setattr("sft.engine.draw_seed", seed)
-        patches.setattr("sft.nn.repeat.draw_seed", lambda: seed_of_site(7, 0))
+        patches.setattr("sft.nn.repeat.draw_seed", lambda: site_seed(7, 0))
         _same_step(net, eager)
         assert drawn == [7]
     net.zero_grad()

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.deep.access import StackedAccess
-from sft.deep.function import Call, run_chain
+from sft.deep.access import StackedWeightAccess
+from sft.deep.function import ChainCall, run_chain
 from sft.deep.lowering import BlockPrograms, lower_block
-from sft.deep.plan import Costs, DeepPlan, chain_of, num_forwards, peak_bytes, plan_chain, revolve_plan
-from sft.deep.trace import Shape, trace_block
+from sft.deep.plan import RepeatCosts, RepeatPlan, to_stage_chain, count_forwards, schedule_peak_bytes, plan_chain, revolve_plan
+from sft.deep.trace import TensorMeta, trace_block
 from sft.nn import Repeat
 from sft.plan.chain import Schedule, revolve, simulate
 from sft.plan.chain.schedule import Operation
@@ -34,7 +34,7 @@ class Block(nn.Module):
         return x + torch.sin(self.linear(x))
 
 
-class _Recording(StackedAccess):
+class _Recording(StackedWeightAccess):
     """Notes which block is read when."""
 
     def __init__(self, log: list[int], params: Mapping[str, Tensor], with_gradient: tuple[str, ...] = ()) -> None:
@@ -48,26 +48,26 @@ class _Recording(StackedAccess):
 
 def _programs() -> BlockPrograms:
     block = Block().double()
-    params = {name: Shape.of(param) for name, param in block.named_parameters()}
-    own = Shape(shape=_SHAPE, dtype=torch.float64)
+    params = {name: TensorMeta.of(param) for name, param in block.named_parameters()}
+    own = TensorMeta(shape=_SHAPE, dtype=torch.float64)
     return lower_block(trace_block(block, own, params, {}, device=torch.device("cpu"), autocast=None))
 
 
-def _run(net: Repeat, programs: BlockPrograms, plan: DeepPlan, x: Tensor) -> tuple[Tensor, list[str], list[int]]:
+def _run(net: Repeat, programs: BlockPrograms, plan: RepeatPlan, x: Tensor) -> tuple[Tensor, list[str], list[int]]:
     """Run a step with a given plan; the output, the operations that were run, and the blocks that were read."""
     executed: list[str] = []
     loads: list[int] = []
     params = dict(net.block.named_parameters())
 
     @contextlib.contextmanager
-    def forward(operations: Sequence[Operation]) -> Iterator[StackedAccess]:
+    def forward(operations: Sequence[Operation]) -> Iterator[StackedWeightAccess]:
         yield _Recording(loads, {name: p.detach() for name, p in params.items()})
 
     @contextlib.contextmanager
-    def backward(operations: Sequence[Operation], tensors: Sequence[Tensor], _: Collection[str]) -> Iterator[StackedAccess]:
+    def backward(operations: Sequence[Operation], tensors: Sequence[Tensor], _: Collection[str]) -> Iterator[StackedWeightAccess]:
         yield _Recording(loads, dict(zip(params, tensors, strict=True)), programs.with_gradient)
 
-    call = Call(
+    call = ChainCall(
         programs=programs,
         plan=plan,
         device=x.device,
@@ -79,9 +79,9 @@ def _run(net: Repeat, programs: BlockPrograms, plan: DeepPlan, x: Tensor) -> tup
     return run_chain(call, x, list(params.values()), []), executed, loads
 
 
-def _assert_as_simulated(costs: Costs, plan: DeepPlan, executed: list[str], loads: list[int]) -> None:
+def _assert_as_simulated(costs: RepeatCosts, plan: RepeatPlan, executed: list[str], loads: list[int]) -> None:
     weights = tuple(range(1, plan.num_blocks + 1))
-    chain = chain_of(costs)
+    chain = to_stage_chain(costs)
     with_weights = dataclasses.replace(chain, stages=tuple(dataclasses.replace(stage, weight_bytes=1) for stage in chain.stages))
     schedule = Schedule(strategy="test", operations=plan.operations, streamed_weights=weights)
     found = simulate(with_weights, schedule)
@@ -104,7 +104,7 @@ def test_hundreds_of_random_schedules_run_as_simulated() -> None:
             nets[n] = Repeat(Block, n).double()
         net = nets[n]
         grad_bytes = sum(p.numel() * 8 for p in net.parameters())
-        costs = Costs.of(programs, n, backward_extra_bytes=grad_bytes)
+        costs = RepeatCosts.of(programs, n, backward_extra_bytes=grad_bytes)
         run = rng.choice([1, 1, rng.randint(1, n)])
         slots = rng.randint(1, -(-n // run))
         plan = revolve_plan(costs, slots, run)
@@ -117,7 +117,7 @@ def test_hundreds_of_random_schedules_run_as_simulated() -> None:
             out.backward(gradient)
         _assert_as_simulated(costs, plan, executed, loads)
         assert peak.num_bytes == plan.projected_peak_bytes, (n, slots, run)
-        assert plan.num_forwards == num_forwards(n, slots, run) == sum(word[0] == "F" for word in executed)
+        assert plan.num_forwards == count_forwards(n, slots, run) == sum(word[0] == "F" for word in executed)
         if run == 1:
             assert plan.num_forwards == revolve.num_advances(n, slots) + n
         if case % 6 == 0:
@@ -146,8 +146,8 @@ def test_small_schedules_written_out(n: int, slots: int, run: int, text: str) ->
     assert str(Schedule(strategy="test", operations=plan.operations)) == text
 
 
-def _costs(n: int, *, saved_bytes: int = 50, reads_output: bool = False) -> Costs:
-    return Costs(
+def _costs(n: int, *, saved_bytes: int = 50, reads_output: bool = False) -> RepeatCosts:
+    return RepeatCosts(
         num_blocks=n,
         output_bytes=10,
         grad_bytes=10,
@@ -167,9 +167,9 @@ def test_the_simulator_finds_no_more_than_was_projected() -> None:
         costs = _costs(n, saved_bytes=rng.choice([0, 20, 90]), reads_output=rng.random() < 0.3)
         run = rng.randint(1, n)
         plan = revolve_plan(costs, rng.randint(1, -(-n // run)), run)
-        simulated = simulate(chain_of(costs), Schedule(strategy="test", operations=plan.operations)).peak_bytes
-        workspace = chain_of(costs).stage(1).forward_workspace_bytes
-        low = peak_bytes(costs, plan.operations) - costs.output_bytes - costs.grad_bytes - workspace
+        simulated = simulate(to_stage_chain(costs), Schedule(strategy="test", operations=plan.operations)).peak_bytes
+        workspace = to_stage_chain(costs).stage(1).forward_workspace_bytes
+        low = schedule_peak_bytes(costs, plan.operations) - costs.output_bytes - costs.grad_bytes - workspace
         assert low <= simulated <= plan.projected_peak_bytes + costs.output_bytes + workspace
 
 
@@ -177,7 +177,7 @@ def test_the_split_is_the_best_one() -> None:
     for n in range(2, 60):
         for slots in range(2, min(n, 9) + 1):
             costs = [k + revolve.num_advances(n - k, slots - 1) + revolve.num_advances(k, slots) for k in range(1, n)]
-            assert revolve.split(n, slots) == 1 + costs.index(min(costs))
+            assert revolve.revolve_split(n, slots) == 1 + costs.index(min(costs))
 
 
 def test_budgets_are_used_and_kept() -> None:

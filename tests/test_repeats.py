@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.repeats import constant_over
+from sft.analysis.repeats import is_constant_per_strip
 
 from .helpers.exactness import relative_error
 from .helpers.repeating import assert_exact_skipping, banded_image
@@ -288,13 +288,13 @@ def test_rows_that_equal_each_other_make_strips_alike() -> None:
     """Strip 2 reads rows 3 to 5, and the one before it rows 2 to 4: all of them must be the same."""
     same = np.array([False, True, True, True, True, True, False])
     start, stop = np.array([0, 2, 3, 4]), np.array([2, 5, 6, 7])
-    assert constant_over(same, start, stop).tolist() == [False, True, True, False]
+    assert is_constant_per_strip(same, start, stop).tolist() == [False, True, True, False]
 
 
 def test_strips_that_read_nothing_are_alike() -> None:
     """Behind the last row, too: a value may be complete before others are."""
     same, end = np.array([False, False, False]), np.array([1, 3, 3, 3])
-    assert constant_over(same, np.array([0, 3, 3, 3]), end).tolist() == [False, False, True, True]
+    assert is_constant_per_strip(same, np.array([0, 3, 3, 3]), end).tolist() == [False, False, True, True]
 
 
 def test_a_plan_says_that_strips_may_be_left_out() -> None:

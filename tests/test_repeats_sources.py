@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import sft
 from sft.analysis.interval import Interval
 from sft.sources import ArrayImage, ArraySource, Cached, Cropped, LabelSource, Normalized
-from sft.sources.repeating import repeated_of
+from sft.sources.repeating import image_equal_rows
 from sft.tissue import Masked, Regions, TissueMask
-from sft.wsi.views import Affine, Recoloured, Turned
+from sft.wsi.views import ColourAffine, Recoloured, Turned
 
 from .helpers.exactness import relative_error
 from .helpers.repeating import banded_image
@@ -160,19 +160,19 @@ def test_views_know_where_the_background_is(
     image: Any = Masked(ArrayImage(pixels, layout="HWC"), mask, background=(255, 254, 253))
     left, top = int(rng.integers(width - 1)), int(rng.integers(height - 1))
     image = Cropped(image, x=left, y=top, w=width - left, h=height - top)
-    image = Recoloured(Turned(image, quarters=quarters, mirrored=mirrored), density=Affine.of(np.eye(3) * 0.9))
+    image = Recoloured(Turned(image, quarters=quarters, mirrored=mirrored), density=ColourAffine.of(np.eye(3) * 0.9))
     image = Cached(image, host_budget_bytes="1MiB")
     seen = image.read(0, 0, image.width_px, image.height_px)
     across = image.height_px if columns else image.width_px
     first = data.draw(st.integers(0, across - 1))
     part = Interval(first, data.draw(st.integers(first + 1, across)))
-    claimed, true = repeated_of(image, part, columns=columns)[1:], _lines(seen, part, columns=columns)
+    claimed, true = image_equal_rows(image, part, columns=columns)[1:], _lines(seen, part, columns=columns)
     assert not (claimed & ~true).any()
     background = (
         seen
-        == Recoloured(ArrayImage(np.full((1, 1, 3), (255, 254, 253), np.uint8), layout="HWC"), density=Affine.of(np.eye(3) * 0.9)).read(
-            0, 0, 1, 1
-        )
+        == Recoloured(
+            ArrayImage(np.full((1, 1, 3), (255, 254, 253), np.uint8), layout="HWC"), density=ColourAffine.of(np.eye(3) * 0.9)
+        ).read(0, 0, 1, 1)
     ).all(-1)
     lines = (background.swapaxes(0, 1) if columns else background)[:, part.start : part.stop].all(axis=1)
     assert (claimed == lines[1:] & lines[:-1]).all()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.plan.retained import RetainedGraph
+from sft.plan.retained import RetainedGraphCheck
 
 from .helpers.models import image, seeded
 
@@ -25,11 +25,11 @@ def _model() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(16, 3)).double()
 
 
-def _retained(net: Any, *, input_grad: bool) -> RetainedGraph:
+def _retained(net: Any, *, input_grad: bool) -> RetainedGraphCheck:
     x = image(*_SHAPE).requires_grad_(input_grad)
     plan = net.plan_for(x)
     (found,) = [ready.retained for ready in net._sft_engine.preparation.ready.values() if ready.plan == plan]
-    assert isinstance(found, RetainedGraph)
+    assert isinstance(found, RetainedGraphCheck)
     return found
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 import sft
-from sft.execute.stopwatch import Stopwatch, time_step
+from sft.execute.stopwatch import TimingMachine, time_step
 from sft.lower.program import Program
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.walk.region import Region
 
 from .helpers.exactness import assert_exact
@@ -40,7 +40,7 @@ class _Judge:
         self.best = best
         self.regions: list[Region] = []
 
-    def __call__(self, problem: Problem, region: Region, device: torch.device, **options: Any) -> tuple[float, ...] | None:
+    def __call__(self, problem: PlanningProblem, region: Region, device: torch.device, **options: Any) -> tuple[float, ...] | None:
         if "most_seconds" not in options:
             self.regions.clear()  # the planner's own choice comes first
         self.regions.append(region)
@@ -85,9 +85,9 @@ def test_what_was_asked_for_by_name_has_no_rivals(options: dict[str, Any], monke
 
 def test_a_slower_step_is_not_timed_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = _Judge()
-    seen: list[tuple[Problem, Region]] = []
+    seen: list[tuple[PlanningProblem, Region]] = []
 
-    def note(problem: Problem, region: Region, device: torch.device, **options: Any) -> tuple[float, ...] | None:
+    def note(problem: PlanningProblem, region: Region, device: torch.device, **options: Any) -> tuple[float, ...] | None:
         seen.append((problem, region))
         return asked(problem, region, device, **options)
 
@@ -96,11 +96,11 @@ def test_a_slower_step_is_not_timed_to_its_end(monkeypatch: pytest.MonkeyPatch) 
     problem, region = seen[0]
     ran: list[Program] = []
 
-    def slow(_: Stopwatch, program: Program, first: Program | None) -> float:
+    def slow(_: TimingMachine, program: Program, first: Program | None) -> float:
         ran.append(program)
         return 1000.0
 
-    monkeypatch.setattr(Stopwatch, "_seconds", slow)
+    monkeypatch.setattr(TimingMachine, "_seconds", slow)
     assert sum(time_step(problem, region, torch.device("cpu"))) > 1000 * (len(ran) - 1)
     num_programs = len(ran)
     ran.clear()

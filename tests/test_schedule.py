@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Schedule, build_schedule
-from sft.analysis.steps import NodeRows, Read, Step
+from sft.analysis.schedule import StripSchedule, build_schedule
+from sft.analysis.steps import NodeRows, OperandRead, StripStep
 
 from .helpers.dag_nets import Dag
 from .helpers.dags import dags
@@ -17,20 +17,20 @@ from .helpers.dependence import operator_dependence, rows_behind
 from .helpers.graphs import Built, GraphBuilder, graph_of
 
 
-def _schedule(built: Built, strip_rows: int) -> Schedule:
+def _schedule(built: Built, strip_rows: int) -> StripSchedule:
     return build_schedule(built.graph, built.run, built.rows, built.streamed, built.extents(), strip_rows)
 
 
-def _steps(schedule: Schedule) -> list[Step]:
+def _steps(schedule: StripSchedule) -> list[StripStep]:
     return [schedule.step(index) for index in range(schedule.num_steps)]
 
 
-def _of(steps: list[Step], name: str) -> list[NodeRows]:
+def _of(steps: list[StripStep], name: str) -> list[NodeRows]:
     return [next(node for node in step.nodes if node.name == name) for step in steps]
 
 
 @st.composite
-def _cases(draw: st.DrawFn) -> tuple[Dag, Built, Schedule]:
+def _cases(draw: st.DrawFn) -> tuple[Dag, Built, StripSchedule]:
     """A network and a strip height, from one row to more than the image."""
     dag = draw(dags())
     built = graph_of(dag)
@@ -38,7 +38,7 @@ def _cases(draw: st.DrawFn) -> tuple[Dag, Built, Schedule]:
 
 
 @given(case=_cases())
-def test_every_row_once_in_order(case: tuple[Dag, Built, Schedule]) -> None:
+def test_every_row_once_in_order(case: tuple[Dag, Built, StripSchedule]) -> None:
     _, built, schedule = case
     steps, extents = _steps(schedule), built.extents()
     for name in schedule.names:
@@ -50,7 +50,7 @@ def test_every_row_once_in_order(case: tuple[Dag, Built, Schedule]) -> None:
 
 
 @given(case=_cases())
-def test_rows_are_at_hand_when_read(case: tuple[Dag, Built, Schedule]) -> None:
+def test_rows_are_at_hand_when_read(case: tuple[Dag, Built, StripSchedule]) -> None:
     """What a step reads it holds, and what it holds of an inner value was carried in or has just been computed."""
     _, _, schedule = case
     before: dict[str, Interval] = {}
@@ -69,7 +69,7 @@ def test_rows_are_at_hand_when_read(case: tuple[Dag, Built, Schedule]) -> None:
 
 
 @given(case=_cases())
-def test_no_row_is_carried_in_vain(case: tuple[Dag, Built, Schedule]) -> None:
+def test_no_row_is_carried_in_vain(case: tuple[Dag, Built, StripSchedule]) -> None:
     """Carried into a step are the rows from the first one that this or a later step reads, and none when none is read."""
     _, _, schedule = case
     first = {name: np.full(schedule.num_steps + 1, 2**40) for name in schedule.names}
@@ -90,7 +90,7 @@ def test_no_row_is_carried_in_vain(case: tuple[Dag, Built, Schedule]) -> None:
 
 
 @given(case=_cases())
-def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, Schedule]) -> None:
+def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, StripSchedule]) -> None:
     """Every row that a new row depends on is read; rows and padding together are the windows' span, whose ends are used."""
     dag, built, schedule = case
     steps = _steps(schedule)
@@ -110,7 +110,7 @@ def test_reads_are_what_eager_operators_depend_on(case: tuple[Dag, Built, Schedu
 
 
 @given(case=_cases())
-def test_no_row_waits_for_more_than_it_reads(case: tuple[Dag, Built, Schedule]) -> None:
+def test_no_row_waits_for_more_than_it_reads(case: tuple[Dag, Built, StripSchedule]) -> None:
     """After each step the next row of a value reads a row that an operand lacks, or nothing but padding above the image."""
     _, built, schedule = case
     extents = built.extents()
@@ -123,7 +123,7 @@ def test_no_row_waits_for_more_than_it_reads(case: tuple[Dag, Built, Schedule]) 
 
 
 @given(case=_cases())
-def test_the_flush_ends_with_the_last_row(case: tuple[Dag, Built, Schedule]) -> None:
+def test_the_flush_ends_with_the_last_row(case: tuple[Dag, Built, StripSchedule]) -> None:
     """The last step still computes, or takes in, a row; the flush takes as many steps as the deepest value's delay asks for."""
     _, built, schedule = case
     extents = built.extents()
@@ -143,11 +143,11 @@ def test_the_flush_ends_with_the_last_row(case: tuple[Dag, Built, Schedule]) -> 
 
 
 @given(case=_cases())
-def test_kinds_tell_steps_apart(case: tuple[Dag, Built, Schedule]) -> None:
+def test_kinds_tell_steps_apart(case: tuple[Dag, Built, StripSchedule]) -> None:
     """Two steps share a program only if they look the same from each value's own first row."""
     _, _, schedule = case
 
-    def relative(step: Step) -> tuple[object, ...]:
+    def relative(step: StripStep) -> tuple[object, ...]:
         base = {node.name: node.held.start for node in step.nodes}
         reads = [
             tuple(
@@ -209,7 +209,7 @@ def test_a_skip_keeps_rows_for_its_reader() -> None:
     b.join("sum", "body", "skip")
     schedule = _schedule(b.build(), 4)
     assert schedule.carried_rows(4) == {"skip": Interval(10, 16)}  # the next row of the body, 13, reads from 10 on
-    assert schedule.step(4).nodes[-1].reads[1] == Read(operand="skip", rows=Interval(13, 17), pad_low=0, pad_high=0)
+    assert schedule.step(4).nodes[-1].reads[1] == OperandRead(operand="skip", rows=Interval(13, 17), pad_low=0, pad_high=0)
 
 
 @pytest.mark.parametrize("strip_rows", [1, 3, 8, 40])

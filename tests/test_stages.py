@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from examples.models import resnet18, unet
-from sft.analysis.passes import in_terms_of_the_table
+from sft.analysis.passes import run_passes
 from sft.plan.project import plain_programs
-from sft.plan.rates import Rates
+from sft.plan.rates import DeviceRates
 from sft.plan.stages import StagedModel
 from sft.walk.whole import WholeSegment
 from tests.helpers.problems import problem_of
@@ -19,7 +19,7 @@ from tests.helpers.problems import problem_of
 @pytest.mark.parametrize("build", [lambda: resnet18(10), lambda: unet(1)], ids=["norms in training", "unet"])
 def test_what_a_stage_holds_that_saves_nothing_is_read_off_the_one_that_saves(build: Callable[[], nn.Module]) -> None:
     """It is not lowered for that once more."""
-    staged = StagedModel(problem_of(build(), (1, 3, 96, 64), training=True, passes=in_terms_of_the_table), Rates("cpu"))
+    staged = StagedModel(problem_of(build(), (1, 3, 96, 64), training=True, passes=run_passes), DeviceRates("cpu"))
     chain = staged.chain
     assert len(chain.stages) > 10
     segments = {segment.scope.names[0]: segment for segment in staged.region.segments}
@@ -34,8 +34,8 @@ def test_what_a_stage_holds_that_saves_nothing_is_read_off_the_one_that_saves(bu
 @pytest.mark.parametrize("build", [lambda: resnet18(10), lambda: unet(1)], ids=["norms in training", "unet"])
 def test_stages_together_seem_no_cheaper_than_the_whole_model(build: Callable[[], nn.Module]) -> None:
     """What runs once behind a stage, as running statistics do, is counted with it."""
-    problem = problem_of(build(), (1, 3, 96, 64), training=True, passes=in_terms_of_the_table)
-    rates = Rates("cpu")
+    problem = problem_of(build(), (1, 3, 96, 64), training=True, passes=run_passes)
+    rates = DeviceRates("cpu")
     stages = StagedModel(problem, rates).chain.stages
     together = sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
     whole = sum(map(rates.seconds, plain_programs(problem)))
@@ -44,7 +44,7 @@ def test_stages_together_seem_no_cheaper_than_the_whole_model(build: Callable[[]
 
 def test_no_stage_ends_within_a_norm() -> None:
     """Also not where its affine map waits for another phase: torch's own call does all of it, whatever the plan."""
-    staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=in_terms_of_the_table), Rates("cpu"))
+    staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=run_passes), DeviceRates("cpu"))
     graph, asides = staged.problem.graph, {name for nodes in staged.asides for name in nodes}
     stage_of = {name: number for number, nodes in enumerate(staged.stages) for name in nodes}
     affine = [name for name in stage_of if graph[name].target == "sft.affine"]
@@ -59,7 +59,7 @@ def test_no_stage_ends_within_a_norm() -> None:
 
 
 def test_the_stage_behind_a_head_is_that_of_all_its_operators() -> None:
-    staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=in_terms_of_the_table), Rates("cpu"))
+    staged = StagedModel(problem_of(resnet18(10), (1, 3, 96, 64), training=True, passes=run_passes), DeviceRates("cpu"))
     main = [name for nodes in staged.stages for name in nodes]
     for stage, place in enumerate(staged.places):
         head = [*staged.problem.phases.prologue, *main[:place]]

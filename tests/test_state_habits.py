@@ -178,7 +178,7 @@ def test_what_changes_inside_of_attributes_is_noticed(what: str) -> None:
 def test_an_attribute_that_changes_at_every_step_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sft.captured._MAX_CAPTURES", 2)
     monkeypatch.setattr("sft.preparing._MAX_PLANS", 3)
-    monkeypatch.setattr("sft.preparing._MAX_MADE", 4)
+    monkeypatch.setattr("sft.preparing._MAX_CACHED_OBJECTS", 4)
     model, net = pair(lambda: nn.Conv2d(3, 2, 3))
     for step in range(4):
         cast(Any, net).epoch = step

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import sft
-from sft.execute.signature import signature
-from sft.execute.stopwatch import Stopwatch, time_step
-from sft.execute.trial import Trial
+from sft.execute.signature import program_hash
+from sft.execute.stopwatch import TimingMachine, time_step
+from sft.execute.trial import ProgramBenchmark
 from sft.lower.program import Port, Program, Slot
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import run_step
 from sft.plan.rates import LARGE_BUFFER_BYTES
-from sft.walk.machine import Phantom, PhantomMachine
+from sft.walk.machine import SimulatedBuffer, SimulatedMachine
 from sft.walk.region import Region
 
 _SHAPE = (2, 3, 40, 24)
@@ -28,11 +28,11 @@ def _model() -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4), nn.Sigmoid(), nn.Dropout(0.5), nn.Linear(4, 2))
 
 
-def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Problem, Region]:
+def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PlanningProblem, Region]:
     """The problem and the region that a timed plan is made of."""
-    seen: list[tuple[Problem, Region]] = []
+    seen: list[tuple[PlanningProblem, Region]] = []
 
-    def note(problem: Problem, region: Region, device: torch.device, *, progress: bool) -> tuple[float, ...]:
+    def note(problem: PlanningProblem, region: Region, device: torch.device, *, progress: bool) -> tuple[float, ...]:
         assert not progress
         seen.append((problem, region))
         return (1.0,) * len(region.moves)
@@ -44,14 +44,14 @@ def _planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[Problem, 
     return seen[-1]
 
 
-class _Counting(PhantomMachine):
+class _Counting(SimulatedMachine):
     """Notes which programs run."""
 
     programs: list[Program]
 
     def run(self, program: Program, *arguments: Any) -> Any:
         self.programs.append(program)
-        return PhantomMachine.run(self, program, *arguments)
+        return SimulatedMachine.run(self, program, *arguments)
 
 
 @pytest.mark.parametrize("options", [{"tile": (8, None)}, {"tile": (8, 16)}, {"tile": (8, None), "state_slots": 2}, {"strategy": "none"}])
@@ -60,13 +60,13 @@ def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], mon
     counting = _Counting()
     counting.programs = []
     run_step(problem, region, counting)
-    time_once = Stopwatch._time
-    monkeypatch.setattr(Stopwatch, "_time", lambda *arguments: time_once(*arguments) > 0)
-    monkeypatch.setattr(Stopwatch, "_once", lambda *_: 0.0)
-    stopwatch = Stopwatch()
+    time_once = TimingMachine._time
+    monkeypatch.setattr(TimingMachine, "_time", lambda *arguments: time_once(*arguments) > 0)
+    monkeypatch.setattr(TimingMachine, "_once", lambda *_: 0.0)
+    stopwatch = TimingMachine()
     run_step(problem, region, stopwatch)
     assert stopwatch.seconds == len(counting.programs)
-    assert stopwatch.num_timed == len({signature(program) for program in counting.programs})
+    assert stopwatch.num_timed == len({program_hash(program) for program in counting.programs})
     assert len(stopwatch.laps) == len(region.moves) + 1 and stopwatch.laps[-1] == stopwatch.seconds
     assert stopwatch.meter.peak_bytes == counting.meter.peak_bytes
 
@@ -74,16 +74,16 @@ def test_a_step_is_each_program_as_often_as_it_runs(options: dict[str, Any], mon
 def test_programs_are_timed_on_operands_in_the_layout_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights are the model's, images are ours. Convolutions that found their weights channels last were timed as too fast."""
     problem, region = _planned(monkeypatch, tile=(8, None))
-    made_once, seen = Trial._made, dict[str, set[bool]]()
+    made_once, seen = ProgramBenchmark._made, dict[str, set[bool]]()
 
-    def note(trial: Trial, program: Program, port: Port, slot: Slot) -> Any:
+    def note(trial: ProgramBenchmark, program: Program, port: Port, slot: Slot) -> Any:
         made = made_once(trial, program, port, slot)
         if isinstance(made, torch.Tensor) and made.dim() == 4 and made.shape[1] > 1 and max(made.shape[2:]) > 1:
             seen.setdefault(port.role, set()).add(made.is_contiguous(memory_format=torch.channels_last))
         return made
 
-    monkeypatch.setattr(Trial, "_made", note)
-    run_step(problem, region, Stopwatch())
+    monkeypatch.setattr(ProgramBenchmark, "_made", note)
+    run_step(problem, region, TimingMachine())
     assert seen["side"] == seen["grad_side"] == {False}
     assert seen["source"] == seen["out"] == {True}
 
@@ -103,11 +103,11 @@ def test_seconds_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_new_pages_are_paid_for_once_and_large_buffers_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     price = {"zeros of new pages": 3.0 * 2**26, "zeros of old pages": 2.0 * 2**26}  # a second a byte
-    monkeypatch.setattr(Stopwatch, "_once", lambda _, key, __: price.get(key, 0.25))
-    large, stopwatch = LARGE_BUFFER_BYTES, Stopwatch()
+    monkeypatch.setattr(TimingMachine, "_once", lambda _, key, __: price.get(key, 0.25))
+    large, stopwatch = LARGE_BUFFER_BYTES, TimingMachine()
     paid = []
 
-    def pay(num_bytes: int, *, zero: bool = False) -> Phantom:
+    def pay(num_bytes: int, *, zero: bool = False) -> SimulatedBuffer:
         before = stopwatch.seconds
         handle = stopwatch.allocate((num_bytes,), torch.uint8, zero=zero)
         paid.append(stopwatch.seconds - before)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import sft
 from sft.deep.parameters import StreamedParameters
-from sft.walk.order import parse_order
-from sft.walk.weights import Passage, StreamedWeights, Taking, completed_by, read_by
+from sft.walk.order import parse_schedule
+from sft.walk.weights import WeightPrefetcher, StreamedWeights, GradientTransfer, weights_completed_per_segment, weights_read_per_op
 
 from .helpers.captured import one_capture_a_model
 from .helpers.exactness import assert_exact
@@ -244,7 +244,7 @@ class _Noting:
     def release_weight(self, name: str, handle: object) -> None:
         self.said.append("~" + name)
 
-    def take_gradient(self, name: str, gradient: object, weight: object, taking: Taking) -> None:
+    def take_gradient(self, name: str, gradient: object, weight: object, taking: GradientTransfer) -> None:
         self.said.append("!" + name)
 
 
@@ -252,14 +252,14 @@ class _Noting:
 def test_a_pass_holds_what_a_move_reads_and_the_next(ahead: bool) -> None:
     machine: Any = _Noting()
     names = "abc"
-    weights = StreamedWeights(num_bytes=dict.fromkeys(names, 8), takings=dict.fromkeys(names, Taking()), reads_ahead=ahead)
-    moves = parse_order(["F0", "F1+", "L", "B1", "F0+", "B0"], 2)
+    weights = StreamedWeights(num_bytes=dict.fromkeys(names, 8), takings=dict.fromkeys(names, GradientTransfer()), reads_ahead=ahead)
+    moves = parse_schedule(["F0", "F1+", "L", "B1", "F0+", "B0"], 2)
     # Segment 0 reads `a`, and `c` without a gradient; segment 1 reads `b` and `c`.
-    reads = read_by(moves[3:], [("a", "c"), ("b", "c")], [("a",), ("b", "c")], names)
+    reads = weights_read_per_op(moves[3:], [("a", "c"), ("b", "c")], [("a",), ("b", "c")], names)
     assert reads == (("b", "c"), ("a", "c"), ("a",))
-    assert completed_by([("a", "c"), ("b", "c")], [True, True], ("a", "b")) == (("a",), ("b",))
+    assert weights_completed_per_segment([("a", "c"), ("b", "c")], [True, True], ("a", "b")) == (("a",), ("b",))
     handles: dict[str, Any] = {}
-    passage = Passage(
+    passage = WeightPrefetcher(
         machine=machine, weights=weights, shapes=dict.fromkeys(names, (1,)), dtypes=dict.fromkeys(names), handles=handles, reads=reads
     )
     values: dict[str, Any] = {}

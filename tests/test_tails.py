@@ -17,9 +17,9 @@ from torch import nn
 import sft
 from examples.models import vgg16
 from sft.execute.machine import TorchMachine
-from sft.plan.carried import carry_out
+from sft.plan.carried import materialize
 from sft.plan.chain.bound import stage_bound_bytes
-from sft.walk.order import Move
+from sft.walk.order import ScheduleOp
 
 from .helpers.exactness import assert_exact
 from .helpers.models import Residual, TinyUNet, image, seeded
@@ -72,7 +72,7 @@ def test_strips_in_front_and_stages_behind_that_wait_on_the_host(monkeypatch: py
     executed: list[str] = []
     begin = TorchMachine.begin
 
-    def noting(machine: Any, move: Move) -> None:
+    def noting(machine: Any, move: ScheduleOp) -> None:
         executed.append(str(move))
         begin(machine, move)
 
@@ -136,7 +136,7 @@ def test_what_surely_does_not_fit_is_not_carried_out(monkeypatch: pytest.MonkeyP
     found: list[int] = []
 
     def noted(*arguments: Any) -> Any:
-        planned = carry_out(*arguments)
+        planned = materialize(*arguments)
         found.append(planned.projection.peak_bytes)
         return planned
 

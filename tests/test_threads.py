@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import sft
-from sft.alone import alone, is_other_thread_alone
+from sft.alone import patch_lock, is_locked_by_other_thread
 
 from .helpers.models import Residual, TinyUNet, image, seeded
 
@@ -58,7 +58,7 @@ def test_a_call_beside_a_capture_is_no_part_of_it() -> None:
     caller = Thread(target=lambda: found.append(net(x)))
     caller.start()
     caller.join(0.2)
-    assert is_other_thread_alone()
+    assert is_locked_by_other_thread()
     done.set()
     caller.join()
     other.join()
@@ -67,11 +67,11 @@ def test_a_call_beside_a_capture_is_no_part_of_it() -> None:
 
 
 def test_being_alone_ends_with_the_block() -> None:
-    with pytest.raises(KeyError), alone():
-        assert not is_other_thread_alone()
+    with pytest.raises(KeyError), patch_lock():
+        assert not is_locked_by_other_thread()
         raise KeyError
     with ThreadPoolExecutor(1) as thread:
-        assert not thread.submit(is_other_thread_alone).result()
+        assert not thread.submit(is_locked_by_other_thread).result()
 
 
 @pytest.mark.parametrize("is_file", [False, True])

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from examples.models import unet
-from sft.analysis.annotate import annotated
+from sft.analysis.annotate import infer_attributes
 from sft.analysis.capture import capture
 from sft.analysis.interval import Interval
 from sft.analysis.phases import find_phases
-from sft.analysis.steps import NodeRows, Read
-from sft.analysis.tile import tile_lengths, tile_step
+from sft.analysis.steps import NodeRows, OperandRead
+from sft.analysis.tile import tile_lengths, independent_tile
 from sft.lower.step import lower_strip
 from sft.plan.build import build_region
 from sft.plan.types import SegmentChoice
@@ -29,7 +29,7 @@ from .helpers.problems import problem_of
 
 
 def _tile(built: Built, wanted: dict[str, Interval], axis: int = 0) -> dict[str, NodeRows]:
-    step = tile_step(built.graph, built.run, built.rows, built.streamed, built.extents(axis), wanted, axis=axis)
+    step = independent_tile(built.graph, built.run, built.rows, built.streamed, built.extents(axis), wanted, axis=axis)
     return {node.name: node for node in step.nodes}
 
 
@@ -52,9 +52,9 @@ def test_sizes_of_the_papers_example() -> None:
 def test_clipped_at_the_border_in_full() -> None:
     """The first and the last tile lack one row of halo at each convolution, and have padding instead."""
     first, last = _tile(_paper(), {"p2": Interval(0, 64)}), _tile(_paper(), {"p2": Interval(192, 256)})
-    assert first["c2"].reads == (Read(operand="p1", rows=Interval(0, 129), pad_low=1, pad_high=0),)
-    assert first["c1"].reads == (Read(operand="x", rows=Interval(0, 259), pad_low=1, pad_high=0),)
-    assert last["c2"].reads == (Read(operand="p1", rows=Interval(383, 512), pad_low=0, pad_high=1),)
+    assert first["c2"].reads == (OperandRead(operand="p1", rows=Interval(0, 129), pad_low=1, pad_high=0),)
+    assert first["c1"].reads == (OperandRead(operand="x", rows=Interval(0, 259), pad_low=1, pad_high=0),)
+    assert last["c2"].reads == (OperandRead(operand="p1", rows=Interval(383, 512), pad_low=0, pad_high=1),)
     assert last["x"].new == Interval(765, 1024)
     node = first["c1"]
     assert (node.held, node.kept, node.carried) == (node.new, Interval(258, 258), Interval(0, 0))
@@ -73,7 +73,7 @@ def test_several_results_and_a_reduction() -> None:
     built = b.build("c2", "g")
     found = _tile(built, {"c1": Interval(8, 16), "c2": Interval(8, 16)})
     assert found["c1"].new == Interval(6, 18) and found["x"].new == Interval(5, 19)
-    assert found["g"].reads == (Read(operand="c1", rows=Interval(8, 16), pad_low=0, pad_high=0),)
+    assert found["g"].reads == (OperandRead(operand="c1", rows=Interval(8, 16), pad_low=0, pad_high=0),)
     shares = [_tile(built, {"c1": i, "c2": i})["g"].reads[0].rows for i in (Interval(0, 10), Interval(10, 20), Interval(20, 32))]
     assert shares == [Interval(0, 10), Interval(10, 20), Interval(20, 32)]
 
@@ -84,7 +84,7 @@ def test_upsampled_values_come_by_whole_input_rows() -> None:
     b.upsample("up", "x", 3)
     b.conv("c", "up", 4)
     found = _tile(b.build(), {"c": Interval(9, 13)})
-    assert found["c"].reads == (Read(operand="up", rows=Interval(8, 14), pad_low=0, pad_high=0),)
+    assert found["c"].reads == (OperandRead(operand="up", rows=Interval(8, 14), pad_low=0, pad_high=0),)
     assert (found["up"].new, found["x"].new) == (Interval(6, 15), Interval(2, 5))
 
 
@@ -99,7 +99,7 @@ def test_tiles_can_be_lowered(kind: Literal["forward", "joint"]) -> None:
     def flops(*tiles: Interval) -> int:
         total = 0
         for number, part in enumerate(tiles):
-            step = tile_step(problem.graph, run, phases.rows, phases.streamed, extents, {run[-1]: part}, index=number)
+            step = independent_tile(problem.graph, run, phases.rows, phases.streamed, extents, {run[-1]: part}, index=number)
             program = lower_strip(segment.scope, step, kind)
             assert not any(port.role in ("carry", "grad_carry", "append") for port in (*program.ports, *program.results))
             total += program.flops
@@ -136,7 +136,7 @@ def test_input_rows_are_those_with_a_gradient(axis: int) -> None:
     torch.manual_seed(0)
     model = _Net().double()
     image = torch.randn(1, 2, 42, 26, dtype=torch.float64, requires_grad=True)
-    phases = find_phases(annotated(capture(model, [(1, 2, 42, 26)], [torch.float64], torch.device("cpu")).graph))
+    phases = find_phases(infer_attributes(capture(model, [(1, 2, 42, 26)], [torch.float64], torch.device("cpu")).graph))
     run = phases.phases[0].streamed
     # All but the pooled level has the stem's extent; every other extent follows from the table.
     extents = {phases.graph.inputs[0]: image.shape[2 + axis]}
@@ -150,7 +150,7 @@ def test_input_rows_are_those_with_a_gradient(axis: int) -> None:
         for stop in range(start + 1, height + 1):
             (gradient,) = torch.autograd.grad(output.narrow(2 + axis, start, stop - start).sum(), image, retain_graph=True)
             touched = gradient.abs().amax(dim=(0, 1, 3 - axis)).nonzero().flatten()
-            step = tile_step(phases.graph, run, phases.rows, phases.streamed, extents, {run[-1]: Interval(start, stop)}, axis=axis)
+            step = independent_tile(phases.graph, run, phases.rows, phases.streamed, extents, {run[-1]: Interval(start, stop)}, axis=axis)
             assert step.nodes[0].new == Interval(int(touched[0]), int(touched[-1]) + 1), (start, stop)
 
 

@@ -13,13 +13,13 @@ import sft
 from examples.models import freeze_norm, resnet18, unet, vgg16
 from sft.options import Options
 from sft.plan.build import build_region
-from sft.plan.carried import Planned, carry_out
-from sft.plan.problem import Problem
-from sft.plan.strategy_sft import grids, partition_choices
-from sft.plan.survey import Survey
-from sft.plan.tiles import flops_in_tiles
+from sft.plan.carried import ProjectedPlan, materialize
+from sft.plan.problem import PlanningProblem
+from sft.plan.strategy_sft import tile_grids, partition_choices
+from sft.plan.survey import CandidateGrid
+from sft.plan.tiles import independent_tile_flops
 from sft.plan.types import SegmentChoice
-from sft.walk.order import Order
+from sft.walk.order import SegmentSchedule
 from sft.walk.segments import TiledSegment
 
 from .helpers.captured import one_capture_a_model
@@ -45,13 +45,13 @@ def _resnet() -> nn.Module:
 @pytest.mark.parametrize("build", [_vgg, _resnet])
 def test_what_tiles_compute_is_known_before_they_are_lowered(build: Callable[[], nn.Module], training: bool) -> None:
     problem = problem_of(build(), (1, 3, 768, 640), training=training)
-    survey = Survey(problem, Options(), "cpu")
+    survey = CandidateGrid(problem, Options(), "cpu")
     seen = 0
     for partitioned in list(partition_choices(problem, Options()))[:4]:
-        for grid in grids(Options())[:4]:
+        for grid in tile_grids(Options())[:4]:
             choices = partitioned(grid)
-            counted = flops_in_tiles(problem, choices, survey.forward_flops, survey.flops)
-            exact = carry_out(problem, choices).projection.flops
+            counted = independent_tile_flops(problem, choices, survey.forward_flops, survey.flops)
+            exact = materialize(problem, choices).projection.flops
             assert counted == pytest.approx(exact, rel=0.005)
             seen += any(choice.mode == "tiled" for choice in choices)
     assert seen >= 4
@@ -91,7 +91,7 @@ def test_tiles_end_at_whole_strides_where_these_are_small() -> None:
     with torch.device("meta"):
         model = unet(1, width=4)
     problem = problem_of(model, (1, 3, 18_016, 17_024), training=True)
-    names, grid = problem.phases.phases[0].streamed, grids(Options())[2]
+    names, grid = problem.phases.phases[0].streamed, tile_grids(Options())[2]
     stride = problem.stride(names)
     (partitioned, *_) = [each for each in partition_choices(problem, Options()) if each(grid)[0].mode == "tiled"]
     (choice,) = partitioned(grid)
@@ -100,16 +100,16 @@ def test_tiles_end_at_whole_strides_where_these_are_small() -> None:
     assert isinstance(segment, TiledSegment)
     assert len(segment.panels) == segment.schedule.num_steps == 4
     assert len(segment.schedule.kinds[0]) == len(set(segment.panel_kinds)) == 3  # first, last, and all between them
-    assert all(fine(100, 70, 16) == (-(-100 // 2**n), -(-70 // 2**n)) for n, fine in enumerate(grids(Options())))
+    assert all(fine(100, 70, 16) == (-(-100 // 2**n), -(-70 // 2**n)) for n, fine in enumerate(tile_grids(Options())))
 
 
 def test_only_what_may_win_is_projected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Strips that should cost more than tiles that fit are not lowered, nor are all programs of tiles of which one is too large."""
     projected: list[tuple[SegmentChoice, ...]] = []
 
-    def counted(problem: Problem, choices: Sequence[SegmentChoice], order: Order | None = None) -> Planned:
+    def counted(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None = None) -> ProjectedPlan:
         projected.append(tuple(choices))
-        return carry_out(problem, choices, order)
+        return materialize(problem, choices, order)
 
     for module in ("strategy_auto", "tiles"):
         monkeypatch.setattr(import_module(f"sft.plan.{module}"), "carry_out", counted)

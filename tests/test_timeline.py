@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import sft
-from sft.plan.laps import Lap
-from sft.plan.problem import Problem
-from sft.plan.project import Projection, project
+from sft.plan.laps import ScheduleOpRecord
+from sft.plan.problem import PlanningProblem
+from sft.plan.project import Projection, project_step
 from sft.plan.timeline import Timeline, TimelineEntry
 from sft.walk.region import Region
 
@@ -41,7 +41,7 @@ class _Model(nn.Module):
         return found
 
 
-def _runs(lap: Lap) -> Counter[tuple[int, int, int]]:
+def _runs(lap: ScheduleOpRecord) -> Counter[tuple[int, int, int]]:
     """How often each program runs. Those that finish a reduction are lowered anew each time, so what they do tells programs apart."""
     found: Counter[tuple[int, int, int]] = Counter()
     for program, count in lap.runs:
@@ -62,8 +62,8 @@ _OPTIONS: list[dict[str, Any]] = [
 def test_its_peak_and_its_flops_are_the_plans(options: dict[str, Any], training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     carried = import_module("sft.plan.carried")  # `sft.plan` is the function
 
-    def both(problem: Problem, region: Region) -> Projection:
-        summed, walked = project(problem, region), project(problem, region, exactly=True)
+    def both(problem: PlanningProblem, region: Region) -> Projection:
+        summed, walked = project_step(problem, region), project_step(problem, region, exactly=True)
         assert summed.laps == walked.laps
         assert [_runs(lap) for lap in summed.laps] == [_runs(lap) for lap in walked.laps]
         return summed

@@ -20,7 +20,7 @@ from sft.errors import InputError, SourceError
 from sft.sources import ArrayImage, Cached, Cropped, Normalized, StripReader, TiffImage, open_image, read_strips
 from sft.tissue import Masked, Regions, TissueMask, crop_to_tissue, find_tissue, read_geojson, write_geojson
 from sft.tissue.find import saturation
-from sft.tissue.geojson import outline
+from sft.tissue.geojson import mask_outline
 from sft.tissue.mask import Box
 
 from .helpers.slides import SLIDE, SLIDE_SIZE, tissue_like, write_slide
@@ -224,7 +224,7 @@ def test_the_real_mask_through_geojson(tmp_path: Path, real: TissueMask) -> None
     regions = read_geojson(tmp_path / "tissue.geojson")
     again = TissueMask.from_regions(regions, width_px=WIDTH_PX, height_px=HEIGHT_PX, downsample=16)
     assert again.pixels.shape == (186, 139) and abs(again.share - real.share) < 0.01
-    assert regions.bounding_box() is not None and len(outline(real).polygons) == len(regions.polygons)
+    assert regions.bounding_box() is not None and len(mask_outline(real).polygons) == len(regions.polygons)
 
 
 SQUARE = [[0, 0], [40, 0], [40, 40], [0, 40], [0, 0]]
@@ -309,7 +309,7 @@ def test_wrong_rings(ring: Any) -> None:
 def test_outside_the_mask_there_is_one_colour(seed: int, kind: str, rows: int) -> None:
     pixels = tissue_like(75, 93, seed)
     mask = TissueMask(pixels=blobs(9, 11, seed), width_px=93, height_px=75)
-    image = Masked(ArrayImage(pixels), mask if kind == "mask" else outline(mask), background=(1, 2, 3))
+    image = Masked(ArrayImage(pixels), mask if kind == "mask" else mask_outline(mask), background=(1, 2, 3))
     inside = image.mask.region(0, 0, 93, 75)
     expected = np.where(inside[..., None], pixels, np.array([1, 2, 3], np.uint8))
     assert np.array_equal(np.concatenate(list(read_strips(image, rows))), expected)

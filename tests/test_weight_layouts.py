@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sft
-from sft.analysis.passes import in_terms_of_the_table
-from sft.lower.emitter import laid_out_like
-from sft.plan.problem import Problem
+from sft.analysis.passes import run_passes
+from sft.lower.emitter import copy_with_strides
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import plain_programs
 
 from .helpers.exactness import assert_exact
@@ -25,8 +25,8 @@ from .helpers.staged import assert_same_bits_in_stages
 aten = torch.ops.aten
 
 
-def _problem(model: nn.Module, size: int = 16) -> Problem:
-    return problem_of(model.float().train(), (2, 3, size, size), training=True, passes=in_terms_of_the_table)
+def _problem(model: nn.Module, size: int = 16) -> PlanningProblem:
+    return problem_of(model.float().train(), (2, 3, size, size), training=True, passes=run_passes)
 
 
 def _lay_out(model: nn.Module, layout: torch.memory_format) -> None:
@@ -54,7 +54,7 @@ class _Columns(nn.Module):
 def test_gradients_of_weights_are_handed_on() -> None:
     """The product is the gradient: it is neither copied nor held twice."""
     problem = _problem(seeded(_classifier))
-    laid_out = [i.outputs[0] for program in plain_programs(problem) for i in program.instructions if i.function is laid_out_like]
+    laid_out = [i.outputs[0] for program in plain_programs(problem) for i in program.instructions if i.function is copy_with_strides]
     assert all(slot is not None and len(slot.shape) == 1 for slot in laid_out)  # those of biases are views of sums
     weight = next(node.name for node in problem.graph.nodes if node.kind == "parameter" and problem.shapes[node.name] == (40, 64))
     backward = plain_programs(problem)[1]
@@ -65,7 +65,7 @@ def test_gradients_of_weights_are_handed_on() -> None:
 
 def test_a_weight_that_lies_otherwise_has_its_gradient_laid_out() -> None:
     model = seeded(_Columns)
-    assert any(i.function is laid_out_like for program in plain_programs(_problem(model)) for i in program.instructions)
+    assert any(i.function is copy_with_strides for program in plain_programs(_problem(model)) for i in program.instructions)
     report = assert_exact(model, image(2, 3, 12, 10), budget="1GiB")
     assert [segment.mode for segment in report.plan.segments] == ["whole"]
 
@@ -95,7 +95,7 @@ def test_layouts_are_left_to_torch_where_weights_are_more_than_images(size: int,
     _lay_out(model, layout)
     is_left = size == 5 and layout is torch.contiguous_format
     problem = _problem(copy.deepcopy(model), size)
-    assert problem.leaves_layouts == is_left
+    assert problem.keeps_torch_layouts == is_left
     copies = [i.function for i in plain_programs(problem)[0].instructions if i.function in (aten.clone.default, aten.contiguous.default)]
     assert copies == [aten.contiguous.default if is_left else aten.clone.default]
     assert_exact(model, image(2, 3, size, size), budget="1GiB")
@@ -104,7 +104,7 @@ def test_layouts_are_left_to_torch_where_weights_are_more_than_images(size: int,
 def test_stages_compute_the_same_bits_where_layouts_are_left_to_torch() -> None:
     layers = [nn.Conv2d(3, 32, 3, padding=1), *(part for _ in range(6) for part in (nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1)))]
     model = seeded(lambda: chain(*layers)).float()
-    assert _problem(copy.deepcopy(model), 8).leaves_layouts
+    assert _problem(copy.deepcopy(model), 8).keeps_torch_layouts
     assert_same_bits_in_stages(model, (2, 3, 8, 8), "sqrt")
 
 
@@ -130,7 +130,7 @@ _WIDE: dict[str, Callable[[], nn.Module]] = {
 def test_any_network_of_wide_layers_is_exact(name: str, batch: int, sides: tuple[int, int], layout: torch.memory_format) -> None:
     """Layouts are left to torch, unless the input asks for channels last."""
     model = seeded(_WIDE[name])
-    assert problem_of(copy.deepcopy(model).float(), (batch, 3, *sides), training=True, passes=in_terms_of_the_table).leaves_layouts
+    assert problem_of(copy.deepcopy(model).float(), (batch, 3, *sides), training=True, passes=run_passes).keeps_torch_layouts
     assert_exact(model, image(batch, 3, *sides).contiguous(memory_format=layout), budget="1GiB")
 
 

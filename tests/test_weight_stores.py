@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import sft
-from sft.weights import DiskStore, HostStore, Layout, Store, TensorSpec
+from sft.weights import DiskStore, HostStore, RecordLayout, Store, TensorSpec
 
 _SPECS = (
     TensorSpec(name="bias", shape=(5,), dtype=torch.bfloat16),
@@ -25,8 +25,8 @@ _SPECS = (
     TensorSpec(name="count", shape=(), dtype=torch.int64),
     TensorSpec(name="weight:momentum", shape=(3, 5), dtype=torch.float32, is_state=True),
 )
-_EQUAL = [Layout.of(_SPECS)] * 4
-_DIFFERENT = [Layout.of(_SPECS), Layout.of(_SPECS[:1]), Layout.of(_SPECS[1:])]
+_EQUAL = [RecordLayout.of(_SPECS)] * 4
+_DIFFERENT = [RecordLayout.of(_SPECS), RecordLayout.of(_SPECS[:1]), RecordLayout.of(_SPECS[1:])]
 
 
 def _fill(block: int, views: dict[str, Tensor]) -> None:
@@ -34,7 +34,7 @@ def _fill(block: int, views: dict[str, Tensor]) -> None:
         view.copy_(torch.arange(view.numel()).view(view.shape) + 100 * block + 10 * place)
 
 
-def _make(kind: str, folder: Path, layouts: list[Layout]) -> Store:
+def _make(kind: str, folder: Path, layouts: list[RecordLayout]) -> Store:
     if kind == "disk":
         return DiskStore.create(folder / "weights.safetensors", layouts, _fill)
     store = HostStore(layouts)
@@ -52,7 +52,7 @@ _both = pytest.mark.parametrize("kind", ["host", "disk"])
 
 
 def test_records_are_aligned_and_weights_come_first() -> None:
-    layout = Layout.of(_SPECS)
+    layout = RecordLayout.of(_SPECS)
     assert [field.spec.name for field in layout.fields] == ["weight", "count", "bias", "weight:momentum"]
     assert (layout.weight_bytes, layout.record_bytes) == (192, 256)
     assert all(field.offset_bytes % field.spec.dtype.itemsize == 0 for field in layout.fields)
@@ -64,7 +64,7 @@ def test_records_are_aligned_and_weights_come_first() -> None:
 
 @_both
 @pytest.mark.parametrize("layouts", [_EQUAL, _DIFFERENT], ids=["equal", "different"])
-def test_generations_are_taken_over_dropped_and_committed(kind: str, layouts: list[Layout], tmp_path: Path) -> None:
+def test_generations_are_taken_over_dropped_and_committed(kind: str, layouts: list[RecordLayout], tmp_path: Path) -> None:
     store = _make(kind, tmp_path, layouts)
     first = _contents(store)
     new = torch.arange(layouts[2].record_bytes, dtype=torch.int64).to(torch.uint8)
@@ -283,12 +283,12 @@ def test_files_and_mappings_are_given_back(tmp_path: Path) -> None:
 
 def test_bad_layouts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(sft.InputError, match="one name"):
-        Layout.of([_SPECS[0], _SPECS[0]])
+        RecordLayout.of([_SPECS[0], _SPECS[0]])
     with pytest.raises(sft.InputError, match="nothing to store"):
-        Layout.of([])
+        RecordLayout.of([])
     with pytest.raises(sft.InputError, match="at least one block"):
         HostStore([])
-    strange = [Layout.of([TensorSpec(name="z", shape=(2,), dtype=torch.complex64)])]
+    strange = [RecordLayout.of([TensorSpec(name="z", shape=(2,), dtype=torch.complex64)])]
     with pytest.raises(sft.InputError, match="complex64"):
         DiskStore.create(tmp_path / "w", strange, _fill)
     assert os.listdir(tmp_path) == []

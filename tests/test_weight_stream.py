@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import sft
-from sft.weights import DiskStore, HostStore, Layout, TensorSpec, WeightStream
-from sft.weights.stream import Counters
+from sft.weights import DiskStore, HostStore, RecordLayout, TensorSpec, WeightStream
+from sft.weights.stream import StreamCounters
 
-_LAYOUT = Layout.of(
+_LAYOUT = RecordLayout.of(
     [TensorSpec(name="w", shape=(16,), dtype=torch.int32), TensorSpec(name="m", shape=(3,), dtype=torch.int32, is_state=True)]
 )
 
@@ -96,10 +96,10 @@ def test_reads_that_differ_from_the_plan_are_fetched(prefetch: bool) -> None:
 def test_a_recorded_pass_is_a_plan() -> None:
     stream = WeightStream(_host(3), "cpu", window_bytes=128, prefetch=True)
     plan = _read(stream, [], [0, 1, 2, 2, 1, 0])
-    assert stream.counters == Counters(
+    assert stream.counters == StreamCounters(
         reads=6, hits=2, misses=4, num_copies=4, copied_bytes=256, wait_seconds=stream.counters.wait_seconds
     )  # 2 and 1 are still there on the way back
-    stream.counters = Counters()
+    stream.counters = StreamCounters()
     assert _read(stream, plan, plan) == plan
     assert stream.counters.misses == 0
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.passes import in_terms_of_the_table
-from sft.lower.wholenorms import NORMS
+from sft.analysis.passes import run_passes
+from sft.lower.wholenorms import BATCH_NORM_FUNCTIONS
 from sft.plan.project import plain_programs
 
 from .helpers.exactness import assert_exact
@@ -35,14 +35,14 @@ def _net(*norms: nn.Module) -> nn.Module:
 
 def _calls(model: nn.Module, *, training: bool = True) -> list[Any]:
     """What the programs of a model that is kept whole call."""
-    problem = problem_of(model.float().train(), (2, 3, 20, 16), training=training, passes=in_terms_of_the_table)
+    problem = problem_of(model.float().train(), (2, 3, 20, 16), training=training, passes=run_passes)
     return [instruction.function for program in plain_programs(problem) for instruction in program.instructions]
 
 
 def _num_norms(model: nn.Module) -> tuple[int, int]:
     """Of torch's calls, forwards and backwards."""
     calls = _calls(model)
-    return sum(call in NORMS for call in calls), calls.count(aten.native_batch_norm_backward.default)
+    return sum(call in BATCH_NORM_FUNCTIONS for call in calls), calls.count(aten.native_batch_norm_backward.default)
 
 
 class _Twice(nn.Module):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import sft
-from sft.analysis.lists import one_by_one
+from sft.analysis.lists import decompose_foreach
 
 from .helpers.exactness import assert_exact
 from .helpers.models import image, seeded
@@ -135,7 +135,7 @@ def test_what_autograd_would_not_notice_is_refused(then: Any, message: str) -> N
 
 def test_lists_that_do_not_fit_are_no_calls() -> None:
     a = torch.ones(2)
-    assert one_by_one("_foreach_mul_", ([a], [a, a]), {}) is None
-    assert one_by_one("_foreach_maximum_", ([a], [a]), {}) is None, "tensors have no maximum_"
-    assert one_by_one("_foreach_neg_", ([a, a],), {}) is None
-    assert one_by_one("_foreach_mul_", (), {"self": [a], "scalar": 2.0}) is None
+    assert decompose_foreach("_foreach_mul_", ([a], [a, a]), {}) is None
+    assert decompose_foreach("_foreach_maximum_", ([a], [a]), {}) is None, "tensors have no maximum_"
+    assert decompose_foreach("_foreach_neg_", ([a, a],), {}) is None
+    assert decompose_foreach("_foreach_mul_", (), {"self": [a], "scalar": 2.0}) is None

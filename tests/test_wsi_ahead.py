@@ -15,14 +15,14 @@ import torch
 from sft.analysis.interval import Interval
 from sft.errors import SourceError
 from sft.sources import ArrayImage, Cached, Normalized
-from sft.wsi.ahead import THREAD_NAME, SlideAhead, decode_beginning, decode_further
+from sft.wsi.ahead import THREAD_NAME, SlidePrefetcher, decode_first_rows, decode_ahead
 from sft.wsi.cli import main
-from sft.wsi.feed import SlideFeed
+from sft.wsi.feed import SlideDataset
 from tests.helpers.wsi import real_pixels, write_config, write_task
 
 
 def test_what_was_begun_is_taken_and_opened_once() -> None:
-    ahead, threads = SlideAhead(), []
+    ahead, threads = SlidePrefetcher(), []
 
     def opened() -> tuple[Any, ...]:
         threads.append(threading.current_thread().name)
@@ -35,7 +35,7 @@ def test_what_was_begun_is_taken_and_opened_once() -> None:
 
 
 def test_another_slide_than_the_one_begun_is_opened_alone_after_it() -> None:
-    ahead = SlideAhead()
+    ahead = SlidePrefetcher()
     running, release = threading.Event(), threading.Event()
 
     def slow() -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ def test_another_slide_than_the_one_begun_is_opened_alone_after_it() -> None:
 
 
 def test_an_error_belongs_to_the_slide_that_has_it() -> None:
-    ahead = SlideAhead()
+    ahead = SlidePrefetcher()
 
     def broken() -> tuple[Any, ...]:
         raise SourceError("slide a is broken")
@@ -67,7 +67,7 @@ def test_an_error_belongs_to_the_slide_that_has_it() -> None:
 
 
 def test_more_is_made_ready_until_somebody_takes_it() -> None:
-    ahead, made, some = SlideAhead(), [], threading.Event()
+    ahead, made, some = SlidePrefetcher(), [], threading.Event()
 
     def further(inputs: tuple[Any, ...]) -> Iterator[None]:
         for number in itertools.count():
@@ -85,7 +85,7 @@ def test_more_is_made_ready_until_somebody_takes_it() -> None:
 
 
 def test_what_cannot_be_read_further_ahead_is_left_to_whoever_reads_it() -> None:
-    ahead = SlideAhead()
+    ahead = SlidePrefetcher()
 
     def further(inputs: tuple[Any, ...]) -> Iterator[None]:
         yield
@@ -110,7 +110,7 @@ class _Counted(ArrayImage):
 def test_the_beginning_is_decoded_once() -> None:
     image = _Counted()
     source = Normalized(image, mean=(0.5,) * 3, std=(0.5,) * 3)
-    decode_beginning(source)
+    decode_first_rows(source)
     assert image.read_rows == [(0, 64)]
     source.rows(Interval(0, 40), torch.empty(1, 3, 40, 96))
     assert image.read_rows == [(0, 64)], "the block is there already"
@@ -133,8 +133,8 @@ def test_two_slides_share_the_budget_of_decoded_rows(budget_bytes: int, current_
     images = [_Counted(current_rows), _Counted()]
     caches = [Cached(image, host_budget_bytes=budget_bytes) for image in images]
     current, following = (Normalized(cache, mean=(0.5,) * 3, std=(0.5,) * 3) for cache in caches)
-    decode_beginning(following)
-    for _ in decode_further((following, "labels"), (current, "labels")):
+    decode_first_rows(following)
+    for _ in decode_ahead((following, "labels"), (current, "labels")):
         pass
     assert images[1].read_rows == [(64 * number, min(64, 200 - 64 * number)) for number in range(ready)]
     out = torch.empty(1, 3, current_rows, 96)
@@ -148,9 +148,9 @@ def test_two_slides_share_the_budget_of_decoded_rows(budget_bytes: int, current_
 def test_a_source_without_a_cache_and_one_of_bands_are_left_alone() -> None:
     image = _Counted()
     source = Normalized(image, mean=(0.5,) * 3, std=(0.5,) * 3)
-    assert not list(decode_further((source,), (source,)))
+    assert not list(decode_ahead((source,), (source,)))
     cached = Normalized(Cached(image, host_budget_bytes="1MiB"), mean=(0.5,) * 3, std=(0.5,) * 3)
-    assert not list(decode_further((cached,), (source,), num_bands=2)), "a band reads its own rows only"
+    assert not list(decode_ahead((cached,), (source,), num_bands=2)), "a band reads its own rows only"
     assert not image.read_rows
 
 
@@ -160,14 +160,14 @@ def test_validation_and_evaluation_open_every_slide_but_the_first_ahead(tmp_path
     (tmp_path / "slides.csv").write_text("\n".join(["slide,label,patient,split", *rows]) + "\n")
     config = write_config(tmp_path / "c.yaml", tmp_path / "slides.csv", tmp_path / "run", train={"epochs": 1})
     opened: list[tuple[str, str]] = []
-    plain = SlideFeed.source
+    plain = SlideDataset.source
 
-    def noted(self: SlideFeed, record: Any, *rest: Any) -> Any:
+    def noted(self: SlideDataset, record: Any, *rest: Any) -> Any:
         if not rest:
             opened.append((threading.current_thread().name, record.name))
         return plain(self, record, *rest)
 
-    monkeypatch.setattr(SlideFeed, "source", noted)
+    monkeypatch.setattr(SlideDataset, "source", noted)
     once = [(threading.main_thread().name, "s2"), (THREAD_NAME, "s3"), (THREAD_NAME, "s4")]
     assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
     assert opened == 2 * once, "after the epoch, and of the best model"
@@ -180,14 +180,14 @@ def test_training_opens_every_slide_but_the_first_of_an_epoch_ahead(tmp_path: Pa
     table = write_task(tmp_path, num_slides=8)
     config = write_config(tmp_path / "c.yaml", table, tmp_path / "run", train={"epochs": 1, "accumulate": 2})
     opened: list[tuple[str, str]] = []
-    plain = SlideFeed.source
+    plain = SlideDataset.source
 
-    def noted(self: SlideFeed, record: Any, *rest: Any) -> Any:
+    def noted(self: SlideDataset, record: Any, *rest: Any) -> Any:
         if record.split == "train" and rest:
             opened.append((threading.current_thread().name, record.name))
         return plain(self, record, *rest)
 
-    monkeypatch.setattr(SlideFeed, "source", noted)
+    monkeypatch.setattr(SlideDataset, "source", noted)
     assert main(["train", "--config", str(config), "--bootstrap", "0"]) == 0
     with (tmp_path / "run" / "steps.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

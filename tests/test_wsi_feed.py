@@ -19,21 +19,21 @@ from sft.sources.image import Image, Pixels
 from sft.tissue import Regions, TissueMask, find_tissue, write_geojson
 from sft.wsi.augment import Augmentation
 from sft.wsi.cli import read_config
-from sft.wsi.feed import SlideFeed
+from sft.wsi.feed import SlideDataset
 from sft.wsi.table import SlideRecord
 from sft.wsi.tissue import PackedMask
 from tests.helpers.slides import SLIDE
 from tests.helpers.wsi import TinyNet, damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table
 
 
-def _feed(folder: Path, *, task: dict[str, Any] | None = None, **data: Any) -> SlideFeed:
+def _feed(folder: Path, *, task: dict[str, Any] | None = None, **data: Any) -> SlideDataset:
     table = folder / "t.csv"
     if not table.exists():
         write_table(table, [{"slide": "s.tif", "label": "a"}])
     train = {"on_error": data.pop("on_error", "raise"), "monitor": "loss"}
     model = {"head": "segmentation"} if task else {}
     groups = {"data": {"csv": str(table), **data}, "task": task or {}, "model": model, "train": train}
-    return SlideFeed(read_config(write_config(folder / "c.yaml", table, folder / "run", **groups)))
+    return SlideDataset(read_config(write_config(folder / "c.yaml", table, folder / "run", **groups)))
 
 
 def _record(path: Path, mask: Path | None = None) -> SlideRecord:

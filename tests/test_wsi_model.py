@@ -17,7 +17,7 @@ from sft.wsi.backbones import cut_before_pooling, load_backbone, load_weights, n
 from sft.wsi.config import ModelConfig
 from sft.wsi.experiment import segmentation_counts
 from sft.wsi.heads import Evidence, SlideModel, build_model
-from sft.wsi.norms import calibrate, set_training
+from sft.wsi.norms import calibrate_batch_norms, set_training
 from sft.wsi.selection import _without_download
 from tests.helpers.wsi import TinyNet
 
@@ -267,7 +267,7 @@ def test_calibrated_norms_normalise_and_stay_frozen_in_training() -> None:
     torch.manual_seed(0)
     network, crops = TinyNet(), [3 * torch.randn(1, 3, 96, 96) + 2 for _ in range(6)]
     flags = [module.training for module in network.modules()]
-    assert calibrate(network, crops) == 2
+    assert calibrate_batch_norms(network, crops) == 2
     assert flags == [module.training for module in network.modules()]
     first = network.features[1]
     assert isinstance(first, nn.BatchNorm2d) and first.momentum == 0.1
@@ -291,5 +291,5 @@ def test_norms_are_calibrated_on_the_device_of_the_network() -> None:
             return super().to(*arguments, **keywords)
 
     network = TinyNet()
-    assert calibrate(network, [torch.randn(1, 3, 96, 96).as_subclass(Crop)]) == 2
+    assert calibrate_batch_norms(network, [torch.randn(1, 3, 96, 96).as_subclass(Crop)]) == 2
     assert Crop.asked == [torch.device("cpu")]

@@ -26,8 +26,8 @@ import yaml
 from sft.errors import RankError
 from sft.wsi.checkpoint import CheckpointFolder
 from sft.wsi.cli import _configured
-from sft.wsi.meeting import meet
-from sft.wsi.randomness import generator
+from sft.wsi.meeting import rendezvous_ranks
+from sft.wsi.randomness import philox_generator
 from tests.helpers.killing import Death, _arrange
 from tests.helpers.ranks import RankFailedError, Ranks, ranks_of
 from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_config, write_slide, write_table
@@ -35,7 +35,7 @@ from tests.helpers.wsi import damage_tile, real_pixels, tissue_places, write_con
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch was built without gloo")
 
 _ROOT = Path(__file__).resolve().parents[1]
-_GROUPS = "sft.wsi.groups:GroupGradients"
+_GROUPS = "sft.wsi.groups:GradientAccumulator"
 #: What the processes' common parent imports for all of them.
 _PRELOAD = ("sft.wsi.cli", "torch._dynamo", "torch.distributed.device_mesh")
 #: Where double precision ends in the same weights after a few steps, for sums that are taken in another order.
@@ -215,7 +215,7 @@ def test_running_statistics_are_those_of_the_first_replica(alone: Ranks, pair: R
     rows = [row for row in _rows(slides / "sound.csv") if row["split"] == "val" or row["slide"].removesuffix(".tif") in first]
     settings["data"] = {"slides": str(slides)}
     # In the order that the first replica had them; the one process draws its order among three slides.
-    order = generator(0, "order", 0).permutation(3).tolist()
+    order = philox_generator(0, "order", 0).permutation(3).tolist()
     placed = dict(zip(order, first, strict=True))
     training = [next(row for row in rows if row["slide"] == f"{placed[number]}.tif") for number in range(3)]
     write_table(tmp_path / "few.csv", [*training, *(row for row in rows if row["split"] == "val")])
@@ -235,7 +235,7 @@ def test_what_stops_a_run_stops_all_ranks_and_is_named(pair: Ranks, slides: Path
         (code, said), (other, silence) = pair.run(_command, command)
         assert code == other == 1 and silence == ""
         # The damaged tile is in the lower band.
-        rank = generator(0, "order", 0).permutation(6).tolist().index(4) % 2 if bands == 1 else 1
+        rank = philox_generator(0, "order", 0).permutation(6).tolist().index(4) % 2 if bands == 1 else 1
         assert said.splitlines()[-1].startswith(f"error: slide s4 cannot be read (rank {rank}): "), said
     cases = [
         (_config(tmp_path, slides, "three", ranks={"bands": 3}), "ranks.bands 3, and 2 processes: start a multiple of 3"),
@@ -313,14 +313,14 @@ def test_ranks_that_are_started_again_do_not_take_what_earlier_ones_left() -> No
     names: list[str] = []
     for _ in range(3):
         with ThreadPoolExecutor(3) as threads:
-            others = [threads.submit(meet, store, rank, 3, timedelta(seconds=60)) for rank in (1, 2)]
-            names.append(meet(store, 0, 3, timedelta(seconds=60)))
+            others = [threads.submit(rendezvous_ranks, store, rank, 3, timedelta(seconds=60)) for rank in (1, 2)]
+            names.append(rendezvous_ranks(store, 0, 3, timedelta(seconds=60)))
             assert [other.result() for other in others] == [names[-1]] * 2
     assert len(set(names)) == 3
     with pytest.raises(RankError, match=r"ranks \[1, 2\] have not come within 0:00:00.1"):
-        meet(store, 0, 3, timedelta(seconds=0.1))
+        rendezvous_ranks(store, 0, 3, timedelta(seconds=0.1))
     with pytest.raises(RankError, match="rank 0 has not come"):
-        meet(store, 1, 3, timedelta(seconds=0.1))
+        rendezvous_ranks(store, 1, 3, timedelta(seconds=0.1))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from sft.wsi.checkpoint import CheckpointFolder
 from tests.helpers.killing import Death, _child, run_process
 from tests.helpers.wsi import write_config, write_task
 
-_TRAINING, _GROUPS, _CHECKPOINT = "sft.wsi.training:Trainer", "sft.wsi.groups:GroupGradients", "sft.wsi.checkpoint"
+_TRAINING, _GROUPS, _CHECKPOINT = "sft.wsi.training:Trainer", "sft.wsi.groups:GradientAccumulator", "sft.wsi.checkpoint"
 
 #: In the order in which they happen to one run of 3 epochs with 3 optimizer steps each, and a checkpoint every second step.
 _DEATHS = (

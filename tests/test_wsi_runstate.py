@@ -22,7 +22,7 @@ from sft.wsi.commands import _plans
 from sft.wsi.errors import RunFolderError
 from sft.wsi.experiment import calibrate_norms, load_experiment
 from sft.wsi.progress import Reporter
-from sft.wsi.runstate import check_same_run, fingerprint, surroundings
+from sft.wsi.runstate import check_same_run, config_fingerprint, run_environment
 from sft.wsi.table import SlideTable, file_bytes, read_table
 from tests.helpers.wsi import TinyNet, damage_tile, write_config, write_task
 
@@ -94,7 +94,7 @@ def test_a_run_whose_network_was_rewritten_is_refused(
 
 def test_other_surroundings_are_told_by_name_and_other_settings_are_refused(tmp_path: Path) -> None:
     config = read_config(write_config(tmp_path / "c.yaml", write_task(tmp_path, num_slides=2, size_px=96), tmp_path / "run"))
-    table, now = SlideTable(records=(), classes=()), surroundings()
+    table, now = SlideTable(records=(), classes=()), run_environment()
     assert {
         "torch",
         "num_threads",
@@ -108,7 +108,7 @@ def test_other_surroundings_are_told_by_name_and_other_settings_are_refused(tmp_
         "machine",
     } <= set(now)
     assert now["numpy"] and now["tifffile"] and now["cpu"]
-    state = {"settings": fingerprint(config), "table": table.digest(), "surroundings": now}
+    state = {"settings": config_fingerprint(config), "table": table.digest(), "surroundings": now}
     check_same_run(tmp_path, state, config, table)
     older = {**state, "surroundings": {name: now[name] for name in ("torch", "num_threads")}}
     check_same_run(tmp_path, older, config, table)  # warnings are errors here

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from sft.errors import InputError
 from sft.wsi.config import TaskConfig, TrainConfig
 from sft.wsi.inference import mean_loss
-from sft.wsi.metrics import Prediction, concordance, confusion, evaluate_predictions, is_measurable, of_patients
+from sft.wsi.metrics import Prediction, concordance_index, confusion_counts, evaluate_predictions, is_measurable, patient_predictions
 from sft.wsi.optimization import learning_rate
 from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import Task, cox_gradients, make_task
@@ -146,10 +146,10 @@ def test_intervals_draw_patients_and_hold_the_estimate() -> None:
 def test_patients_are_averages_and_confusion_counts() -> None:
     task = Task(kind="classification", classes=("no", "yes"), num_outputs=2)
     slides = _predictions([1, 1, 0, 0, 1], [0.9, 0.2, 0.4, 0.1, 0.8], ["a", "a", "b", "c", "c"])
-    patients = of_patients(slides)
+    patients = patient_predictions(slides)
     assert [(p.name, p.target) for p in patients] == [("a", (1.0,)), ("b", (0.0,)), ("c", None)]
     assert patients[0].output == pytest.approx((0.45, 0.55))
-    assert confusion(task, slides).tolist() == [[2, 0], [1, 2]]
+    assert confusion_counts(task, slides).tolist() == [[2, 0], [1, 2]]
 
 
 def test_average_precision_is_that_of_the_hand() -> None:
@@ -165,8 +165,8 @@ def test_average_precision_is_that_of_the_hand() -> None:
 def test_concordance_counts_comparable_pairs() -> None:
     times, events, risks = np.array([2.0, 3.0, 3.0, 5.0]), np.array([1.0, 0.0, 1.0, 1.0]), np.array([1.0, 0.5, 1.0, 2.0])
     # Comparable: (0,1) right, (0,2) tie, (0,3) wrong, (2,3) wrong, and (2,1) right, as who is censored has outlived it.
-    assert concordance(times, events, risks) == pytest.approx(2.5 / 5)
-    assert math.isnan(concordance(times, np.zeros(4), risks))
+    assert concordance_index(times, events, risks) == pytest.approx(2.5 / 5)
+    assert math.isnan(concordance_index(times, np.zeros(4), risks))
 
 
 def test_segmentation_and_multiclass_metrics() -> None:

@@ -16,10 +16,10 @@ from sft.sources import Normalized, Raster, Slide, open_image
 from sft.sources.image import Image, Pixels, check_region
 from sft.wsi.augment import draw_augmentation
 from sft.wsi.config import AugmentConfig
-from sft.wsi.reinhard import ColourTransferred, reinhard
-from sft.wsi.slides import open_slide, slide_info, thumbnail
-from sft.wsi.stain import hed_shift, macenko
-from sft.wsi.views import IDENTITY, Affine, Recoloured, Turned
+from sft.wsi.reinhard import ColourTransferred, fit_reinhard
+from sft.wsi.slides import open_slide, slide_info, make_thumbnail
+from sft.wsi.stain import hed_shift, fit_macenko
+from sft.wsi.views import IDENTITY, ColourAffine, Recoloured, Turned
 from tests.helpers.wsi import TinyNet, real_pixels, tissue_places, write_slide
 
 
@@ -48,7 +48,7 @@ def _whole(image: Image) -> Pixels:
 def test_any_rectangle_of_an_augmented_slide_has_the_bits_of_the_whole(seed: int, height: int, width: int, data: st.DataObject) -> None:
     config = AugmentConfig(brightness=0.3, contrast=0.3, saturation=0.5, hed=0.2)
     augmentation = draw_augmentation(config, seed, 3, "slide")
-    stain = macenko(thumbnail(_Array(_crop(168, 160)), 1024)[0], "slide")
+    stain = fit_macenko(make_thumbnail(_Array(_crop(168, 160)), 1024)[0], "slide")
     image = augmentation.apply(_Array(_crop(height, width)), stain=stain)
     whole = _whole(image)
     assert whole.shape == (image.height_px, image.width_px, 3) and whole.dtype == np.uint8
@@ -70,7 +70,7 @@ def test_turning_is_what_numpy_does(quarters: int, mirrored: bool) -> None:
 def test_recolouring_is_the_map_that_it_says() -> None:
     pixels = _crop(40, 40)
     density = hed_shift((0.1, -0.2, 0.05), (0.02, 0.0, -0.01))
-    intensity = Affine.of(np.eye(3) * 1.1, (-0.05, 0.0, 0.02))
+    intensity = ColourAffine.of(np.eye(3) * 1.1, (-0.05, 0.0, 0.02))
     found = _whole(Recoloured(_Array(pixels), density=density, intensity=intensity)).astype(np.float64)
     densities = -np.log((pixels.astype(np.float64) + 1) / 256) @ np.array(density.matrix).T + density.offset
     shares = np.clip(256 * np.exp(-densities) - 1, 0, 255) / 255
@@ -94,30 +94,30 @@ def test_augmentations_follow_from_seed_epoch_and_slide_alone() -> None:
 def test_macenko_undoes_another_stain() -> None:
     pixels = _crop(160, 160)
     changed = _whole(Recoloured(_Array(pixels), density=hed_shift((0.3, -0.2, 0.0), (0.0, 0.0, 0.0))))
-    plain, restored = (_whole(Recoloured(_Array(image), density=macenko(image, "s"))).astype(float) for image in (pixels, changed))
+    plain, restored = (_whole(Recoloured(_Array(image), density=fit_macenko(image, "s"))).astype(float) for image in (pixels, changed))
     before = np.abs(pixels.astype(float) - changed).mean()
     assert np.abs(plain - restored).mean() < before / 2
     with pytest.raises(SourceError, match="0 px of its thumbnail are stained"):
-        macenko(np.full((50, 50, 3), 255, np.uint8), "glass")
+        fit_macenko(np.full((50, 50, 3), 255, np.uint8), "glass")
 
 
 def test_reinhard_matches_means_and_spreads_and_undoes_another_stain() -> None:
     pixels = _crop(160, 160)
     changed = _whole(Recoloured(_Array(pixels), density=hed_shift((0.3, -0.2, 0.0), (0.0, 0.0, 0.0))))
-    plain, restored = (_whole(ColourTransferred(_Array(image), reinhard(image, "s"))).astype(float) for image in (pixels, changed))
+    plain, restored = (_whole(ColourTransferred(_Array(image), fit_reinhard(image, "s"))).astype(float) for image in (pixels, changed))
     assert np.abs(plain - restored).mean() < np.abs(pixels.astype(float) - changed).mean() / 2
     # What is fitted to the result changes nothing any more, but for what was clipped and rounded.
-    again = np.array(reinhard(plain.astype(np.uint8), "s").matrix)
+    again = np.array(fit_reinhard(plain.astype(np.uint8), "s").matrix)
     assert np.abs(again - np.eye(3)).max() < 0.35
     with pytest.raises(SourceError, match="0 px of its thumbnail are stained"):
-        reinhard(np.full((50, 50, 3), 255, np.uint8), "glass")
+        fit_reinhard(np.full((50, 50, 3), 255, np.uint8), "glass")
 
 
 def test_a_transfer_of_colours_is_the_map_that_it_says_and_bits_do_not_depend_on_the_rectangle() -> None:
     pixels = _crop(60, 70)
     nothing = ColourTransferred(_Array(pixels), IDENTITY)
     assert np.abs(_whole(nothing).astype(int) - pixels).max() <= 1
-    image = ColourTransferred(_Array(pixels), reinhard(_crop(160, 160), "s"))
+    image = ColourTransferred(_Array(pixels), fit_reinhard(_crop(160, 160), "s"))
     whole = _whole(image)
     for x, y, w, h in ((0, 0, 1, 1), (69, 59, 1, 1), (3, 5, 17, 31), (0, 20, 70, 3)):
         assert np.array_equal(image.read(x, y, w, h), whole[y : y + h, x : x + w])
@@ -126,12 +126,12 @@ def test_a_transfer_of_colours_is_the_map_that_it_says_and_bits_do_not_depend_on
 def test_views_of_a_slide_are_rasters_with_its_facts(tmp_path: Path) -> None:
     write_slide(tmp_path / "s.tif", _crop(160, 144))
     slide = open_image(tmp_path / "s.tif", slide_mpp=(0.5, 0.25))
-    turned, recoloured = Turned(slide, quarters=1), Recoloured(slide, intensity=Affine.of(np.eye(3) * 0.5))
+    turned, recoloured = Turned(slide, quarters=1), Recoloured(slide, intensity=ColourAffine.of(np.eye(3) * 0.5))
     assert isinstance(turned, Raster) and isinstance(recoloured, Raster)
     assert turned.level_dimensions == ((160, 144),) and turned.mpp == (0.25, 0.5) and turned.tile_height_px == 128
     # Rows of a turned slide are columns below: where nobody knows the tiles, many of them at a time.
     assert Turned(open_image(tmp_path / "s.tif", mpp=0.75), quarters=3).tile_height_px == 256
-    assert recoloured.level_dimensions == slide.level_dimensions and thumbnail(recoloured, 80)[0].shape == (80, 72, 3)
+    assert recoloured.level_dimensions == slide.level_dimensions and make_thumbnail(recoloured, 80)[0].shape == (80, 72, 3)
     assert np.abs(recoloured.read(3, 4, 5, 6, 1).astype(int) - slide.read(3, 4, 5, 6, 1) / 2).max() <= 0.5
 
 
@@ -171,11 +171,11 @@ def test_slides_open_at_the_resolution_that_is_asked_for(tmp_path: Path) -> None
 
 def test_a_thumbnail_is_made_of_averages(tmp_path: Path) -> None:
     pixels = _crop(45, 60)
-    small, factor = thumbnail(_Array(pixels), 16)
+    small, factor = make_thumbnail(_Array(pixels), 16)
     assert factor == 4 and small.shape == (12, 15, 3)
     assert abs(float(small[0, 0, 0]) - pixels[:4, :4, 0].mean()) <= 0.5
     assert abs(float(small[11, 0, 0]) - pixels[44:, :4, 0].mean()) <= 0.5
     path = tmp_path / "s.tif"
     write_slide(path, np.repeat(np.repeat(pixels, 8, 0), 8, 1), num_levels=4)
     with Slide(path) as slide:
-        assert np.array_equal(thumbnail(slide, 60)[0], pixels)
+        assert np.array_equal(make_thumbnail(slide, 60)[0], pixels)

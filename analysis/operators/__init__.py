@@ -5,20 +5,20 @@ from __future__ import annotations
 from sft.analysis.operators.base import Border, Operator, Role
 from sft.analysis.operators.reductions import STATISTICS
 from sft.analysis.operators.table import (
-    ALONG,
+    DIMENSION_ARGUMENTS,
     CASTS,
     ELEMENTWISE,
     WHOLE,
     differentiable_operands,
     operator_of,
-    refusal,
-    rows_of_table,
+    refusal_reason,
+    operator_table,
     window_of,
 )
 from sft.analysis.operators.windows import Window
 
 __all__ = [
-    "ALONG",
+    "DIMENSION_ARGUMENTS",
     "CASTS",
     "ELEMENTWISE",
     "STATISTICS",
@@ -29,7 +29,7 @@ __all__ = [
     "Window",
     "differentiable_operands",
     "operator_of",
-    "refusal",
-    "rows_of_table",
+    "refusal_reason",
+    "operator_table",
     "window_of",
 ]

@@ -17,7 +17,7 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 
-__all__ = ["Border", "NextValue", "Operator", "Role", "entry", "open_entry"]
+__all__ = ["Border", "NextValueSpec", "Operator", "Role", "axis_entry", "symbolic_axis_entry"]
 
 #: How rows flow: ``stream``: rows in, rows out; ``reduce``: every row is read once and a global value comes out; ``whole``: whole tensors.
 Role = Literal["stream", "reduce", "whole"]
@@ -85,7 +85,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NextValue(Operator):
+class NextValueSpec(Operator):
     """What a buffer of repeated blocks (``sft.nn.Repeat``) holds after the call; made where the blocks run."""
 
     name: str = "repeat_next"
@@ -93,15 +93,15 @@ class NextValue(Operator):
     follows: bool = True
 
 
-def entry(value: Any, axis: int) -> int:
+def axis_entry(value: Any, axis: int) -> int:
     """The entry for an axis of an argument that may stand for all of them.
 
-    >>> entry(3, 1), entry((3,), 1), entry((3, 5), 1)
+    >>> axis_entry(3, 1), axis_entry((3,), 1), axis_entry((3, 5), 1)
     (3, 3, 5)
     """
-    return int(open_entry(value, axis))
+    return int(symbolic_axis_entry(value, axis))
 
 
-def open_entry(value: Any, axis: int) -> Any:
+def symbolic_axis_entry(value: Any, axis: int) -> Any:
     """The same of an argument that may be an expression of the image's size."""
     return value[axis if len(value) > 1 else 0] if isinstance(value, (tuple, list)) else value

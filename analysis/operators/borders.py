@@ -10,18 +10,18 @@ from sft.analysis.axes import ROWS, Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Border, Operator, Role
 
-__all__ = ["BorderRows", "ChannelPad", "Pad", "Slice", "Wrapped"]
+__all__ = ["BorderRowsSpec", "ChannelPadSpec", "PadSpec", "SliceSpec", "CircularPadSpec"]
 
-_BORDERS: dict[str, Border] = {"constant": "value", "reflect": "reflected", "replicate": "repeated", "circular": "wrapped"}
+_BORDER_KINDS: dict[str, Border] = {"constant": "value", "reflect": "reflected", "replicate": "repeated", "circular": "wrapped"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pad(Operator):
+class PadSpec(Operator):
     """``pad`` with a constant, by reflection, by repeating the border, by wrapping round; negative paddings crop.
 
     Row ``o`` reads row ``o - low``, or, beyond the border, one that it mirrors: at most ``2 * low`` rows further up, ``2 * high`` further
     down. The access map has that much slack everywhere, since a map has one form for all rows. Along an axis that wraps round it has the
-    whole axis, so that panels of it compute everything before it in full; rows that wrap round are :class:`Wrapped`.
+    whole axis, so that panels of it compute everything before it in full; rows that wrap round are :class:`CircularPadSpec`.
     """
 
     name: str = "pad"
@@ -64,14 +64,14 @@ class Pad(Operator):
         return extent + sum(self.amounts(node, axis))
 
     def border(self, node: Node) -> Border:
-        return _BORDERS[self.mode(node)]
+        return _BORDER_KINDS[self.mode(node)]
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (False, False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         flat, mode = node.argument("pad"), self.mode(node)
-        if mode not in _BORDERS:
+        if mode not in _BORDER_KINDS:
             return [f"{node.label}: mode {mode!r} is not known"]
         if mode == "circular" and any(flat[2 * graph.axes.count - 2 :]):
             return [f"{node.label}: its rows wrap round in a form that is not taken apart; pad an image [N, C, ...] by no less than 0"]
@@ -83,7 +83,7 @@ class Pad(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wrapped(Pad):
+class CircularPadSpec(PadSpec):
     """The image with rows of the opposite border above and below it (circular padding of rows)."""
 
     name: str = "wrapped"
@@ -109,7 +109,7 @@ class Wrapped(Pad):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BorderRows(Operator):
+class BorderRowsSpec(Operator):
     """Rows at the image's lower and upper border, for circular padding."""
 
     name: str = "border_rows"
@@ -123,7 +123,7 @@ class BorderRows(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelPad(Operator):
+class ChannelPadSpec(Operator):
     """``pad`` of channels alone."""
 
     name: str = "rowwise"
@@ -136,7 +136,7 @@ class ChannelPad(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slice(Operator):
+class SliceSpec(Operator):
     """``x[:, :, start:end:step]``: every ``step``-th row of part of the image."""
 
     name: str = "slice"

@@ -8,23 +8,23 @@ from sft.analysis.access import AxisMap
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Node
 from sft.analysis.operators.base import Operator
-from sft.analysis.operators.transposed import spread_of
+from sft.analysis.operators.transposed import transposed_window_of
 
-__all__ = ["Col2im", "Im2col"]
+__all__ = ["Col2imSpec", "Im2colSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Im2col(Operator):
+class Im2colSpec(Operator):
     """The pixels of every window as channels (``unfold``); there is no border."""
 
     name: str = "im2col"
 
     def access(self, node: Node, axis: int) -> AxisMap:
-        windows = spread_of(node, axis)
+        windows = transposed_window_of(node, axis)
         return AxisMap(scale=windows.stride, last=windows.span - 1)
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
-        windows = spread_of(node, axis)
+        windows = transposed_window_of(node, axis)
         return (extent - windows.span) // windows.stride + 1
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
@@ -35,17 +35,17 @@ class Im2col(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Col2im(Operator):
+class Col2imSpec(Operator):
     """Windows put back where they lie, summed where they overlap (``fold``)."""
 
     name: str = "col2im"
     is_phased: bool = True
 
     def access(self, node: Node, axis: int) -> AxisMap:
-        return spread_of(node, axis).access
+        return transposed_window_of(node, axis).access
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
-        return spread_of(node, axis).extent(extent)
+        return transposed_window_of(node, axis).extent(extent)
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (False, False)

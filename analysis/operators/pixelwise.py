@@ -10,25 +10,25 @@ from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator
 
 __all__ = [
-    "Affine",
-    "AssignedChannels",
-    "Beside",
-    "Binary",
-    "Cast",
-    "Cat",
-    "Detached",
-    "Drawn",
-    "FrozenNorm",
-    "LookUp",
-    "OverPixels",
-    "Pointwise",
-    "RepeatedChannels",
-    "Rowwise",
+    "AffineSpec",
+    "AssignChannelsSpec",
+    "SpatialSideInputSpec",
+    "BinarySpec",
+    "CastSpec",
+    "CatSpec",
+    "DetachSpec",
+    "RandomOpSpec",
+    "FrozenNormSpec",
+    "GatherChannelsSpec",
+    "UndecomposedLayerNormSpec",
+    "PointwiseSpec",
+    "RepeatChannelsSpec",
+    "PerPixelSpec",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pointwise(Operator):
+class PointwiseSpec(Operator):
     """A function of one element, without tensors among its arguments but ``self``."""
 
     name: str = "pointwise"
@@ -38,7 +38,7 @@ class Pointwise(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Detached(Operator):
+class DetachSpec(Operator):
     """The value itself, without a gradient."""
 
     name: str = "detached"
@@ -48,7 +48,7 @@ class Detached(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rowwise(Operator):
+class PerPixelSpec(Operator):
     """Anything else that reads, for a pixel of its result, that pixel of its operands: all channels, other values, parameters.
 
     Attributes:
@@ -62,11 +62,11 @@ class Rowwise(Operator):
         return (0, None, *range(2, 2 + axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        return _varying(node, graph, streamed) if self.broadcasts else []
+        return _spatial_side_inputs(node, graph, streamed) if self.broadcasts else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlongChannels(Operator):
+class ChannelwiseSpec(Operator):
     """A function of a pixel's channels along some of their dimensions.
 
     Attributes:
@@ -92,7 +92,7 @@ class AlongChannels(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedChannels(Operator):
+class RepeatChannelsSpec(Operator):
     """All channels several times."""
 
     name: str = "rowwise"
@@ -112,18 +112,18 @@ class RepeatedChannels(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LookUp(AlongChannels):
+class GatherChannelsSpec(ChannelwiseSpec):
     """Channels that each pixel's own labels name."""
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         whole = [name for name in node.operands if name not in streamed]
         if whole:
             return [f"{node.label}: operand {whole[0]} is not an image of the same size; make it from one (torch.zeros_like)"]
-        return AlongChannels.problems(self, node, graph, streamed)
+        return ChannelwiseSpec.problems(self, node, graph, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AssignedChannels(LookUp):
+class AssignChannelsSpec(GatherChannelsSpec):
     """Some channels of an image replaced by another image: ``x[:, :2] = y``."""
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
@@ -131,7 +131,7 @@ class AssignedChannels(LookUp):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Binary(Operator):
+class BinarySpec(Operator):
     """``add``, ``sub``, ``mul``, ``div``."""
 
     name: str = "binary"
@@ -140,11 +140,11 @@ class Binary(Operator):
         return (node.target in ("aten.mul.Tensor", "aten.div.Tensor"), False)
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        return _varying(node, graph, streamed)
+        return _spatial_side_inputs(node, graph, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cat(Operator):
+class CatSpec(Operator):
     """``cat`` along a dimension of channels."""
 
     name: str = "cat"
@@ -164,7 +164,7 @@ class Cat(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenNorm(Operator):
+class FrozenNormSpec(Operator):
     """BatchNorm with its running statistics."""
 
     name: str = "frozen_norm"
@@ -179,7 +179,7 @@ class FrozenNorm(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverPixels(Operator):
+class UndecomposedLayerNormSpec(Operator):
     """A layer norm over the image that could not be taken apart."""
 
     name: str = "rowwise"
@@ -193,7 +193,7 @@ class OverPixels(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Affine(Operator):
+class AffineSpec(Operator):
     """The pointwise part of a norm over the image."""
 
     name: str = "affine"
@@ -203,7 +203,7 @@ class Affine(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside(Operator):
+class SpatialSideInputSpec(Operator):
     """What varies along the image without being one (a position embedding, a grid of coordinates): each strip takes its part."""
 
     name: str = "beside"
@@ -216,7 +216,7 @@ class Beside(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cast(Operator):
+class CastSpec(Operator):
     """A conversion to another element type."""
 
     name: str = "cast"
@@ -226,7 +226,7 @@ class Cast(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drawn(Operator):
+class RandomOpSpec(Operator):
     """Dropout, masks and noise, which follow positions."""
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
@@ -238,7 +238,7 @@ class Drawn(Operator):
         return []
 
 
-def _varying(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
+def _spatial_side_inputs(node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
     """Operands that are no images and yet vary along the axes."""
     axes = graph.axes
     for name in node.operands:

@@ -10,17 +10,17 @@ import sympy as sp
 from sft.analysis.access import AxisMap
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
-from sft.analysis.operators.base import Operator, entry
-from sft.analysis.operators.windows import MaxPool
+from sft.analysis.operators.base import Operator, axis_entry
+from sft.analysis.operators.windows import MaxPoolSpec
 
-__all__ = ["UNPOOLINGS", "MaxPoolPlaces", "MaxUnpool", "unpooling_factors"]
+__all__ = ["UNPOOLINGS", "MaxPoolIndicesSpec", "MaxUnpoolSpec", "unpooling_factors"]
 
 #: What puts values back; torch has that of signals as one of images a pixel wide, which are signals again by then.
 UNPOOLINGS = ("sft.max_unpool1d", "aten.max_unpool2d.default", "aten.max_unpool3d.default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaxPoolPlaces(MaxPool):
+class MaxPoolIndicesSpec(MaxPoolSpec):
     """Where in the image the maxima of a max pooling are (``return_indices``)."""
 
     name: str = "max_pool_places"
@@ -34,14 +34,14 @@ def unpooling_factors(node: Node, graph: Graph) -> tuple[int, ...] | None:
     pool = graph[node.argument("indices").name]
     if not (pool.target.startswith("aten.max_pool") and "_with_indices" in pool.target and pool.argument("result") == 1):
         return None
-    row, axes = MaxPoolPlaces(), range(len(pool.shape) - 2)
+    row, axes = MaxPoolIndicesSpec(), range(len(pool.shape) - 2)
     windows = [row.window(pool, axis) for axis in axes]
     is_side_by_side = all(w.stride == w.kernel and not w.pad_low and not w.pad_high and w.dilation == 1 for w in windows)
     return tuple(w.kernel for w in windows) if is_side_by_side else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaxUnpool(Operator):
+class MaxUnpoolSpec(Operator):
     """``max_unpool1d``, ``max_unpool2d``, ``max_unpool3d`` of a pooling whose windows lie side by side, to the size that it had pooled."""
 
     name: str = "max_unpool"
@@ -51,7 +51,7 @@ class MaxUnpool(Operator):
         return AxisMap(divisor=node.argument("factors")[axis])
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
-        return entry(node.argument("output_size"), axis)
+        return axis_entry(node.argument("output_size"), axis)
 
     def computed(self, node: Node, axis: int, part: Interval) -> Interval:
         # By whole windows, so that no value read lands outside.
@@ -68,20 +68,20 @@ class MaxUnpool(Operator):
         pool = graph[node.argument("indices").name]
         pooled, image = graph.axes.of(pool.shape), graph.axes.of(graph[pool.operands[0]].shape)
         out = node.argument("output_size")[:count]
-        is_far = _is_less(out[0], sp.Min(image[0], pooled[0] * factors[0]))
-        if is_far or any(_is_less(a, b) or _is_less(b, a) for a, b in zip(out[1:], image[1:], strict=True)):
+        is_far = _is_always_less(out[0], sp.Min(image[0], pooled[0] * factors[0]))
+        if is_far or any(_is_always_less(a, b) or _is_always_less(b, a) for a, b in zip(out[1:], image[1:], strict=True)):
             return [
-                f"{node.label}: to {_listed(out)} pixels, but the indices count those of an image of {_listed(image)}; "
+                f"{node.label}: to {_as_tuple(out)} pixels, but the indices count those of an image of {_as_tuple(image)}; "
                 "give output_size=x.shape of what was pooled"
             ]
         return []
 
 
-def _is_less(first: sp.Expr | int, second: sp.Expr | int) -> bool:
+def _is_always_less(first: sp.Expr | int, second: sp.Expr | int) -> bool:
     """Whether an extent is less than another at every size of the image."""
     difference = sp.sympify(first) - sp.sympify(second)
     return bool(difference.is_number and difference < 0)
 
 
-def _listed(extents: tuple[sp.Expr | int, ...]) -> str:
+def _as_tuple(extents: tuple[sp.Expr | int, ...]) -> str:
     return " x ".join(map(str, extents))

@@ -10,14 +10,14 @@ from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.operators.base import Operator, Role
 
-__all__ = ["STATISTICS", "Contracted", "Extremes", "LogSumExp", "Mean", "Moments", "Peak", "Sum"]
+__all__ = ["STATISTICS", "SpatialContractionSpec", "MinMaxSpec", "LogSumExpSpec", "MeanSpec", "MomentsSpec", "ArgMaxSpec", "SumSpec"]
 
 #: What has numbers of different kinds in its last dimension, a mean beside a variance: it is no image, whatever its extents are.
-STATISTICS = frozenset({"sft.moments", "sft.scale_shift", "sft.extremes", "sft.peak"})
+STATISTICS = frozenset({"sft.moments", "sft.scale_shift", "sft.minmax", "sft.argmax"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Reduction(Operator):
+class _ReductionSpec(Operator):
     role: Role = "reduce"
 
     def dimension_map(self, node: Node, axes: Axes) -> tuple[int | None, ...]:
@@ -25,7 +25,7 @@ class _Reduction(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sum(_Reduction):
+class SumSpec(_ReductionSpec):
     """The sum over all axes of the image."""
 
     name: str = "sum"
@@ -44,7 +44,7 @@ class Sum(_Reduction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mean(Sum):
+class MeanSpec(SumSpec):
     """The mean over all axes of the image."""
 
     name: str = "mean"
@@ -56,25 +56,25 @@ class Mean(Sum):
             if any(extent != 1 for extent in size):
                 return [f"{node.label}: pools to {size}; only a single pixel streams, use AdaptiveAvgPool{axes.count}d(1)"]
             return []
-        return Sum.problems(self, node, graph, streamed)
+        return SumSpec.problems(self, node, graph, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extremes(_Reduction):
+class MinMaxSpec(_ReductionSpec):
     """The largest or smallest element, and how often it occurs."""
 
     name: str = "extremes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peak(_Reduction):
+class ArgMaxSpec(_ReductionSpec):
     """The largest element, and its place."""
 
     name: str = "peak"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contracted(_Reduction):
+class SpatialContractionSpec(_ReductionSpec):
     """A matrix product of two images over all pixels."""
 
     name: str = "contracted"
@@ -88,14 +88,14 @@ class Contracted(_Reduction):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LogSumExp(_Reduction):
+class LogSumExpSpec(_ReductionSpec):
     """The logarithm of a sum of exponentials."""
 
     name: str = "logsumexp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments(_Reduction):
+class MomentsSpec(_ReductionSpec):
     """Mean, variance and count of groups of elements."""
 
     name: str = "moments"

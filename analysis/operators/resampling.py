@@ -14,18 +14,26 @@ from sft.analysis.access import AxisMap
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
-from sft.analysis.operators.base import Operator, Role, entry
-from sft.analysis.operators.sampling import Kind, Sampling
+from sft.analysis.operators.base import Operator, Role, axis_entry
+from sft.analysis.operators.sampling import ResamplingKind, AxisResampling
 
-__all__ = ["AdaptiveAverage", "AdaptiveMax", "Antialiased", "Grid", "Interpolation", "Nearest", "Resampling"]
+__all__ = [
+    "AdaptiveAvgPoolSpec",
+    "AdaptiveMaxPoolSpec",
+    "AntialiasedInterpolationSpec",
+    "FixedSizeAvgPoolSpec",
+    "InterpolationSpec",
+    "NearestSpec",
+    "ResamplingSpec",
+]
 
 #: Below so many windows along the rows each would hold much of the image.
-_FEWEST_WINDOWS = 4
+_MIN_WINDOWS = 4
 #: Rows and columns of an image that is small for ATen (``_use_vectorized_kernel_cond_2d`` of its UpSampleKernel.cpp).
 _SMALL_EXTENTS = 128
 
 #: Of an interpolation, by the operator's name without its number of axes.
-_KINDS: dict[str, Kind] = {
+_RESIZE_KINDS: dict[str, ResamplingKind] = {
     "upsample_nearest": "nearest",
     "_upsample_nearest_exact": "nearest exact",
     "upsample_linear": "linear",
@@ -38,7 +46,7 @@ _KINDS: dict[str, Kind] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nearest(Operator):
+class NearestSpec(Operator):
     """Nearest upsampling by whole factors."""
 
     name: str = "nearest"
@@ -69,31 +77,31 @@ class Nearest(Operator):
             # ATen finds the source index in float32; beyond some size or for some factors that is not floor(i / factor).
             size = int(extent) if isinstance(extent, int) or extent.is_number else 2**17
             rows = np.arange(size, dtype=np.float32)
-            if _kind(node) == "nearest exact":
+            if _resize_kind(node) == "nearest exact":
                 rows += np.float32(0.5)
             if not np.array_equal(np.floor(rows * np.float32(1.0 / factor)), np.arange(size) // factor):
                 return [f"{node.label}: ATen's float32 source index differs from i // {factor}"]
         return []
 
 
-def _kind(node: Node) -> Kind:
+def _resize_kind(node: Node) -> ResamplingKind:
     """How an interpolation finds a row."""
-    return _KINDS[re.sub(r"[123]d", "", node.target.split(".")[1])]
+    return _RESIZE_KINDS[re.sub(r"[123]d", "", node.target.split(".")[1])]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resampling(Operator, ABC):
+class ResamplingSpec(Operator, ABC):
     """What is resampled along each axis by itself (:mod:`sft.analysis.operators.sampling`), once the extents are numbers."""
 
     name: str = "resampling"
 
-    def sampling(self, node: Node, axis: int) -> Sampling | None:
+    def sampling(self, node: Node, axis: int) -> AxisResampling | None:
         """How an axis is resampled; ``None`` where the image has no such axis."""
-        samplings: tuple[Sampling, ...] = node.argument("samplings")
+        samplings: tuple[AxisResampling, ...] = node.argument("samplings")
         return samplings[axis] if axis < len(samplings) else None
 
     @abstractmethod
-    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
         """How all axes of an image are resampled."""
 
     def resolved(self, node: Node, extents: tuple[int, ...]) -> Node:
@@ -117,16 +125,16 @@ class Resampling(Operator, ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Interpolation(Resampling):
+class InterpolationSpec(ResamplingSpec):
     """Nearest, linear and cubic interpolation, up and down, to a size or by a factor."""
 
-    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
-        size, scales, kind = node.argument("output_size"), node.argument("scale_factors"), _kind(node)
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
+        size, scales, kind = node.argument("output_size"), node.argument("scale_factors"), _resize_kind(node)
         lengths = tuple(int(extent * scale) for extent, scale in zip(extents, scales, strict=True)) if size is None else tuple(size)
         # ATen has another loop for the nearest pixels of small images, which finds them in single precision.
         is_small = kind.startswith("nearest") and len(lengths) == 2 and sum(lengths) <= _SMALL_EXTENTS
         return tuple(
-            Sampling(
+            AxisResampling(
                 kind=kind,
                 extent=extent,
                 length=length,
@@ -141,7 +149,7 @@ class Interpolation(Resampling):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Antialiased(Interpolation):
+class AntialiasedInterpolationSpec(InterpolationSpec):
     """Linear and cubic interpolation with antialiasing: windows that grow with the factor by which an image shrinks."""
 
     is_sized: bool = True
@@ -149,26 +157,26 @@ class Antialiased(Interpolation):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.shape[-1] == 1:
             return [f"{node.label}: to a width of one pixel ATen repeats the first row on some devices; it is left to ATen"]
-        return Interpolation.problems(self, node, graph, streamed)
+        return InterpolationSpec.problems(self, node, graph, streamed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveAverage(Resampling):
+class AdaptiveAvgPoolSpec(ResamplingSpec):
     """Adaptive average pooling to a size that follows the image's."""
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         rows = node.argument("output_size")[0]
-        if isinstance(rows, int) and rows < _FEWEST_WINDOWS:
+        if isinstance(rows, int) and rows < _MIN_WINDOWS:
             return [f"{node.label}: a row of its result stands for 1/{rows} of the image's, which would all be carried"]
-        return Resampling.problems(self, node, graph, streamed)
+        return ResamplingSpec.problems(self, node, graph, streamed)
 
-    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[Sampling, ...]:
+    def samplings(self, node: Node, extents: tuple[int, ...]) -> tuple[AxisResampling, ...]:
         size: Any = node.argument("output_size")
-        return tuple(Sampling(kind="window", extent=extent, length=entry(size, axis)) for axis, extent in enumerate(extents))
+        return tuple(AxisResampling(kind="window", extent=extent, length=axis_entry(size, axis)) for axis, extent in enumerate(extents))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AdaptiveMax(AdaptiveAverage):
+class AdaptiveMaxPoolSpec(AdaptiveAvgPoolSpec):
     """Adaptive max pooling; its windows are those of the average."""
 
     name: str = "adaptive_max"
@@ -179,15 +187,15 @@ class AdaptiveMax(AdaptiveAverage):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.argument("result", 0) != 0:
             return [f"{node.label}: its indices count the pixels of the whole image"]
-        return AdaptiveAverage.problems(self, node, graph, streamed)
+        return AdaptiveAvgPoolSpec.problems(self, node, graph, streamed)
 
 
 #: Along an axis: the most windows of a grid that is summed up as a whole.
-_MOST_WINDOWS = 64
+_MAX_WINDOWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid(AdaptiveAverage):
+class FixedSizeAvgPoolSpec(AdaptiveAvgPoolSpec):
     """Adaptive average pooling to a few windows, however large the image: their sums grow from strip to strip, and no row is carried."""
 
     name: str = "grid"
@@ -198,6 +206,6 @@ class Grid(AdaptiveAverage):
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         size = node.argument("output_size")
-        if any(not isinstance(extent, int) or extent > _MOST_WINDOWS for extent in size):
+        if any(not isinstance(extent, int) or extent > _MAX_WINDOWS for extent in size):
             return [f"{node.label}: pools to {size}, which is no small fixed grid"]
-        return Resampling.problems(self, node, graph, streamed)
+        return ResamplingSpec.problems(self, node, graph, streamed)

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from sft.analysis.access import AxisMap
 
-__all__ = ["Band", "Sampling"]
+__all__ = ["BandedMatrix", "AxisResampling"]
 
-Kind = Literal["nearest", "nearest exact", "linear", "cubic", "antialiased linear", "antialiased cubic", "window"]
+ResamplingKind = Literal["nearest", "nearest exact", "linear", "cubic", "antialiased linear", "antialiased cubic", "window"]
 Rows = npt.NDArray[np.int64]
 Weights = npt.NDArray[np.float64]
 
@@ -32,7 +32,7 @@ _CUBIC, _SMOOTH_CUBIC = -0.75, -0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Band:
+class BandedMatrix:
     """A matrix whose row ``i`` is zero but for ``weights[i, :stop[i] - start[i]]`` from column ``start[i]`` on.
 
     Attributes:
@@ -46,10 +46,10 @@ class Band:
     weights: Weights
 
     @classmethod
-    def of(cls, columns: Rows, weights: Weights) -> Band:
+    def of(cls, columns: Rows, weights: Weights) -> BandedMatrix:
         """The band of rows that read ``columns`` (one row of them for each) with ``weights``; a column named twice gets the sum.
 
-        >>> Band.of(np.array([[0, 0], [0, 1]]), np.array([[0.25, 0.75], [0.25, 0.75]])).weights.tolist()
+        >>> BandedMatrix.of(np.array([[0, 0], [0, 1]]), np.array([[0.25, 0.75], [0.25, 0.75]])).weights.tolist()
         [[1.0, 0.0], [0.25, 0.75]]
         """
         start, stop = columns.min(axis=1), columns.max(axis=1) + 1
@@ -72,7 +72,7 @@ class Band:
         """Whether each row is one column as it is."""
         return self.width == 1 and bool((self.weights == 1.0).all())
 
-    def transposed(self, num_columns: int) -> Band:
+    def transposed(self, num_columns: int) -> BandedMatrix:
         """The adjoint; the rows of a column are neighbours, since windows only move on."""
         columns = np.arange(num_columns)
         first = np.searchsorted(self.stop, columns, side="right")
@@ -80,7 +80,7 @@ class Band:
         rows = first[:, None] + np.arange(max(1, int((last - first).max())))
         inside, rows = rows < last[:, None], np.minimum(rows, len(self.start) - 1)
         place = np.where(inside, columns[:, None] - self.start[rows], 0)
-        return Band(first, last, np.where(inside, self.weights[rows, place], 0.0))
+        return BandedMatrix(first, last, np.where(inside, self.weights[rows, place], 0.0))
 
     def part(self, first: int, num_rows: int, first_column: int, num_columns: int) -> tuple[Rows, Weights]:
         """For some rows the columns in their windows, counted from ``first_column``, and weights: ``[width, num_rows]`` each.
@@ -96,7 +96,7 @@ class Band:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sampling:
+class AxisResampling:
     """How one axis is resampled.
 
     Attributes:
@@ -109,7 +109,7 @@ class Sampling:
         copies_back: whether the gradient passes as it is, whatever ``scale`` says.
     """
 
-    kind: Kind
+    kind: ResamplingKind
     extent: int
     length: int
     scale: float | None = None
@@ -118,14 +118,14 @@ class Sampling:
     copies_back: bool = False
 
     @property
-    def forward(self) -> Band:
+    def forward(self) -> BandedMatrix:
         """Output rows by input rows."""
-        return _bands(self)[0]
+        return _forward_and_adjoint(self)[0]
 
     @property
-    def adjoint(self) -> Band:
+    def adjoint(self) -> BandedMatrix:
         """Input rows by output rows: the derivative."""
-        return _bands(self)[1]
+        return _forward_and_adjoint(self)[1]
 
     @property
     def is_identity(self) -> bool:
@@ -135,7 +135,7 @@ class Sampling:
     @property
     def access(self) -> AxisMap:
         """The access map."""
-        return _access(self)
+        return _fit_access_map(self)
 
     @property
     def step(self) -> Fraction:
@@ -149,22 +149,22 @@ class Sampling:
 
 
 @lru_cache(maxsize=256)
-def _bands(sampling: Sampling) -> tuple[Band, Band]:
-    forward = back = _FORWARD[sampling.kind](sampling)
+def _forward_and_adjoint(sampling: AxisResampling) -> tuple[BandedMatrix, BandedMatrix]:
+    forward = back = _FORWARD_MATRICES[sampling.kind](sampling)
     if sampling.copies_back:
-        back = _selection(np.arange(sampling.length))
+        back = _selection_matrix(np.arange(sampling.length))
     elif sampling.kind == "nearest" and sampling.length in (sampling.extent, 2 * sampling.extent):
         # ATen's backward looks at no scale then.
-        back = _selection(np.arange(sampling.length) * sampling.extent // sampling.length)
+        back = _selection_matrix(np.arange(sampling.length) * sampling.extent // sampling.length)
     elif sampling.kind.startswith("nearest"):
-        back = _nearest(replace(sampling, is_double=False))
+        back = _nearest_matrix(replace(sampling, is_double=False))
     elif sampling.kind.startswith("antialiased") and sampling.extent == sampling.length:
         # ATen's forward leaves an axis alone whose size stays, whatever ``scale`` says; its backward does not.
-        forward = _selection(np.arange(sampling.length))
+        forward = _selection_matrix(np.arange(sampling.length))
     return forward, back.transposed(sampling.extent)
 
 
-def _ratio(sampling: Sampling) -> np.floating[Any]:
+def _scale_ratio(sampling: AxisResampling) -> np.floating[Any]:
     """Input rows to an output row, as ATen rounds it."""
     precision = sampling.precision
     if sampling.align_corners:
@@ -172,42 +172,42 @@ def _ratio(sampling: Sampling) -> np.floating[Any]:
     return precision(1.0 / sampling.scale) if sampling.scale else precision(sampling.extent) / precision(sampling.length)
 
 
-def _selection(columns: Rows) -> Band:
+def _selection_matrix(columns: Rows) -> BandedMatrix:
     """The band of rows that are one column each."""
-    return Band.of(columns[:, None], np.ones((len(columns), 1)))
+    return BandedMatrix.of(columns[:, None], np.ones((len(columns), 1)))
 
 
-def _nearest(sampling: Sampling) -> Band:
+def _nearest_matrix(sampling: AxisResampling) -> BandedMatrix:
     precision = sampling.precision
     rows = np.arange(sampling.length).astype(precision)
     centres = rows + precision(0.5) if sampling.kind == "nearest exact" else rows
     # Whatever the type of the product, ATen rounds it to single precision before it rounds down.
-    found = np.floor((centres * _ratio(sampling)).astype(np.float32)).astype(np.int64)
-    return _selection(np.minimum(found, sampling.extent - 1))
+    found = np.floor((centres * _scale_ratio(sampling)).astype(np.float32)).astype(np.int64)
+    return _selection_matrix(np.minimum(found, sampling.extent - 1))
 
 
-def _positions(sampling: Sampling) -> npt.NDArray[np.floating[Any]]:
+def _source_positions(sampling: AxisResampling) -> npt.NDArray[np.floating[Any]]:
     """Where the rows' centres lie in the input."""
     precision = sampling.precision
     rows: npt.NDArray[np.floating[Any]] = np.arange(sampling.length).astype(precision)
-    ratio, half = _ratio(sampling), precision(0.5)
+    ratio, half = _scale_ratio(sampling), precision(0.5)
     found: npt.NDArray[np.floating[Any]] = rows * ratio if sampling.align_corners else (rows + half) * ratio - half
     return found
 
 
-def _linear(sampling: Sampling) -> Band:
+def _linear_matrix(sampling: AxisResampling) -> BandedMatrix:
     rows, last, one = np.arange(sampling.length), sampling.extent - 1, sampling.precision(1)
     if sampling.extent == sampling.length:
-        return _selection(rows)
-    at = np.maximum(_positions(sampling), 0)
+        return _selection_matrix(rows)
+    at = np.maximum(_source_positions(sampling), 0)
     low = np.minimum(at.astype(np.int64), last)
     share = np.clip(at - low.astype(sampling.precision), 0, 1).astype(sampling.precision)
-    return Band.of(np.stack([low, np.minimum(low + 1, last)], axis=1), np.stack([one - share, share], axis=1).astype(np.float64))
+    return BandedMatrix.of(np.stack([low, np.minimum(low + 1, last)], axis=1), np.stack([one - share, share], axis=1).astype(np.float64))
 
 
-def _cubic(sampling: Sampling) -> Band:
+def _cubic_matrix(sampling: AxisResampling) -> BandedMatrix:
     precision = sampling.precision
-    at = _positions(sampling)
+    at = _source_positions(sampling)
     low = np.minimum(np.floor(at).astype(np.int64), sampling.extent - 1)
     share = np.clip(at - low.astype(precision), 0, 1).astype(precision)
     a = precision(_CUBIC)
@@ -221,25 +221,25 @@ def _cubic(sampling: Sampling) -> Band:
     rest = 1 - share
     weights = np.stack([far(share + 1), near(share), near(rest), far(rest + 1)], axis=1)
     columns = np.clip(low[:, None] + np.arange(-1, 3), 0, sampling.extent - 1)
-    return Band.of(columns, weights.astype(np.float64))
+    return BandedMatrix.of(columns, weights.astype(np.float64))
 
 
-def _triangle(x: Any) -> Any:
+def _linear_kernel(x: Any) -> Any:
     return np.maximum(1 - x, 0)
 
 
-def _bump(x: Any) -> Any:
+def _cubic_kernel(x: Any) -> Any:
     a = x.dtype.type(_SMOOTH_CUBIC)
     near = ((a + 2) * x - (a + 3)) * x * x + 1
     return np.where(x < 1, near, np.where(x < 2, (((x - 5) * x + 8) * x - 4) * a, 0))
 
 
-def _antialiased(sampling: Sampling, kernel: Callable[[Any], Any], reach: int) -> Band:
+def _antialiased_matrix(sampling: AxisResampling, kernel: Callable[[Any], Any], reach: int) -> BandedMatrix:
     """A kernel of ``reach`` rows to each side, as much wider as the image gets smaller; its weights are made to sum up to one.
 
     Source: ``_compute_indices_min_size_weights_aa`` of ``ATen/native/cpu/UpSampleKernel.cpp``.
     """
-    precision, ratio = sampling.precision, _ratio(sampling)
+    precision, ratio = sampling.precision, _scale_ratio(sampling)
     half, width = precision(0.5), np.maximum(ratio, precision(1))
     support = precision(reach) * width
     centre = ratio * (np.arange(sampling.length).astype(precision) + half)
@@ -249,38 +249,38 @@ def _antialiased(sampling: Sampling, kernel: Callable[[Any], Any], reach: int) -
     place = np.arange(int(count.max()))
     away = np.abs((start[:, None] + place).astype(precision) - centre[:, None] + half) * (precision(1) / width)
     weights = np.where(place < count[:, None], kernel(away), 0)
-    return Band(start, start + count, (weights / weights.sum(axis=1, keepdims=True)).astype(np.float64))
+    return BandedMatrix(start, start + count, (weights / weights.sum(axis=1, keepdims=True)).astype(np.float64))
 
 
-def _antialiased_linear(sampling: Sampling) -> Band:
-    return _antialiased(sampling, _triangle, 1)
+def _antialiased_linear_matrix(sampling: AxisResampling) -> BandedMatrix:
+    return _antialiased_matrix(sampling, _linear_kernel, 1)
 
 
-def _antialiased_cubic(sampling: Sampling) -> Band:
-    return _antialiased(sampling, _bump, 2)
+def _antialiased_cubic_matrix(sampling: AxisResampling) -> BandedMatrix:
+    return _antialiased_matrix(sampling, _cubic_kernel, 2)
 
 
-def _window(sampling: Sampling) -> Band:
+def _window_mean_matrix(sampling: AxisResampling) -> BandedMatrix:
     rows, extent, length = np.arange(sampling.length), sampling.extent, sampling.length
     start, stop = rows * extent // length, -(-(rows + 1) * extent // length)
     count = stop - start
     inside = np.arange(int(count.max())) < count[:, None]
-    return Band(start, stop, inside / count[:, None])
+    return BandedMatrix(start, stop, inside / count[:, None])
 
 
-_FORWARD: dict[Kind, Callable[[Sampling], Band]] = {
-    "nearest": _nearest,
-    "nearest exact": _nearest,
-    "linear": _linear,
-    "cubic": _cubic,
-    "antialiased linear": _antialiased_linear,
-    "antialiased cubic": _antialiased_cubic,
-    "window": _window,
+_FORWARD_MATRICES: dict[ResamplingKind, Callable[[AxisResampling], BandedMatrix]] = {
+    "nearest": _nearest_matrix,
+    "nearest exact": _nearest_matrix,
+    "linear": _linear_matrix,
+    "cubic": _cubic_matrix,
+    "antialiased linear": _antialiased_linear_matrix,
+    "antialiased cubic": _antialiased_cubic_matrix,
+    "window": _window_mean_matrix,
 }
 
 
 @lru_cache(maxsize=256)
-def _access(sampling: Sampling) -> AxisMap:
+def _fit_access_map(sampling: AxisResampling) -> AxisMap:
     """The map with the smallest numbers that strays by at most a row over the whole image, fitted so that it covers every window.
 
     Small numbers make strips alike: up from 10,239 rows to 20,479 every row reads what it would in an upsampling by two, or a row more.
@@ -294,21 +294,21 @@ def _access(sampling: Sampling) -> AxisMap:
     np.maximum.at(high, readers.start[used], columns[used])
     low, high = np.minimum.accumulate(low[::-1])[::-1], np.maximum.accumulate(high)
     slack = Fraction(1, sampling.length)
-    ratio = _simplest(max(sampling.step - slack, sampling.step / 2), sampling.step + slack)
+    ratio = _simplest_fraction(max(sampling.step - slack, sampling.step / 2), sampling.step + slack)
     scale, divisor = ratio.numerator, ratio.denominator
     first = int((divisor * low + divisor - 1 - scale * rows).min())
     last = int((divisor * high - scale * rows).max())
     return AxisMap(scale=scale, first=min(first, last), last=last, divisor=divisor)
 
 
-def _simplest(low: Fraction, high: Fraction) -> Fraction:
+def _simplest_fraction(low: Fraction, high: Fraction) -> Fraction:
     """The fraction with the smallest denominator (and numerator) in ``[low, high]``, by continued fractions.
 
-    >>> _simplest(Fraction(10238, 20479), Fraction(10240, 20479))
+    >>> _simplest_fraction(Fraction(10238, 20479), Fraction(10240, 20479))
     Fraction(1, 2)
     """
     whole = -(-low.numerator // low.denominator)
     if whole <= high:
         return Fraction(max(1, whole))
     floor = low.numerator // low.denominator
-    return floor + 1 / _simplest(1 / (high - floor), 1 / (low - floor))
+    return floor + 1 / _simplest_fraction(1 / (high - floor), 1 / (low - floor))

@@ -12,13 +12,13 @@ from sft.analysis.access import AxisMap
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
-from sft.analysis.operators.base import Operator, entry
+from sft.analysis.operators.base import Operator, axis_entry
 
-__all__ = ["Folded", "Unfolded"]
+__all__ = ["PixelUnshuffleSpec", "PixelShuffleSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Shuffle(Operator):
+class _ShuffleSpec(Operator):
     """
     Attributes:
         argument: the argument that says how many rows and columns belong together.
@@ -29,7 +29,7 @@ class _Shuffle(Operator):
 
     def factor(self, node: Node, axis: int) -> int:
         """Rows in a group."""
-        return entry(node.argument(self.argument), axis) if axis < self._num_axes(node) else 1
+        return axis_entry(node.argument(self.argument), axis) if axis < self._num_axes(node) else 1
 
     def _num_axes(self, node: Node) -> int:
         given = node.argument(self.argument)
@@ -49,7 +49,7 @@ class _Shuffle(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unfolded(_Shuffle):
+class PixelShuffleSpec(_ShuffleSpec):
     """Channels become pixels (``pixel_shuffle``, Shi et al. 2016), with a factor for each axis."""
 
     def access(self, node: Node, axis: int) -> AxisMap:
@@ -64,7 +64,7 @@ class Unfolded(_Shuffle):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded(_Shuffle):
+class PixelUnshuffleSpec(_ShuffleSpec):
     """Pixels become channels (``pixel_unshuffle``)."""
 
     def access(self, node: Node, axis: int) -> AxisMap:

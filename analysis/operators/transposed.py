@@ -9,14 +9,14 @@ from sft.analysis.access import AxisMap
 from sft.analysis.axes import ROWS, Axes
 from sft.analysis.graph import Graph, Node, refs_in
 from sft.analysis.interval import Interval
-from sft.analysis.masks import DRAWN_TARGETS
-from sft.analysis.operators.base import Operator, entry, open_entry
+from sft.analysis.masks import RANDOM_TARGETS
+from sft.analysis.operators.base import Operator, axis_entry, symbolic_axis_entry
 
-__all__ = ["OverlapAdd", "Spread", "TransposedConvolution", "spread_of"]
+__all__ = ["OverlapAddSpec", "TransposedWindow", "TransposedConvolutionSpec", "transposed_window_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class TransposedWindow:
     """How a transposed convolution spreads its input along one axis: row ``i`` reaches ``i * stride - padding + dilation * tap``.
 
     Attributes:
@@ -67,29 +67,29 @@ class Spread:
         return found
 
 
-def spread_of(node: Node, axis: int) -> Spread:
+def transposed_window_of(node: Node, axis: int) -> TransposedWindow:
     """The spread of a transposed convolution, or of windows put back, along an axis."""
-    return Spread(
-        kernel=entry(node.argument("kernel_size"), axis),
-        stride=entry(node.argument("stride"), axis),
-        padding=entry(node.argument("padding", 0), axis),
-        output_padding=open_entry(node.argument("output_padding", 0), axis),
-        dilation=entry(node.argument("dilation"), axis),
+    return TransposedWindow(
+        kernel=axis_entry(node.argument("kernel_size"), axis),
+        stride=axis_entry(node.argument("stride"), axis),
+        padding=axis_entry(node.argument("padding", 0), axis),
+        output_padding=symbolic_axis_entry(node.argument("output_padding", 0), axis),
+        dilation=axis_entry(node.argument("dilation"), axis),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TransposedConvolution(Operator):
+class TransposedConvolutionSpec(Operator):
     """``conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d`` whose rows do not overlap."""
 
     name: str = "transposed_convolution"
     is_phased: bool = True
 
     def access(self, node: Node, axis: int) -> AxisMap:
-        return spread_of(node, axis).access if axis < len(node.shape) - 2 else AxisMap()
+        return transposed_window_of(node, axis).access if axis < len(node.shape) - 2 else AxisMap()
 
     def extent(self, node: Node, axis: int, extent: int) -> int:
-        return spread_of(node, axis).extent(extent)
+        return transposed_window_of(node, axis).extent(extent)
 
     def keeps(self, node: Node) -> tuple[bool, bool]:
         return (True, False)
@@ -104,23 +104,23 @@ class TransposedConvolution(Operator):
         names = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
         if any(name in streamed for name in names):
             return [f"{node.label}: the kernel is computed from the image; only parameters may be kernels"]
-        if any(graph[name].target in DRAWN_TARGETS for name in graph.ancestors(names)):
+        if any(graph[name].target in RANDOM_TARGETS for name in graph.ancestors(names)):
             return [f"{node.label}: dropout on the kernel itself; drop its input or its output"]
-        if spread_of(node, ROWS).overlaps:
+        if transposed_window_of(node, ROWS).overlaps:
             return [f"{node.label}: its rows overlap"]
         return []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapAdd(Operator):
+class OverlapAddSpec(Operator):
     """The rows that each input row is spread to, summed where they overlap."""
 
     name: str = "overlap_add"
     is_phased: bool = True
 
-    def spread(self, node: Node) -> Spread:
+    def spread(self, node: Node) -> TransposedWindow:
         """How rows are spread."""
-        return Spread(**dict(node.argument("spread")))
+        return TransposedWindow(**dict(node.argument("spread")))
 
     def access(self, node: Node, axis: int) -> AxisMap:
         return self.spread(node).access if axis == ROWS else AxisMap()

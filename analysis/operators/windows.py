@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from sft.analysis.access import AxisMap
 from sft.analysis.axes import Axes
 from sft.analysis.graph import Graph, Node, refs_in
-from sft.analysis.operators.base import Border, Operator, entry
+from sft.analysis.operators.base import Border, Operator, axis_entry
 
-__all__ = ["AvgPool", "ChannelWindow", "Convolution", "MaxPool", "Window", "Windowed"]
+__all__ = ["AvgPoolSpec", "ChannelWindowSpec", "ConvolutionSpec", "MaxPoolSpec", "Window", "WindowedSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windowed(Operator, ABC):
+class WindowedSpec(Operator, ABC):
     """What convolution and pooling have in common."""
 
     def num_axes(self, node: Node) -> int:
@@ -78,7 +78,7 @@ class Windowed(Operator, ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChannelWindow(Operator):
+class ChannelWindowSpec(Operator):
     """A window that slides along channels only: a pooling with one more axis than the image has (local response norm)."""
 
     name: str = "rowwise"
@@ -93,14 +93,14 @@ class ChannelWindow(Operator):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convolution(Windowed):
+class ConvolutionSpec(WindowedSpec):
     """``conv1d``, ``conv2d``, ``conv3d``."""
 
     name: str = "convolution"
 
     def window(self, node: Node, axis: int) -> Window:
-        kernel = entry(node.argument("kernel_size"), axis)
-        stride, dilation = entry(node.argument("stride"), axis), entry(node.argument("dilation"), axis)
+        kernel = axis_entry(node.argument("kernel_size"), axis)
+        stride, dilation = axis_entry(node.argument("stride"), axis), axis_entry(node.argument("dilation"), axis)
         padding = node.argument("padding")
         if padding == "valid":
             low = high = 0
@@ -108,7 +108,7 @@ class Convolution(Windowed):
             total = dilation * (kernel - 1)
             low, high = total // 2, total - total // 2
         else:
-            low = high = entry(padding, axis)
+            low = high = axis_entry(padding, axis)
         return Window(kernel=kernel, stride=stride, pad_low=low, pad_high=high, dilation=dilation)
 
     def border(self, node: Node) -> Border:
@@ -120,7 +120,7 @@ class Convolution(Windowed):
         return (0, 1 if depthwise else None, *range(2, 2 + axes.count))
 
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
-        found = Windowed.problems(self, node, graph, streamed)
+        found = WindowedSpec.problems(self, node, graph, streamed)
         if found:
             return found
         names = [name for value in (node.argument("weight"), node.argument("bias")) for name in refs_in(value)]
@@ -130,18 +130,18 @@ class Convolution(Windowed):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pool(Windowed):
+class _PoolSpec(WindowedSpec):
     def window(self, node: Node, axis: int) -> Window:
-        kernel = entry(node.argument("kernel_size"), axis)
-        stride = entry(node.argument("stride") or node.argument("kernel_size"), axis)  # an empty stride means the kernel's
-        padding = entry(node.argument("padding"), axis)
-        dilation = entry(node.argument("dilation", 1), axis)
+        kernel = axis_entry(node.argument("kernel_size"), axis)
+        stride = axis_entry(node.argument("stride") or node.argument("kernel_size"), axis)  # an empty stride means the kernel's
+        padding = axis_entry(node.argument("padding"), axis)
+        dilation = axis_entry(node.argument("dilation", 1), axis)
         ceil = node.argument("ceil_mode")
         return Window(kernel=kernel, stride=stride, pad_low=padding, pad_high=padding, dilation=dilation, ceil=ceil)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaxPool(_Pool):
+class MaxPoolSpec(_PoolSpec):
     """``max_pool1d``, ``max_pool2d``, ``max_pool3d``."""
 
     name: str = "max_pool"
@@ -151,7 +151,7 @@ class MaxPool(_Pool):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AvgPool(_Pool):
+class AvgPoolSpec(_PoolSpec):
     """``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``."""
 
     name: str = "avg_pool"
@@ -164,4 +164,4 @@ class AvgPool(_Pool):
     def problems(self, node: Node, graph: Graph, streamed: Collection[str]) -> list[str]:
         if node.argument("divisor_override") == 0:
             return [f"{node.label}: divisor_override is 0; give a positive divisor"]
-        return Windowed.problems(self, node, graph, streamed)
+        return WindowedSpec.problems(self, node, graph, streamed)

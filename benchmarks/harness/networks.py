@@ -20,8 +20,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import sft
-from sft.analysis.cuts import Dag
-from sft.plan.chain.chain import Chain, Stage
+from sft.analysis.cuts import ValueDag
+from sft.plan.chain.chain import StageChain, Stage
 
 __all__ = ["Network", "Roofline", "trace"]
 
@@ -61,7 +61,7 @@ class Network:
     module: fx.GraphModule
     shape: tuple[int, ...]
     groups: tuple[tuple[fx.Node, ...], ...]
-    dag: Dag
+    dag: ValueDag
 
     @property
     def num_parameter_bytes(self) -> int:
@@ -139,7 +139,7 @@ class Network:
     def _vertex_of(self) -> dict[fx.Node, int]:
         return {node: v for v, group in enumerate(self.groups) for node in group}
 
-    def chain(self, device: Roofline) -> Chain:
+    def chain(self, device: Roofline) -> StageChain:
         """The chain of its single-tensor cuts, with a device's times; what lies between two cuts is saved by the stage."""
         cuts = [0, *self._separators(), len(self.groups) - 1]
         stages = []
@@ -158,7 +158,7 @@ class Network:
                     reads_output=any(_reads_output(self.module, node) for node in self.groups[b]),
                 )
             )
-        return Chain(input_bytes=self.dag.sizes_bytes[0], stages=tuple(stages))
+        return StageChain(input_bytes=self.dag.sizes_bytes[0], stages=tuple(stages))
 
     def _separators(self) -> list[int]:
         reach, found = max(self.dag.successors[0]), []
@@ -212,7 +212,7 @@ def trace(model: nn.Module, shape: tuple[int, ...]) -> Network:
                     edges.add((vertex_of[i], v))
                     if _name(module, node) == "maxpool":
                         noted[vertex_of[i], v] = 8 * node.meta["shape"].numel()
-    dag = Dag(sizes_bytes=tuple(sizes), edges=tuple(sorted(edges)), edge_bytes=noted)
+    dag = ValueDag(sizes_bytes=tuple(sizes), edges=tuple(sorted(edges)), edge_bytes=noted)
     return Network(module=module, shape=shape, groups=tuple(tuple(group) for group in groups), dag=dag)
 
 

@@ -25,7 +25,7 @@ import rich.markup
 import rich.table
 from matplotlib.figure import Figure
 
-from sft.files import replacing
+from sft.files import atomic_write
 
 __all__ = ["Table", "add_common_arguments", "environment", "mib", "positive_int", "result_stem", "write_results"]
 
@@ -123,7 +123,7 @@ def result_stem(folder: Path, theme: str) -> Path:
 
 def write_results(stem: Path, raw: dict[str, Any], tables: Sequence[Table], notes: str, figure: Figure | None) -> str:
     """Write `<stem>.json`, `<stem>.md` and, with a figure, `<stem>.png`; returns their names for the terminal."""
-    with replacing(stem.with_name(stem.name + ".json")) as part:
+    with atomic_write(stem.with_name(stem.name + ".json")) as part:
         part.write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     parts = [f"# {stem.name}", notes]
     for table in tables:
@@ -132,11 +132,11 @@ def write_results(stem: Path, raw: dict[str, Any], tables: Sequence[Table], note
     if figure is None:
         picture.unlink(missing_ok=True)
     else:
-        with replacing(picture) as part:
+        with atomic_write(picture) as part:
             figure.savefig(part, dpi=150)
         parts.append(f"![plot]({picture.name})")
     parts.append("## Environment")
     parts.append("\n".join(f"- {key}: {value}" for key, value in raw["environment"].items()))
-    with replacing(stem.with_name(stem.name + ".md")) as part:
+    with atomic_write(stem.with_name(stem.name + ".md")) as part:
         part.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return f"written: {stem.name}.json, .md" + (", .png" if figure is not None else "")

@@ -11,19 +11,19 @@ import torch.nn.functional as F
 from kernel_case import Case, Draw, Problem, all_rows
 from torch import Tensor
 
-from sft.kernels.blocks import Variant
-from sft.kernels.conv2d import Precision, Slots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
+from sft.kernels.blocks import LaunchVariant
+from sft.kernels.conv2d import Precision, GradientSlots, conv2d, conv2d_data_gradient, conv2d_weight_gradient
 from sft.kernels.conv2d_pool import conv2d_max_pool_data_gradient, conv2d_max_pool_weight_gradient, conv2d_max_pool_with_taps
 from sft.kernels.conv3d import conv3d, conv3d_data_gradient, conv3d_weight_gradient
 from sft.kernels.dispatch import uses_triton
-from sft.kernels.geometry import Geometry, Window
-from sft.kernels.stem import Levels, stem_conv2d, stem_weight_gradient
+from sft.kernels.geometry import Geometry, KernelWindow
+from sft.kernels.stem import PixelLevels, stem_conv2d, stem_weight_gradient
 from sft.kernels.volume import VolumeGeometry
 
 __all__ = ["convolution_cases"]
 
 _FLOATS = (torch.bfloat16, torch.float32)
-_SAME = Window(kernel=3, padding=1)
+_SAME = KernelWindow(kernel=3, padding=1)
 _IMAGENET = ([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
 
 
@@ -39,7 +39,9 @@ def _backward(dy: Tensor, x: Tensor, weight: Tensor, mask: tuple[bool, bool, boo
     )
 
 
-def _forward(num_in: int, num_out: int, *, variant: Variant = "default", precision: Precision | None = None) -> Callable[[Draw], Problem]:
+def _forward(
+    num_in: int, num_out: int, *, variant: LaunchVariant = "default", precision: Precision | None = None
+) -> Callable[[Draw], Problem]:
     def build(draw: Draw) -> Problem:
         x, weight, bias = draw.image(num_in), draw.weight(num_out, num_in, 3, 3), draw.vector(num_out)
         geometry = Geometry.whole((draw.size[0], draw.size[1]), _SAME, _SAME)
@@ -146,7 +148,7 @@ def _weight_gradient(num_in: int, num_out: int, *, pooled: bool = False) -> Call
             y, dy, taps = conv2d(x, weight, geometry, bias=bias, activation="relu"), draw.image(num_out), None
 
         def ours() -> list[Tensor]:
-            slots = Slots.zeros(weight, bias=True)
+            slots = GradientSlots.zeros(weight, bias=True)
             if taps is not None:
                 conv2d_max_pool_weight_gradient(dy, taps, x, geometry, into=slots, output=y)
             else:
@@ -174,7 +176,7 @@ def _stem(*, gradient: bool) -> Callable[[Draw], Problem]:
     def build(draw: Draw) -> Problem:
         size = (draw.size[0], draw.size[1])
         memory = torch.randint(256, (1, *size, 3), generator=draw.random, device=draw.device, dtype=torch.uint8)
-        x, levels = memory.movedim(-1, 1), Levels.of(*_IMAGENET, device=draw.device)
+        x, levels = memory.movedim(-1, 1), PixelLevels.of(*_IMAGENET, device=draw.device)
         weight, bias = draw.weight(64, 3, 3, 3), draw.vector(64)
         geometry = Geometry.whole(size, _SAME, _SAME)
         with torch.no_grad():
@@ -188,7 +190,7 @@ def _stem(*, gradient: bool) -> Callable[[Draw], Problem]:
             if not gradient:
                 with torch.no_grad():
                     return [stem_conv2d(x, levels, weight, geometry, bias=bias, activation="relu")]
-            slots = Slots.zeros(weight, bias=True)
+            slots = GradientSlots.zeros(weight, bias=True)
             stem_weight_gradient(dy, x, levels, geometry, into=slots, output=y)
             dw, db = slots.total(torch.float32)
             assert db is not None
@@ -212,7 +214,7 @@ def _stem(*, gradient: bool) -> Callable[[Draw], Problem]:
 
 
 def _depthwise(draw: Draw) -> Problem:
-    window = Window(kernel=7, padding=3)
+    window = KernelWindow(kernel=7, padding=3)
     x, weight, bias = draw.image(96), draw.weight(96, 1, 7, 7), draw.vector(96)
     geometry = Geometry.whole((draw.size[0], draw.size[1]), window, window)
     out = torch.empty_like(x)
@@ -226,13 +228,13 @@ def _depthwise(draw: Draw) -> Problem:
 
 
 def _depthwise_backward(draw: Draw) -> Problem:
-    window = Window(kernel=7, padding=3)
+    window = KernelWindow(kernel=7, padding=3)
     x, weight, dy = draw.image(96), draw.weight(96, 1, 7, 7), draw.image(96)
     geometry = Geometry.whole((draw.size[0], draw.size[1]), window, window)
     out = torch.empty_like(x)
 
     def ours() -> list[Tensor]:
-        slots = Slots.zeros(weight, bias=True)
+        slots = GradientSlots.zeros(weight, bias=True)
         conv2d_weight_gradient(dy, x, geometry, into=slots, groups=96)
         dw, db = slots.total(torch.float32)
         assert db is not None
@@ -269,7 +271,7 @@ def _volume_backward(draw: Draw) -> Problem:
     geometry = VolumeGeometry.whole((draw.size[0], draw.size[1], draw.size[2]), _SAME, _SAME, _SAME)
 
     def ours() -> list[Tensor]:
-        slots = Slots.zeros(weight, bias=True)
+        slots = GradientSlots.zeros(weight, bias=True)
         conv3d_weight_gradient(dy, x, geometry, into=slots)
         dw, db = slots.total(torch.float32)
         assert db is not None
@@ -303,7 +305,7 @@ def convolution_cases() -> list[Case]:
         add(f"{name} data gradient, relu", "conv2d", _data_gradient(num_in, num_out, pooled=False), size)
         add(f"{name} data gradient, relu pool", "conv2d", _data_gradient(num_in, num_out, pooled=True), size, (34, 46))
         add(f"{name} weight gradient, relu", "conv2d", _weight_gradient(num_in, num_out), size)
-    variants: tuple[Variant, ...] = ("small", "deep", "rows")
+    variants: tuple[LaunchVariant, ...] = ("small", "deep", "rows")
     for variant in variants:
         add_single(f"vgg 1_2 conv bias relu, {variant}", _forward(64, 64, variant=variant), torch.bfloat16, 2048)
     precisions: tuple[Precision, ...] = ("tf32", "bf16x3")

@@ -13,8 +13,8 @@ from torch import Tensor
 from sft.kernels.adamw import adamw_step
 from sft.kernels.band import ResizeAxis
 from sft.kernels.dropout import dropout, keep_mask
-from sft.kernels.geometry import Geometry, Span, Window
-from sft.kernels.norm import Moments, NormSums, add_moments, add_norm_sums, normalize, normalize_gradient
+from sft.kernels.geometry import Geometry, Span, KernelWindow
+from sft.kernels.norm import MomentSlots, NormGradientSlots, add_moments, add_norm_sums, normalize, normalize_gradient
 from sft.kernels.pool import average_pool2d, average_pool2d_gradient, max_pool2d_gradient, max_pool2d_with_taps
 from sft.kernels.resize import resize2d, resize2d_gradient
 from sft.kernels.rows import join_rows, split_rows
@@ -30,7 +30,7 @@ def _moments(draw: Draw) -> Problem:
     x = draw.image(64)
 
     def ours() -> list[Tensor]:
-        moments = Moments.zeros(64, device=draw.device)
+        moments = MomentSlots.zeros(64, device=draw.device)
         add_moments(x, into=moments)
         total = moments.total()
         return [total.mean[0], total.variance[0]]
@@ -72,13 +72,13 @@ def _norm_backward(draw: Draw) -> Problem:
     x, dy, weight = draw.image(64), draw.image(64), draw.vector(64, torch.float32)
     mean, rstd = _statistics(x)
     y = normalize(x, mean, rstd, weight=weight, relu=True)
-    moments = Moments.zeros(64, device=draw.device)
+    moments = MomentSlots.zeros(64, device=draw.device)
     add_moments(x, into=moments)
     statistics = moments.total()
     out = torch.empty_like(x)
 
     def ours() -> list[Tensor]:
-        sums = NormSums.zeros(64, device=draw.device)
+        sums = NormGradientSlots.zeros(64, device=draw.device)
         add_norm_sums(dy, x, mean, rstd, into=sums, output=y)
         total = sums.total(statistics, weight)
         dx = normalize_gradient(dy, x, mean, rstd, weight=weight, output=y, back=total.back, out=out)
@@ -98,7 +98,7 @@ def _norm_backward(draw: Draw) -> Problem:
 
 
 def _max_pool(draw: Draw) -> Problem:
-    window = Window(kernel=2, stride=2)
+    window = KernelWindow(kernel=2, stride=2)
     x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
     y, taps = max_pool2d_with_taps(x, geometry)
     return Problem(
@@ -110,7 +110,7 @@ def _max_pool(draw: Draw) -> Problem:
 
 
 def _max_pool_backward(draw: Draw) -> Problem:
-    window = Window(kernel=2, stride=2)
+    window = KernelWindow(kernel=2, stride=2)
     x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
     y, taps = max_pool2d_with_taps(x, geometry)
     dy = draw.image(64, (y.shape[2], y.shape[3]))
@@ -129,7 +129,7 @@ def _max_pool_backward(draw: Draw) -> Problem:
 
 
 def _average_pool(draw: Draw) -> Problem:
-    window = Window(kernel=3, stride=2, padding=1)
+    window = KernelWindow(kernel=3, stride=2, padding=1)
     x, geometry = draw.image(64), Geometry.whole((draw.size[0], draw.size[1]), window, window)
     y = average_pool2d(x, geometry)
     dy = draw.image(64, (y.shape[2], y.shape[3]))

@@ -20,7 +20,7 @@ from examples.needle.network import needle_net
 from sft.sources import Slide
 from sft.wsi import Prediction, SlideRecord, SlideTable, TrainConfig, build_model
 from sft.wsi.backbones import num_features
-from sft.wsi.norms import calibrate, set_training
+from sft.wsi.norms import calibrate_batch_norms, set_training
 from sft.wsi.optimization import learning_rate, make_optimizer
 
 __all__ = ["WARMUP_STEPS", "WEIGHT_DECAY", "Settings", "load_slides", "train_downsampled", "train_on_patches"]
@@ -103,7 +103,7 @@ def _train(
     torch.manual_seed(settings.seed)
     backbone = needle_net()
     model: nn.Module = build_model(backbone, num_features(backbone, "needle_net"), 2, head=settings.head, attention_dim=32)
-    calibrate(backbone, [_normalised(crop[None]) for crop in crops])
+    calibrate_batch_norms(backbone, [_normalised(crop[None]) for crop in crops])
     config = TrainConfig(lr=settings.learning_rate, weight_decay=WEIGHT_DECAY, warmup_steps=WARMUP_STEPS)
     optimizer = make_optimizer(model, config)
     draw = np.random.default_rng(settings.seed)

@@ -47,7 +47,7 @@ from sft.wsi import (
 from sft.wsi.backbones import num_features
 from sft.wsi.cli import main as run_wsi
 from sft.wsi.cli import read_config
-from sft.wsi.files import replacing, write_text
+from sft.wsi.files import atomic_write_with_parents, write_text
 from sft.wsi.tasks import Task, make_task
 
 LEVEL = 3  # of the pyramid: means of 8 x 8 px
@@ -227,7 +227,7 @@ def draw_map(path: Path, slide_path: Path, evidence: NDArray[np.float32], corner
     for panel, title in zip(panels, titles, strict=True):
         panel.add_patch(Rectangle((left, top), needle_px, needle_px, fill=False, edgecolor="red"))
         panel.set(title=title, xticks=[], yticks=[])
-    with replacing(path) as temporary:
+    with atomic_write_with_parents(path) as temporary:
         figure.savefig(temporary, dpi=100)
 
 

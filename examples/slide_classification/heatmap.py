@@ -19,7 +19,7 @@ from task import MEAN, STD
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from sft.files import replacing
+from sft.files import atomic_write
 
 __all__ = ["class_activation_map", "draw_heatmap"]
 
@@ -65,7 +65,7 @@ def draw_heatmap(path: Path, image: Tensor, evidence: npt.NDArray[np.float32], *
     plain.set_ylabel("px")
     figure.colorbar(scale, ax=overlaid, shrink=0.8, extend="both", label="contribution to the logit")
     figure.suptitle(title)
-    with replacing(path) as temporary:
+    with atomic_write(path) as temporary:
         figure.savefig(temporary, dpi=130)
 
 

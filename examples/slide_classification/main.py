@@ -29,7 +29,7 @@ from torch.nn import functional as F
 import sft
 from examples.models import PooledClassifier
 from sft.errors import SftError
-from sft.files import replacing
+from sft.files import atomic_write
 from sft.sources import Slide
 
 DEFAULT_SLIDE = Path(__file__).resolve().parents[1] / "data" / "CMU-1-Small-Region.svs"
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace, console: Console) -> int:
 
     net = sft.compile(model, image.shape, budget=arguments.budget)
     plan: sft.Plan = net.plan
-    with replacing(arguments.out / "plan.txt") as temporary:
+    with atomic_write(arguments.out / "plan.txt") as temporary:
         temporary.write_text(plan.explain() + "\n", encoding="utf-8")
 
     metrics_path = arguments.out / "metrics.csv"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from task import StepResult
 
-from sft.files import replacing
+from sft.files import atomic_write
 
 __all__ = ["write_metrics"]
 
 
 def write_metrics(path: Path, steps: Sequence[StepResult], *, projected_peak_bytes: int, budget_bytes: int) -> None:
     """Write one row for each step so far."""
-    with replacing(path) as temporary, temporary.open("w", newline="") as file:
+    with atomic_write(path) as temporary, temporary.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", "loss", "seconds", "measured_peak_bytes", "projected_peak_bytes", "budget_bytes"])
         for number, step in enumerate(steps, start=1):

@@ -24,7 +24,16 @@ from sft.errors import InternalError
 from sft.kernels.geometry import is_channels_last
 from sft.lower.program import DEVICE, Instruction, Program, Slot
 
-__all__ = ["KernelCall", "allocation", "as_image", "call_of", "instruction", "kernel_operators", "note_flops", "workspace"]
+__all__ = [
+    "KernelCall",
+    "allocation",
+    "to_channels_last",
+    "kernel_call_of",
+    "kernel_instruction",
+    "kernel_operators",
+    "count_flops",
+    "zeroed_workspace",
+]
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("kernel_flops(Tensor like, int flops) -> ()")
@@ -36,7 +45,7 @@ def _kernel_flops(like: Any, flops: int, *arguments: Any, **keywords: Any) -> in
     return flops
 
 
-def note_flops(like: Tensor, flops: int) -> None:
+def count_flops(like: Tensor, flops: int) -> None:
     """Tell whoever counts that a kernel on the device of ``like`` does so many operations."""
     if flops and torch._C._len_torch_dispatch_stack():
         torch.ops.sft.kernel_flops.default(like, flops)
@@ -60,7 +69,7 @@ class KernelCall:
         Args:
             like: what is written first. Kernels take its channels for neighbours, so an image that is laid out otherwise would be garbage.
         """
-        note_flops(like, self.flops)
+        count_flops(like, self.flops)
         if like.device.type == "meta":
             return False
         if like.dim() in CHANNELS_LAST and not is_channels_last(like):
@@ -68,12 +77,12 @@ class KernelCall:
         return True
 
 
-def as_image(tensor: Tensor) -> Tensor:
+def to_channels_last(tensor: Tensor) -> Tensor:
     """The tensor channels-last, as kernels take it. Programs lay it out so; this is for a tensor that came otherwise all the same."""
     return tensor if is_channels_last(tensor) else tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
 
 
-def call_of(function: Callable[..., Any]) -> KernelCall | None:
+def kernel_call_of(function: Callable[..., Any]) -> KernelCall | None:
     """The call whose method is an instruction's function; None for anything else."""
     owner = getattr(function, "__self__", None)
     return owner if isinstance(owner, KernelCall) else None
@@ -81,12 +90,14 @@ def call_of(function: Callable[..., Any]) -> KernelCall | None:
 
 def kernel_operators(programs: Iterable[Program]) -> tuple[str, ...]:
     """Operators of the graph that programs run by kernels, sorted; what is fused into one counts under its name."""
-    return tuple(sorted({i.owner for program in programs for i in program.instructions if call_of(i.function) is not None}))
+    return tuple(sorted({i.owner for program in programs for i in program.instructions if kernel_call_of(i.function) is not None}))
 
 
-def instruction(function: Callable[..., Any], *arguments: Any, writes: tuple[Slot, ...], owner: str, scratch_bytes: int = 0) -> Instruction:
+def kernel_instruction(
+    function: Callable[..., Any], *arguments: Any, writes: tuple[Slot, ...], owner: str, scratch_bytes: int = 0
+) -> Instruction:
     """A call as an instruction that writes into slots. Its operations are those of ``run``; other methods only hand results on."""
-    call = call_of(function)
+    call = kernel_call_of(function)
     flops = call.flops if call is not None and getattr(function, "__name__", "") == "run" else 0
     return Instruction(function, arguments, {}, (), writes, flops, 0, scratch_bytes, owner)
 
@@ -98,7 +109,7 @@ def allocation(slot: Slot, owner: str) -> Instruction:
     return Instruction(torch.empty, (slot.shape,), keywords, (slot,), (), 0, slot.num_bytes, 0, owner)
 
 
-def workspace(slot: Slot, owner: str) -> tuple[Instruction, Instruction]:
+def zeroed_workspace(slot: Slot, owner: str) -> tuple[Instruction, Instruction]:
     """Memory for a slot of one dimension, and zeros in it."""
     zero = torch.ops.aten.zero_.default
     return allocation(slot, owner), Instruction(zero, (slot,), {}, (), (slot,), 0, 0, 0, owner)

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 import torch
 
 from sft.backends.calls import allocation
-from sft.backends.replacement import Question, Replacement
+from sft.backends.replacement import MatchContext, Rewrite
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["Chain", "ends_in_relu"]
+__all__ = ["Epilogue", "match_relu"]
 
 aten = torch.ops.aten
 
 
-def ends_in_relu(question: Question, value: Slot, at: int) -> Slot | None:
+def match_relu(question: MatchContext, value: Slot, at: int) -> Slot | None:
     """What the ReLU at a position makes of a value; None if there is none of it."""
     call = question.listing.instructions[at]
     if call.function is aten.relu_.default and call.arguments[0] == value:
@@ -33,7 +33,7 @@ def ends_in_relu(question: Question, value: Slot, at: int) -> Slot | None:
 
 
 @dataclass(slots=True)
-class Chain:
+class Epilogue:
     """A group that grows along its value.
 
     Attributes:
@@ -57,7 +57,7 @@ class Chain:
     norm: Instruction | None = None
 
     @classmethod
-    def of(cls, question: Question, value: Slot, at: int, fused: Sequence[str] = (), *, takes_norm: bool = False) -> Chain:
+    def of(cls, question: MatchContext, value: Slot, at: int, fused: Sequence[str] = (), *, takes_norm: bool = False) -> Epilogue:
         """What follows the call at a position, which makes a value."""
         chain = cls(value=value, positions=[at], made=at, fused=list(fused), takes_norm=takes_norm)
         while chain._step(question):
@@ -69,14 +69,14 @@ class Chain:
         """Where the group stands."""
         return self.positions[-1]
 
-    def replacement(self, owner: str, body: Sequence[Instruction]) -> Replacement:
+    def replacement(self, owner: str, body: Sequence[Instruction]) -> Rewrite:
         """These instructions in the place of the chain, with memory for what it makes."""
         inserted = {self.last: tuple(body)}
         if self.made is not None:
             inserted[self.made] = (allocation(self.value, owner), *inserted.get(self.made, ()))
-        return Replacement(gone=frozenset(self.positions), inserted=inserted)
+        return Rewrite(gone=frozenset(self.positions), inserted=inserted)
 
-    def _step(self, question: Question) -> bool:
+    def _step(self, question: MatchContext) -> bool:
         """Take in what follows, if it can be."""
         if self.made is None:
             return False  # what is in a buffer has readers enough
@@ -107,9 +107,9 @@ class Chain:
             self.fused.append(name)
         return True
 
-    def _next(self, question: Question, at: int, call: Instruction) -> tuple[Slot | None, Slot | None, bool, str]:
+    def _next(self, question: MatchContext, at: int, call: Instruction) -> tuple[Slot | None, Slot | None, bool, str]:
         """What the following call makes of the value, with what it adds, whether it is a ReLU, and its name."""
-        if (made := ends_in_relu(question, self.value, at)) is not None:
+        if (made := match_relu(question, self.value, at)) is not None:
             return (None if self.relu else made), None, True, "relu"
         if call.function is aten._native_batch_norm_legit_no_training.default and call.arguments[0] == self.value:
             is_first = self.takes_norm and self.norm is None and not self.relu and self.residual is None

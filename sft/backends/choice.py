@@ -1,7 +1,7 @@
 """What kind of operation a kernel would do, and who decides whether it does.
 
 A `ShapeClass` is what a measured time speaks of: the operation with what is fused into it, its channels and windows, its numbers' type,
-and about how many pixels it has. Two strips of one layer at almost the same height are of one class. `Chooser` is asked for each class
+and about how many pixels it has. Two strips of one layer at almost the same height are of one class. `KernelSelector` is asked for each class
 that a program has a kernel for; :mod:`sft.backends.table` answers from measurements.
 """
 
@@ -13,12 +13,12 @@ from typing import Literal, Protocol
 
 import torch
 
-from sft.kernels.blocks import Variant, is_flat
+from sft.kernels.blocks import LaunchVariant, is_flat
 
-__all__ = ["Always", "Chooser", "Numbers", "ShapeClass", "pixel_class", "storage_numbers", "variants_of"]
+__all__ = ["AlwaysKernel", "KernelSelector", "NumberFormat", "ShapeClass", "pixel_class", "storage_format", "launch_variants"]
 
 #: How numbers are stored and multiplied: fp32 exactly, or rounded to ten bits as PyTorch does where it is allowed to.
-Numbers = Literal["float32", "tf32", "bfloat16", "float16"]
+NumberFormat = Literal["float32", "tf32", "bfloat16", "float16"]
 
 
 def pixel_class(num_pixels: int) -> int:
@@ -46,7 +46,7 @@ class ShapeClass:
 
     operator: str
     fused: tuple[str, ...] = ()
-    numbers: Numbers
+    numbers: NumberFormat
     channels: tuple[int, int]
     kernel: tuple[int, ...] = ()
     stride: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class ShapeClass:
         return ", ".join((*parts, f"about {self.pixels} pixels"))
 
 
-def variants_of(shape_class: ShapeClass) -> tuple[Variant, ...]:
+def launch_variants(shape_class: ShapeClass) -> tuple[LaunchVariant, ...]:
     """In which ways the kernels of a class may be split into programs, the default first: those that compile without spills, or with few
     (``tests/table_registers.json`` has the bytes).
 
@@ -82,7 +82,7 @@ def variants_of(shape_class: ShapeClass) -> tuple[Variant, ...]:
     if not shape_class.operator.startswith("conv2d") or shape_class.groups == math.prod(shape_class.channels) ** 0.5 > 1:
         return ("default",)
     is_half = shape_class.numbers in ("bfloat16", "float16")
-    ways: tuple[Variant, ...] = ("default", "deep")
+    ways: tuple[LaunchVariant, ...] = ("default", "deep")
     if shape_class.operator != "conv2d weight gradient":
         is_masked = shape_class.operator != "conv2d" and "relu" in shape_class.fused
         ways += ("small",) if is_half else ("tall", "wide") if shape_class.numbers == "tf32" and not is_masked else ()
@@ -95,39 +95,39 @@ def variants_of(shape_class: ShapeClass) -> tuple[Variant, ...]:
     return ways
 
 
-class Chooser(Protocol):
+class KernelSelector(Protocol):
     """Says where a kernel runs."""
 
     def takes_kernel(self, wanted: ShapeClass) -> bool:
         """Whether the kernel is to run; ATen's operators do otherwise."""
 
-    def variant_of(self, wanted: ShapeClass) -> Variant:
-        """How a kernel that runs is split into programs; one of :func:`variants_of`."""
+    def variant_of(self, wanted: ShapeClass) -> LaunchVariant:
+        """How a kernel that runs is split into programs; one of :func:`launch_variants`."""
 
-    def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
+    def numbers_of(self, dtype: torch.dtype) -> NumberFormat | None:
         """How elements of this type are multiplied; None where kernels have no such type."""
 
 
-_NUMBERS: dict[torch.dtype, Numbers] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_NUMBER_FORMATS: dict[torch.dtype, NumberFormat] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def storage_numbers(dtype: torch.dtype, *, allows_tf32: bool) -> Numbers | None:
+def storage_format(dtype: torch.dtype, *, allows_tf32: bool) -> NumberFormat | None:
     """How elements of a type are multiplied; None where kernels have no such type."""
-    return "tf32" if allows_tf32 and dtype == torch.float32 else _NUMBERS.get(dtype)
+    return "tf32" if allows_tf32 and dtype == torch.float32 else _NUMBER_FORMATS.get(dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class Always:
+class AlwaysKernel:
     """Takes every kernel that computes the same; products of fp32 numbers exactly, since rounded ones differ from ATen's rounded ones."""
 
     def takes_kernel(self, wanted: ShapeClass) -> bool:
         """Always."""
         return True
 
-    def variant_of(self, wanted: ShapeClass) -> Variant:
+    def variant_of(self, wanted: ShapeClass) -> LaunchVariant:
         """The default."""
         return "default"
 
-    def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
+    def numbers_of(self, dtype: torch.dtype) -> NumberFormat | None:
         """As the elements are."""
-        return storage_numbers(dtype, allows_tf32=False)
+        return storage_format(dtype, allows_tf32=False)

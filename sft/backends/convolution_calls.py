@@ -8,32 +8,41 @@ from typing import Any
 
 from torch import Tensor
 
-from sft.backends.calls import KernelCall, as_image
-from sft.kernels.blocks import Variant
+from sft.backends.calls import KernelCall, to_channels_last
+from sft.kernels.blocks import LaunchVariant
 from sft.kernels.geometry import Geometry
 
-__all__ = ["Convolution", "DataGradient", "NormedConvolution", "PooledConvolution", "WeightGradient", "slot_splits"]
+__all__ = [
+    "ConvolutionCall",
+    "DataGradientCall",
+    "NormedConvolutionCall",
+    "PooledConvolutionCall",
+    "WeightGradientCall",
+    "num_gradient_slots",
+]
 
 _PRECISIONS = {"float32": "ieee", "tf32": "tf32", "bfloat16": "bf16", "float16": "fp16"}
 #: programs that fill any GPU of today a few times over, the most slots of a weight, and the least pixels that one sums up
 _PROGRAMS, _MOST_SPLITS, _LEAST_PIXELS = 1024, 32, 512
-_BLOCK = 32
+_WEIGHT_BLOCK = 32
 
 
-def slot_splits(weight: tuple[int, ...], num_pixels: int) -> int:
+def num_gradient_slots(weight: tuple[int, ...], num_pixels: int) -> int:
     """In how many slots a weight's gradient is summed up: enough programs for a GPU, and no more than that, as each slot is a weight.
 
-    >>> slot_splits((64, 3, 3, 3), 2**20), slot_splits((512, 512, 3, 3), 2**20), slot_splits((64, 3, 3, 3), 1024)
+    >>> num_gradient_slots((64, 3, 3, 3), 2**20), num_gradient_slots((512, 512, 3, 3), 2**20), num_gradient_slots((64, 3, 3, 3), 1024)
     (32, 1, 2)
     """
     num_out, num_in, *kernel = weight
     num_taps = math.prod(kernel)
-    blocks = -(-num_out // _BLOCK) * (-(-num_taps * num_in // _BLOCK) if num_in < _BLOCK else num_taps * -(-num_in // _BLOCK))
+    blocks = -(-num_out // _WEIGHT_BLOCK) * (
+        -(-num_taps * num_in // _WEIGHT_BLOCK) if num_in < _WEIGHT_BLOCK else num_taps * -(-num_in // _WEIGHT_BLOCK)
+    )
     return max(1, min(_MOST_SPLITS, _PROGRAMS // blocks, num_pixels // _LEAST_PIXELS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OfConvolution(KernelCall):
+class _ConvolutionCallBase(KernelCall):
     """A call about a convolution.
 
     Attributes:
@@ -46,7 +55,7 @@ class _OfConvolution(KernelCall):
     geometry: Any
     groups: int = 1
     numbers: str = "float32"
-    variant: Variant = "default"
+    variant: LaunchVariant = "default"
 
     @property
     def precision(self) -> str:
@@ -64,7 +73,7 @@ class _OfConvolution(KernelCall):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Convolution(_OfConvolution):
+class ConvolutionCall(_ConvolutionCallBase):
     """``relu(conv(x) + bias + residual)``, each part where there is one.
 
     Attributes:
@@ -77,7 +86,7 @@ class Convolution(_OfConvolution):
         """Write to ``out``."""
         if not self.begins(out):
             return
-        x, residual = as_image(x), None if residual is None else as_image(residual)
+        x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
         if not self.is_image:
             from sft.kernels.conv3d_triton import launch_conv3d  # not above: it imports Triton
 
@@ -104,7 +113,7 @@ class Convolution(_OfConvolution):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NormedConvolution(_OfConvolution):
+class NormedConvolutionCall(_ConvolutionCallBase):
     """``relu(norm(conv(x) + bias) + residual)`` with a frozen norm: a scale and a shift of each channel.
 
     Attributes:
@@ -141,7 +150,7 @@ class NormedConvolution(_OfConvolution):
         shift.mul_(scale)
         if norm_bias is not None:
             shift.add_(norm_bias)
-        x, residual = as_image(x), None if residual is None else as_image(residual)
+        x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
         options: dict[str, Any] = {"relu": self.relu, "precision": self.precision, "scale": scale}
         if not self.is_image:
             from sft.kernels.conv3d_triton import launch_conv3d  # not above: it imports Triton
@@ -154,7 +163,7 @@ class NormedConvolution(_OfConvolution):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PooledConvolution(_OfConvolution):
+class PooledConvolutionCall(_ConvolutionCallBase):
     """The maxima of 2 x 2 pixels of ``relu(conv(x) + bias)``, and where they came from."""
 
     def run(self, out: Tensor, taps: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -164,18 +173,18 @@ class PooledConvolution(_OfConvolution):
         from sft.kernels.conv2d_triton import launch_conv2d  # not above: it imports Triton
 
         options: dict[str, Any] = {"groups": 1, "relu": True, "precision": self.precision, "variant": self.variant}
-        launch_conv2d(as_image(x), weight, bias, None, out, self.geometry, taps=taps, **options)
+        launch_conv2d(to_channels_last(x), weight, bias, None, out, self.geometry, taps=taps, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataGradient(_OfConvolution):
+class DataGradientCall(_ConvolutionCallBase):
     """The gradient of a convolution's input."""
 
     def run(self, out: Tensor, gradient: Tensor, weight: Tensor, output: Tensor | None, taps: Tensor | None) -> None:
         """Write to ``out``. The gradient counts where ``output``, of a ReLU, is on; with ``taps`` both are of maxima."""
         if not self.begins(out):
             return
-        gradient, output = as_image(gradient), None if output is None else as_image(output)
+        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
         if not self.is_image:
             from sft.kernels.conv3d_data_gradient_triton import launch_volume_data_gradient  # not above: it imports Triton
 
@@ -201,7 +210,7 @@ class DataGradient(_OfConvolution):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightGradient(_OfConvolution):
+class WeightGradientCall(_ConvolutionCallBase):
     """A strip's share of the gradients of weight and bias: sums in fp32, in slots that are added up in their order.
 
     Attributes:
@@ -230,7 +239,7 @@ class WeightGradient(_OfConvolution):
         if not self.begins(space):
             return
         weights, biases = self._slots(space)
-        gradient, x, output = as_image(gradient), as_image(x), None if output is None else as_image(output)
+        gradient, x, output = to_channels_last(gradient), to_channels_last(x), None if output is None else to_channels_last(output)
         if not self.is_image:
             from sft.kernels.conv3d_weight_gradient_triton import launch_volume_weight_gradient  # not above: it imports Triton
 

@@ -14,21 +14,21 @@ from typing import Any
 
 import torch
 
-from sft.backends.calls import allocation, instruction
-from sft.backends.chains import Chain
-from sft.backends.choice import Numbers, ShapeClass, pixel_class
-from sft.backends.convolution_calls import Convolution, NormedConvolution
-from sft.backends.geometry import Padded, Windows, geometry_of, unpadded
-from sft.backends.replacement import Question, Replacement
+from sft.backends.calls import allocation, kernel_instruction
+from sft.backends.chains import Epilogue
+from sft.backends.choice import NumberFormat, ShapeClass, pixel_class
+from sft.backends.convolution_calls import ConvolutionCall, NormedConvolutionCall
+from sft.backends.geometry import PaddedBuffer, WindowParameters, geometry_of, find_padded_buffer
+from sft.backends.replacement import MatchContext, Rewrite
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["Layer", "convolutions", "forward_layer", "laid_out_weight", "layer_at"]
+__all__ = ["ConvLayer", "match_convolutions", "forward_conv_layer", "channels_last_weight", "conv_layer_at"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class ConvLayer:
     """A convolution of images or volumes that kernels can do.
 
     Attributes:
@@ -40,12 +40,12 @@ class Layer:
         numbers: how elements are multiplied.
     """
 
-    padded: Padded
+    padded: PaddedBuffer
     weight: Slot
     bias: Slot | None
-    windows: Windows
+    windows: WindowParameters
     groups: int
-    numbers: Numbers
+    numbers: NumberFormat
 
     @property
     def is_plain(self) -> bool:
@@ -72,7 +72,7 @@ class Layer:
         )
 
 
-def laid_out_weight(question: Question, layer: Layer, owner: str) -> tuple[Slot, tuple[Instruction, ...]]:
+def channels_last_weight(question: MatchContext, layer: ConvLayer, owner: str) -> tuple[Slot, tuple[Instruction, ...]]:
     """The weight channels-last, as models seldom have it: itself, or a copy with what makes it.
 
     A kernel takes blocks of many inputs of one tap. Only where these are side by side does it load more than a number at a time.
@@ -81,7 +81,9 @@ def laid_out_weight(question: Question, layer: Layer, owner: str) -> tuple[Slot,
     return (layer.weight, ()) if is_depthwise or math.prod(layer.windows.kernel) == 1 else question.image(layer.weight, owner)
 
 
-def layer_at(question: Question, at: int, *, x: Slot, weight: Slot, bias: Slot | None, geometry: tuple[Any, ...]) -> Layer | None:
+def conv_layer_at(
+    question: MatchContext, at: int, *, x: Slot, weight: Slot, bias: Slot | None, geometry: tuple[Any, ...]
+) -> ConvLayer | None:
     """The layer of ATen's call; None where kernels do not do it.
 
     Args:
@@ -97,35 +99,35 @@ def layer_at(question: Question, at: int, *, x: Slot, weight: Slot, bias: Slot |
         return None
     if not all(x.shape) or not all(weight.shape):
         return None
-    windows = Windows.of(weight.shape[2:], stride, padding, dilation)
-    padded = unpadded(question.listing, x, at, 0.0)
-    return Layer(padded=padded, weight=weight, bias=bias, windows=windows, groups=groups, numbers=numbers)
+    windows = WindowParameters.of(weight.shape[2:], stride, padding, dilation)
+    padded = find_padded_buffer(question.listing, x, at, 0.0)
+    return ConvLayer(padded=padded, weight=weight, bias=bias, windows=windows, groups=groups, numbers=numbers)
 
 
-def forward_layer(question: Question, at: int, call: Instruction) -> Layer | None:
+def forward_conv_layer(question: MatchContext, at: int, call: Instruction) -> ConvLayer | None:
     """The layer of a forward call."""
     x, weight, bias, *geometry = call.arguments
     out = call.outputs[0]
     if not isinstance(x, Slot) or out is None or out.root != out.number or not all(out.shape):
         return None
-    return layer_at(question, at, x=x, weight=weight, bias=bias, geometry=tuple(geometry))
+    return conv_layer_at(question, at, x=x, weight=weight, bias=bias, geometry=tuple(geometry))
 
 
-def convolutions(question: Question) -> Iterator[Replacement]:
+def match_convolutions(question: MatchContext) -> Iterator[Rewrite]:
     """Convolutions with what follows them."""
     for at, call in list(question.free(aten.convolution.default)):
-        layer = forward_layer(question, at, call)
+        layer = forward_conv_layer(question, at, call)
         if layer is not None:
-            replacement = _replacement(question, at, call, layer)
+            replacement = _rewrite_convolution(question, at, call, layer)
             if replacement is not None:
                 yield replacement
 
 
-def _replacement(question: Question, at: int, call: Instruction, layer: Layer) -> Replacement | None:
+def _rewrite_convolution(question: MatchContext, at: int, call: Instruction, layer: ConvLayer) -> Rewrite | None:
     out, owner = call.outputs[0], call.owner
     assert out is not None
     takes_norm = question.folds_norms and not (layer.groups > 1 and layer.weight.shape[1] == 1)
-    chain = Chain.of(question, out, at, ["bias"] if layer.bias is not None else [], takes_norm=takes_norm)
+    chain = Epilogue.of(question, out, at, ["bias"] if layer.bias is not None else [], takes_norm=takes_norm)
     if question.listing.writes_between(layer.padded.slot, at, chain.last):
         return None
     num_pixels = math.prod(out.shape) // out.shape[1]
@@ -134,17 +136,17 @@ def _replacement(question: Question, at: int, call: Instruction, layer: Layer) -
         return None
     x, body = question.image(layer.padded.slot, owner)
     residual, copied = (None, ()) if chain.residual is None else question.image(chain.residual, owner)
-    weight, laid_out = laid_out_weight(question, layer, owner)
+    weight, laid_out = channels_last_weight(question, layer, owner)
     body = (*body, *laid_out)
     common: dict[str, Any] = {"geometry": layer.geometry(out.shape[2:]), "groups": layer.groups, "numbers": layer.numbers}
     common["variant"] = question.chooser.variant_of(wanted)
     operands = (x, weight, layer.bias, residual)
     if chain.norm is None:
-        plain = Convolution(flops=call.flops, relu=chain.relu, **common)
-        launch = instruction(plain.run, chain.value, *operands, writes=(chain.value,), owner=owner)
+        plain = ConvolutionCall(flops=call.flops, relu=chain.relu, **common)
+        launch = kernel_instruction(plain.run, chain.value, *operands, writes=(chain.value,), owner=owner)
         return chain.replacement(owner, (*body, *copied, launch))
     _, *statistics, _, eps = chain.norm.arguments
-    normed = NormedConvolution(flops=call.flops, relu=chain.relu, eps=eps, **common)
+    normed = NormedConvolutionCall(flops=call.flops, relu=chain.relu, eps=eps, **common)
     space = question.emitter.slot((2 * out.shape[1],), torch.float32)
-    launch = instruction(normed.run, chain.value, space, *operands, *statistics, writes=(chain.value, space), owner=owner)
+    launch = kernel_instruction(normed.run, chain.value, space, *operands, *statistics, writes=(chain.value, space), owner=owner)
     return chain.replacement(owner, (*body, *copied, allocation(space, owner), launch))

@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from sft.backends.listing import Listing
-from sft.kernels.geometry import Axis, Geometry, Span, Window
+from sft.backends.listing import DefUse
+from sft.kernels.geometry import TileAxis, Geometry, Span, KernelWindow
 from sft.kernels.volume import VolumeGeometry
 from sft.lower.program import Slot
 
-__all__ = ["Padded", "Windows", "geometry_of", "unpadded"]
+__all__ = ["PaddedBuffer", "WindowParameters", "geometry_of", "find_padded_buffer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
+class WindowParameters:
     """Kernel, stride, padding and dilation of each axis, as ATen takes them."""
 
     kernel: tuple[int, ...]
@@ -32,23 +32,23 @@ class Windows:
     dilation: tuple[int, ...]
 
     @classmethod
-    def of(cls, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> Windows:
+    def of(cls, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]) -> WindowParameters:
         """From ATen's lists."""
         return cls(kernel=tuple(kernel), stride=tuple(stride), padding=tuple(padding), dilation=tuple(dilation))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Padded:
+class PaddedBuffer:
     """A buffer, and the rows that the program puts in front of each of its axes (and behind, as many as the outputs read)."""
 
     slot: Slot
     before: tuple[int, ...]
 
 
-def unpadded(listing: Listing, slot: Slot, at: int, value: float) -> Padded:
+def find_padded_buffer(listing: DefUse, slot: Slot, at: int, value: float) -> PaddedBuffer:
     """The buffer behind a copy that was padded with ``value``; the slot itself where it is none, or the buffer changes before ``at``."""
     rank = len(slot.shape) - 2
-    whole = Padded(slot=slot, before=(0,) * rank)
+    whole = PaddedBuffer(slot=slot, before=(0,) * rank)
     maker = listing.maker(slot)
     if maker is None or maker.function is not torch.ops.aten.constant_pad_nd.default or maker.arguments[2] != value:
         return whole
@@ -57,10 +57,10 @@ def unpadded(listing: Listing, slot: Slot, at: int, value: float) -> Padded:
         return whole
     if listing.writes_between(source, listing.makers[slot.number], at):
         return whole
-    return Padded(slot=source, before=tuple(flat[2 * axis] for axis in reversed(range(rank))))
+    return PaddedBuffer(slot=source, before=tuple(flat[2 * axis] for axis in reversed(range(rank))))
 
 
-def geometry_of(windows: Windows, size: Sequence[int], outputs: Sequence[int], before: Sequence[int] | None = None) -> Any:
+def geometry_of(windows: WindowParameters, size: Sequence[int], outputs: Sequence[int], before: Sequence[int] | None = None) -> Any:
     """A `Geometry` (or, of three axes, a `VolumeGeometry`) of a buffer of ``size`` and of all its outputs.
 
     Args:
@@ -70,10 +70,10 @@ def geometry_of(windows: Windows, size: Sequence[int], outputs: Sequence[int], b
         before: rows of padding in front of the buffer, besides the window's own.
     """
     axes = [
-        Axis(
+        TileAxis(
             input=Span.whole(extent),
             output=Span.whole(length),
-            window=Window(
+            window=KernelWindow(
                 kernel=windows.kernel[axis],
                 stride=windows.stride[axis],
                 dilation=windows.dilation[axis],

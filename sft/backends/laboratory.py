@@ -12,20 +12,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sft.backends.trials import Trial
+from sft.backends.trials import TuningCase
 from sft.errors import InputError
 from sft.kernels.dispatch import has_triton
 
-__all__ = ["CudaLaboratory", "Errors", "Laboratory", "compiler_of", "relative_error", "verified_on"]
+__all__ = ["CudaBenchmarker", "RelativeErrors", "Benchmarker", "compiler_version", "relative_error", "verify_on"]
 
 #: a buffer larger than any cache of a GPU
 _FLUSH_BYTES = 512 * 2**20
-_FLUSHES = 4
-_WARM_UPS = 3
+_FLUSH_RUNS = 4
+_WARMUP_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Errors:
+class RelativeErrors:
     """Relative L2 errors of the results against fp64, the largest of each way.
 
     Attributes:
@@ -37,7 +37,7 @@ class Errors:
     aten: float
 
 
-class Laboratory(Protocol):
+class Benchmarker(Protocol):
     """Verifies and times."""
 
     @property
@@ -48,22 +48,22 @@ class Laboratory(Protocol):
     def triton_version(self) -> str: ...
     @property
     def torch_version(self) -> str: ...
-    def verify(self, trial: Trial) -> Errors:
+    def verify(self, trial: TuningCase) -> RelativeErrors:
         """How far both ways are from the truth."""
 
-    def time(self, trial: Trial) -> tuple[float, float]:
+    def time(self, trial: TuningCase) -> tuple[float, float]:
         """Median seconds of the kernels and of ATen's calls."""
 
 
-def compiler_of(device: torch.device) -> str:
+def compiler_version(device: torch.device) -> str:
     """What makes kernels for a GPU: the version of Triton, with that of the assembler where it is NVIDIA's."""
     version = importlib.metadata.version("triton")
     if torch.version.hip is not None:
         return version
-    from sft.kernels.blocks_triton import assembler_of  # not above: it imports Triton
+    from sft.kernels.blocks_triton import assembler_version  # not above: it imports Triton
 
     major, minor = torch.cuda.get_device_capability(device)
-    return f"{version}-ptxas-{assembler_of(10 * major + minor)}"
+    return f"{version}-ptxas-{assembler_version(10 * major + minor)}"
 
 
 def relative_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
@@ -76,16 +76,16 @@ def relative_error(results: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     return max(errors)
 
 
-def verified_on(trial: Trial, device: torch.device) -> Errors:
+def verify_on(trial: TuningCase, device: torch.device) -> RelativeErrors:
     """Run a trial both ways, each on operands of its own, and in fp64."""
     with torch.no_grad():
         truth = trial.run_truth(device)
         kernels = relative_error(trial.run_kernels(trial.draw(device)), truth)
-        return Errors(kernels=kernels, aten=relative_error(trial.run_aten(trial.draw(device)), truth))
+        return RelativeErrors(kernels=kernels, aten=relative_error(trial.run_aten(trial.draw(device)), truth))
 
 
 @dataclass(slots=True)
-class CudaLaboratory:
+class CudaBenchmarker:
     """The GPU of this machine.
 
     Attributes:
@@ -110,29 +110,29 @@ class CudaLaboratory:
     @property
     def triton_version(self) -> str:
         """Of the installed Triton, and its assembler."""
-        return compiler_of(self.device)
+        return compiler_version(self.device)
 
     @property
     def torch_version(self) -> str:
         """Of the installed PyTorch."""
         return torch.__version__
 
-    def verify(self, trial: Trial) -> Errors:
+    def verify(self, trial: TuningCase) -> RelativeErrors:
         """How far both ways are from the truth."""
-        found = verified_on(trial, self.device)
+        found = verify_on(trial, self.device)
         torch.cuda.empty_cache()
         return found
 
-    def time(self, trial: Trial) -> tuple[float, float]:
+    def time(self, trial: TuningCase) -> tuple[float, float]:
         """Median seconds of the kernels and of ATen's calls."""
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         ways = [functools.partial(way, trial.draw(self.device)) for way in (trial.run_kernels, trial.run_aten)]
         times: tuple[list[float], list[float]] = ([], [])
         with torch.no_grad():
-            for number in range(self.num_rounds + _WARM_UPS):
+            for number in range(self.num_rounds + _WARMUP_RUNS):
                 for way, own in zip(ways, times, strict=True):
                     taken = self._seconds(way, flush)
-                    if number >= _WARM_UPS:
+                    if number >= _WARMUP_RUNS:
                         own.append(taken)
         torch.cuda.empty_cache()
         return statistics.median(times[0]), statistics.median(times[1])
@@ -140,7 +140,7 @@ class CudaLaboratory:
     def _seconds(self, call: Callable[[], object], flush: Tensor) -> float:
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize(self.device)
-        for _ in range(_FLUSHES):  # while the GPU is busy with these, the host launches what is timed: its own time is not counted
+        for _ in range(_FLUSH_RUNS):  # while the GPU is busy with these, the host launches what is timed: its own time is not counted
             flush.zero_()
         start.record()
         call()

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from sft.backends.calls import call_of
-from sft.backends.listing import Listing, slots_in
-from sft.lower.pieces import cat_parts
+from sft.backends.calls import kernel_call_of
+from sft.backends.listing import DefUse, slots_in
+from sft.lower.pieces import cat_slices
 from sft.lower.program import Instruction, Port, Slot
 
 __all__ = ["channels_last_slots"]
@@ -22,7 +22,7 @@ __all__ = ["channels_last_slots"]
 aten = torch.ops.aten
 
 #: Operators whose result is laid out as one of their operands is, and which operand; None for those that want all images alike.
-_FOLLOWING: dict[Any, int | None] = {
+_FORMAT_PRESERVING_OPS: dict[Any, int | None] = {
     aten.slice.Tensor: 0,
     aten.convolution.default: 0,
     aten.convolution_backward.default: 1,
@@ -36,7 +36,7 @@ _FOLLOWING: dict[Any, int | None] = {
     aten.mul.Tensor: 0,
     aten.addcmul.default: 1,
     aten.cat.default: None,
-    cat_parts: None,
+    cat_slices: None,
     aten._native_batch_norm_legit_no_training.default: 0,
     aten.native_batch_norm_backward.default: 1,
     aten.max_pool2d_with_indices.default: 0,
@@ -51,7 +51,7 @@ _FOLLOWING: dict[Any, int | None] = {
 _FORMATS = (torch.channels_last, torch.channels_last_3d)
 
 
-def channels_last_slots(listing: Listing, laid_out: Collection[Port]) -> frozenset[int]:
+def channels_last_slots(listing: DefUse, laid_out: Collection[Port]) -> frozenset[int]:
     """Numbers of the slots that are channels-last.
 
     Args:
@@ -61,21 +61,21 @@ def channels_last_slots(listing: Listing, laid_out: Collection[Port]) -> frozens
     found = {slot.number for port, slot in listing.ports.items() if port in laid_out}
     for instruction in listing.instructions:
         for out in instruction.outputs:
-            if out is not None and len(out.shape) in (4, 5) and (out.shape[1] == 1 or _is_last(instruction, found)):
+            if out is not None and len(out.shape) in (4, 5) and (out.shape[1] == 1 or _is_channels_last_slot(instruction, found)):
                 found.add(out.number)
     return frozenset(found)
 
 
-def _is_last(instruction: Instruction, known: Collection[int]) -> bool:
+def _is_channels_last_slot(instruction: Instruction, known: Collection[int]) -> bool:
     function = instruction.function
-    if call_of(function) is not None:
+    if kernel_call_of(function) is not None:
         return True
     asked: Any = instruction.keywords.get("memory_format")
     if asked is not None:
         return asked in _FORMATS
-    if function not in _FOLLOWING:
+    if function not in _FORMAT_PRESERVING_OPS:
         return False
-    place = _FOLLOWING[function]
+    place = _FORMAT_PRESERVING_OPS[function]
     if place is None:
         images = [slot for slot in slots_in(instruction.arguments) if len(slot.shape) in (4, 5)]
         return bool(images) and all(slot.number in known for slot in images)

@@ -18,7 +18,7 @@ from typing import Any
 
 from sft.lower.program import Instruction, Port, Slot
 
-__all__ = ["Listing", "slots_in"]
+__all__ = ["DefUse", "slots_in"]
 
 
 def slots_in(value: Any) -> Iterator[Slot]:
@@ -42,7 +42,7 @@ class _Effects:
 
 
 @dataclass(kw_only=True)
-class Listing:
+class DefUse:
     """Instructions with their uses, by position.
 
     Attributes:

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
-from sft.backends.replacement import Question
+from sft.backends.replacement import MatchContext
 from sft.lower.program import Slot
 
-__all__ = ["Mask", "mask_before"]
+__all__ = ["ReluGradPrologue", "match_relu_grad"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mask:
+class ReluGradPrologue:
     """The call that masks.
 
     Attributes:
@@ -30,7 +30,7 @@ class Mask:
     output: Slot
 
 
-def mask_before(question: Question, masked: Slot, positions: Sequence[int]) -> Mask | None:
+def match_relu_grad(question: MatchContext, masked: Slot, positions: Sequence[int]) -> ReluGradPrologue | None:
     """The masking of a gradient, where only the calls at these positions, in order, read what it makes."""
     listing = question.listing
     before = [at for at in listing.accesses(masked) if at < positions[0]]
@@ -47,4 +47,4 @@ def mask_before(question: Question, masked: Slot, positions: Sequence[int]) -> M
     group = (at, *positions)
     if not listing.is_private(masked, group, after=at - 1 if call.writes else -1) or not listing.moves_to(group, positions[-1]):
         return None
-    return Mask(at=at, gradient=gradient, output=output)
+    return ReluGradPrologue(at=at, gradient=gradient, output=output)

@@ -10,25 +10,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from sft.backends.calls import KernelCall, as_image
+from sft.backends.calls import KernelCall, to_channels_last
 
-__all__ = ["Affine", "FrozenNorm", "Moments", "norm_splits"]
+__all__ = ["AffineCall", "FrozenNormCall", "MomentsCall", "num_norm_splits"]
 
 #: enough programs for any GPU, and the least pixels of one
 _PROGRAMS, _LEAST_PIXELS, _CHANNELS = 512, 512, 64
 
 
-def norm_splits(num_keys: int, num_channels: int, num_pixels: int) -> int:
+def num_norm_splits(num_keys: int, num_channels: int, num_pixels: int) -> int:
     """How many sums run beside each other.
 
-    >>> norm_splits(1, 64, 2**22), norm_splits(1, 512, 2**22), norm_splits(2, 8, 1024)
+    >>> num_norm_splits(1, 64, 2**22), num_norm_splits(1, 512, 2**22), num_norm_splits(2, 8, 1024)
     (512, 64, 2)
     """
     return max(1, min(_PROGRAMS // max(1, num_keys * -(-num_channels // _CHANNELS)), num_pixels // _LEAST_PIXELS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FrozenNorm(KernelCall):
+class FrozenNormCall(KernelCall):
     """A batch norm in evaluation mode.
 
     Attributes:
@@ -65,8 +65,8 @@ class FrozenNorm(KernelCall):
         from sft.kernels.norm_triton import launch_normalize  # not above: it imports Triton
 
         own_mean, rstd = self._statistics(space, mean, variance)
-        residual = None if residual is None else as_image(residual)
-        launch_normalize(as_image(x), own_mean, rstd, weight, bias, residual, out, relu=self.relu)
+        residual = None if residual is None else to_channels_last(residual)
+        launch_normalize(to_channels_last(x), own_mean, rstd, weight, bias, residual, out, relu=self.relu)
 
     def differentiate(
         self, out: Tensor, space: Tensor, gradient: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, output: Tensor | None
@@ -77,7 +77,7 @@ class FrozenNorm(KernelCall):
         from sft.kernels.norm_triton import launch_norm_gradient  # not above: it imports Triton
 
         own_mean, rstd = self._statistics(space, mean, variance)
-        gradient, output = as_image(gradient), None if output is None else as_image(output)
+        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
         launch_norm_gradient(gradient, output, gradient, own_mean, rstd, weight, None, out)
 
     def sum(self, sums: Tensor, space: Tensor, gradient: Tensor, x: Tensor, mean: Tensor, variance: Tensor, output: Tensor | None) -> None:
@@ -88,9 +88,9 @@ class FrozenNorm(KernelCall):
 
         own_mean, rstd = self._statistics(space, mean, variance)
         first, second = sums.view(2, self.num_splits, 1, -1).unbind()
-        gradient, output = as_image(gradient), None if output is None else as_image(output)
-        launch_norm_sums(gradient, output, as_image(x), own_mean, rstd, first, second)
-        _add_up(first, second)
+        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
+        launch_norm_sums(gradient, output, to_channels_last(x), own_mean, rstd, first, second)
+        _reduce_splits(first, second)
 
     def give_bias(self, out: Tensor, sums: Tensor) -> None:
         """Write the bias's gradient."""
@@ -102,7 +102,7 @@ class FrozenNorm(KernelCall):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Affine(KernelCall):
+class AffineCall(KernelCall):
     """``x * scale + shift`` with a scale and a shift for each channel, of each sample or of all.
 
     Attributes:
@@ -138,7 +138,7 @@ class Affine(KernelCall):
         from sft.kernels.norm_triton import launch_normalize  # not above: it imports Triton
 
         zeros, own_scale, own_shift = self._parts(space, scale, shift)
-        x, residual = as_image(x), None if residual is None else as_image(residual)
+        x, residual = to_channels_last(x), None if residual is None else to_channels_last(residual)
         for sample in self._samples(x):
             mean, rstd, bias = zeros[sample : sample + 1], own_scale[sample : sample + 1], own_shift[sample]
             image, target = self._of(x, sample), self._of(out, sample)
@@ -152,7 +152,7 @@ class Affine(KernelCall):
         from sft.kernels.norm_triton import launch_norm_gradient  # not above: it imports Triton
 
         zeros, own_scale, _ = self._parts(space, scale, None)
-        gradient, output = as_image(gradient), None if output is None else as_image(output)
+        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
         launch_norm_gradient(gradient, output, gradient, zeros, own_scale, None, None, out)
 
     def sum(self, sums: Tensor, space: Tensor, gradient: Tensor, x: Tensor, output: Tensor | None) -> None:
@@ -165,9 +165,9 @@ class Affine(KernelCall):
         zeros.zero_()
         ones.fill_(1.0)
         first, second = sums.view(2, self.num_splits, self.num_keys, -1).unbind()
-        gradient, output = as_image(gradient), None if output is None else as_image(output)
-        launch_norm_sums(gradient, output, as_image(x), zeros, ones, first, second)
-        _add_up(first, second)
+        gradient, output = to_channels_last(gradient), None if output is None else to_channels_last(output)
+        launch_norm_sums(gradient, output, to_channels_last(x), zeros, ones, first, second)
+        _reduce_splits(first, second)
 
     def give_shift(self, out: Tensor, sums: Tensor) -> None:
         """Write the shift's gradient, of any shape of ``[num_keys, C]``."""
@@ -178,7 +178,7 @@ class Affine(KernelCall):
         out.view(self.num_keys, -1).copy_(sums.view(2, self.num_splits, self.num_keys, -1)[1, 0])
 
 
-def _add_up(*slots: Tensor) -> None:
+def _reduce_splits(*slots: Tensor) -> None:
     """Add the splits up into the first, in their order."""
     for one in slots:
         for part in one[1:]:
@@ -186,7 +186,7 @@ def _add_up(*slots: Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moments(KernelCall):
+class MomentsCall(KernelCall):
     """Mean, biased variance of each channel of a strip, as ATen's ``var_mean`` has them: ``[num_keys, groups]``.
 
     Attributes:
@@ -207,7 +207,7 @@ class Moments(KernelCall):
 
         shape = (self.num_splits, self.num_keys, -1)
         means, squares = sums.view(2, *shape).unbind()
-        launch_moments(as_image(x), counts.view(shape), means, squares)
+        launch_moments(to_channels_last(x), counts.view(shape), means, squares)
         split = (self.num_splits, self.num_keys, self.num_groups, -1)
         self._merge(counts.view(split), means.view(split), squares.view(split), variance, mean)
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from sft.backends.calls import allocation, instruction
-from sft.backends.chains import ends_in_relu
+from sft.backends.calls import allocation, kernel_instruction
+from sft.backends.chains import match_relu
 from sft.backends.choice import ShapeClass
-from sft.backends.convolution_calls import PooledConvolution
-from sft.backends.convolutions import Layer, forward_layer, laid_out_weight
-from sft.backends.gradients import Backward, backward_at, data_gradient, weight_gradient
-from sft.backends.replacement import Question, Replacement
-from sft.kernels.blocks import Variant
+from sft.backends.convolution_calls import PooledConvolutionCall
+from sft.backends.convolutions import ConvLayer, forward_conv_layer, channels_last_weight
+from sft.backends.gradients import ConvBackward, conv_backward_at, data_gradient_calls, weight_gradient_calls
+from sft.backends.replacement import MatchContext, Rewrite
+from sft.kernels.blocks import LaunchVariant
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["pooled_convolutions"]
+__all__ = ["match_pooled_convolutions"]
 
 aten = torch.ops.aten
 
@@ -32,7 +32,7 @@ _CODES_PER_BYTE = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Forward:
+class _PooledForward:
     """The forward half.
 
     Attributes:
@@ -43,7 +43,7 @@ class _Forward:
         maxima: of the first of them.
     """
 
-    layer: Layer
+    layer: ConvLayer
     value: Slot
     positions: tuple[int, int]
     pools: tuple[int, ...]
@@ -51,7 +51,7 @@ class _Forward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Backward:
+class _PooledBackward:
     """The backward half.
 
     Attributes:
@@ -62,65 +62,65 @@ class _Backward:
 
     positions: tuple[int, ...]
     gradient: Slot
-    convolution: Backward
+    convolution: ConvBackward
 
 
-def pooled_convolutions(question: Question) -> Iterator[Replacement]:
+def match_pooled_convolutions(question: MatchContext) -> Iterator[Rewrite]:
     """Convolutions, each with its ReLU and its maxima."""
     if not question.computes_operands:
         return
     for at, call in list(question.free(aten.convolution.default)):
-        layer = forward_layer(question, at, call)
-        found = None if layer is None or not layer.is_plain else _forward(question, at, call, layer)
+        layer = forward_conv_layer(question, at, call)
+        found = None if layer is None or not layer.is_plain else _match_forward(question, at, call, layer)
         if found is None:
             continue
         rest = [p for p in question.listing.accesses(found.value) if p not in (*found.positions, *found.pools)]
-        back = _backward(question, found, rest) if rest else None
+        back = _match_backward(question, found, rest) if rest else None
         if found.value.root in question.listing.outside or (rest and back is None):
             continue
-        if back is None and any(_readers_of_indices(question, p) for p in found.pools):
+        if back is None and any(_index_readers(question, p) for p in found.pools):
             continue
         wanted = _shape_class(found, back)
         if question.chooser.takes_kernel(wanted):
-            yield _replacement(question, call, found, back, question.chooser.variant_of(wanted))
+            yield _rewrite_pooled_convolution(question, call, found, back, question.chooser.variant_of(wanted))
 
 
-def _forward(question: Question, at: int, call: Instruction, layer: Layer) -> _Forward | None:
+def _match_forward(question: MatchContext, at: int, call: Instruction, layer: ConvLayer) -> _PooledForward | None:
     listing, out = question.listing, call.outputs[0]
     assert out is not None
     users = [p for p in listing.users(out) if p > at and p not in question.taken]
     if not users or len(out.shape) != 4:
         return None
-    value = ends_in_relu(question, out, users[0])
+    value = match_relu(question, out, users[0])
     if value is None or value.root != value.number:
         return None
     positions = (at, users[0])
     if value != out and not listing.is_private(out, positions):
         return None
     pools = tuple(p for p in listing.users(value) if p > users[0] and question.is_free(p, aten.max_pool2d_with_indices.default))
-    if not pools or any(not _halves(listing.instructions[p]) for p in pools):
+    if not pools or any(not _halves_size(listing.instructions[p]) for p in pools):
         return None
     maxima = listing.instructions[pools[0]].outputs[0]
     if maxima is None or not all(maxima.shape) or not listing.moves_to((*positions, pools[0]), pools[0]):
         return None
     if listing.writes_between(layer.padded.slot, at, pools[0]) or any(_is_read(question, p, place=0) for p in pools[1:]):
         return None
-    return _Forward(layer=layer, value=value, positions=positions, pools=pools, maxima=maxima)
+    return _PooledForward(layer=layer, value=value, positions=positions, pools=pools, maxima=maxima)
 
 
-def _is_read(question: Question, at: int, *, place: int) -> bool:
+def _is_read(question: MatchContext, at: int, *, place: int) -> bool:
     """Whether anybody reads a result of a call."""
     slot = question.listing.instructions[at].outputs[place]
     return slot is not None and (bool(question.listing.users(slot)) or slot.root in question.listing.outside)
 
 
-def _halves(call: Instruction) -> bool:
+def _halves_size(call: Instruction) -> bool:
     """Whether a pool takes 2 x 2 pixels without overlap, and leaves none out but a last odd one."""
     _, kernel, stride, padding, dilation, ceil = call.arguments
     return [*kernel, *stride, *padding, *dilation, ceil] == [2, 2, 2, 2, 0, 0, 1, 1, False]
 
 
-def _backward(question: Question, found: _Forward, rest: list[int]) -> _Backward | None:
+def _match_backward(question: MatchContext, found: _PooledForward, rest: list[int]) -> _PooledBackward | None:
     """The backward half, if it is all that is left of those who touch the convolution's output."""
     listing = question.listing
     spread = [p for p in rest if question.is_free(p, aten.max_pool2d_with_indices_backward.default)]
@@ -134,13 +134,13 @@ def _backward(question: Question, found: _Forward, rest: list[int]) -> _Backward
     given, output, threshold = mask.arguments
     if dense is None or value != found.value or given != dense or output != found.value or threshold != 0:
         return None
-    if any(_readers_of_indices(question, p) not in ([], [spread[0]]) for p in found.pools):
+    if any(_index_readers(question, p) not in ([], [spread[0]]) for p in found.pools):
         return None
     arrives = mask.writes[0] if mask.writes else mask.outputs[0]
     for at in listing.users(arrives) if arrives is not None else ():
         if at <= masked[0] or not question.is_free(at, aten.convolution_backward.default):
             continue
-        back = backward_at(question, at, listing.instructions[at])
+        back = conv_backward_at(question, at, listing.instructions[at])
         if (
             back is None
             or back.gradient != arrives
@@ -154,17 +154,17 @@ def _backward(question: Question, found: _Forward, rest: list[int]) -> _Backward
         # The maxima are read again, and must be what they were.
         if listing.writes_between(found.maxima, found.pools[0], at):
             return None
-        return _Backward(positions=positions, gradient=gradient, convolution=back)
+        return _PooledBackward(positions=positions, gradient=gradient, convolution=back)
     return None
 
 
-def _readers_of_indices(question: Question, at: int) -> list[int]:
+def _index_readers(question: MatchContext, at: int) -> list[int]:
     """Who reads the indices that a pool finds."""
     own = question.listing.instructions[at].outputs[1]
     return [] if own is None else question.listing.users(own)
 
 
-def _shape_class(found: _Forward, back: _Backward | None) -> ShapeClass:
+def _shape_class(found: _PooledForward, back: _PooledBackward | None) -> ShapeClass:
     """The group is taken or left as a whole."""
     fused = [*(("bias",) if found.layer.bias is not None else ()), "relu", "pool"]
     for name, out in () if back is None else zip(("data gradient", "weight gradient"), back.convolution.out[:2], strict=True):
@@ -173,15 +173,17 @@ def _shape_class(found: _Forward, back: _Backward | None) -> ShapeClass:
     return found.layer.shape_class("conv", num_pixels, tuple(fused))
 
 
-def _replacement(question: Question, call: Instruction, found: _Forward, back: _Backward | None, variant: Variant) -> Replacement:
+def _rewrite_pooled_convolution(
+    question: MatchContext, call: Instruction, found: _PooledForward, back: _PooledBackward | None, variant: LaunchVariant
+) -> Rewrite:
     layer, maxima, owner, first = found.layer, found.maxima, call.owner, found.pools[0]
     num_samples, num_channels, *size = maxima.shape
     taps = question.emitter.slot((num_samples, -(-num_channels // _CODES_PER_BYTE), *size), torch.uint8)
     x, body = question.image(layer.padded.slot, owner)
-    weight, laid_out = laid_out_weight(question, layer, owner)
+    weight, laid_out = channels_last_weight(question, layer, owner)
     geometry = layer.geometry(found.value.shape[2:])
-    made = PooledConvolution(flops=call.flops, geometry=geometry, numbers=layer.numbers, variant=variant)
-    launch = instruction(made.run, maxima, taps, x, weight, layer.bias, writes=(maxima, taps), owner=owner)
+    made = PooledConvolutionCall(flops=call.flops, geometry=geometry, numbers=layer.numbers, variant=variant)
+    launch = kernel_instruction(made.run, maxima, taps, x, weight, layer.bias, writes=(maxima, taps), owner=owner)
     gone = {*found.positions, *found.pools}
     inserted = {first: (*body, *laid_out, allocation(maxima, owner), allocation(taps, owner), launch)}
     if back is not None:
@@ -189,10 +191,10 @@ def _replacement(question: Question, call: Instruction, found: _Forward, back: _
         gradient, body = question.image(back.gradient, convolution.call.owner)
         elsewhere: dict[int, tuple[Instruction, ...]] = {}
         if convolution.out[1] is not None:
-            sums, elsewhere = weight_gradient(question, convolution, gradient, maxima, taps, variant=variant)
+            sums, elsewhere = weight_gradient_calls(question, convolution, gradient, maxima, taps, variant=variant)
             body = (*body, *sums)
         if convolution.out[0] is not None:
-            body = (*body, *data_gradient(question, convolution, gradient, maxima, found.value.shape[2:], taps, variant=variant))
+            body = (*body, *data_gradient_calls(question, convolution, gradient, maxima, found.value.shape[2:], taps, variant=variant))
         gone |= {*back.positions, *elsewhere}
         inserted |= {**elsewhere, convolution.at: body}
-    return Replacement(gone=frozenset(gone), inserted=inserted)
+    return Rewrite(gone=frozenset(gone), inserted=inserted)

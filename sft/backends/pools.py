@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.backends.calls import KernelCall, allocation, as_image, instruction
+from sft.backends.calls import KernelCall, allocation, to_channels_last, kernel_instruction
 from sft.backends.choice import ShapeClass, pixel_class
-from sft.backends.geometry import Padded, Windows, geometry_of, unpadded
-from sft.backends.replacement import Question, Replacement
+from sft.backends.geometry import PaddedBuffer, WindowParameters, geometry_of, find_padded_buffer
+from sft.backends.replacement import MatchContext, Rewrite
 from sft.kernels.geometry import Geometry
 from sft.kernels.pool import tap_channels
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["AveragePool", "MaxPool", "average_pools", "max_pools"]
+__all__ = ["AveragePoolCall", "MaxPoolCall", "match_average_pools", "match_max_pools"]
 
 aten = torch.ops.aten
 
 #: a tap's number has one byte
-_MOST_TAPS = 255
+_MAX_TAPS = 255
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaxPool(KernelCall):
+class MaxPoolCall(KernelCall):
     """Maxima, and where they came from.
 
     Attributes:
@@ -46,18 +46,18 @@ class MaxPool(KernelCall):
         if self.begins(out):
             from sft.kernels.pool_triton import launch_max_pool  # not above: it imports Triton
 
-            launch_max_pool(as_image(x), out, taps, self.geometry)
+            launch_max_pool(to_channels_last(x), out, taps, self.geometry)
 
     def differentiate(self, out: Tensor, gradient: Tensor, taps: Tensor) -> None:
         """Write the input's gradient."""
         if self.begins(out):
             from sft.kernels.pool_triton import launch_max_pool_gradient  # not above: it imports Triton
 
-            launch_max_pool_gradient(as_image(gradient), taps, out, self.geometry)
+            launch_max_pool_gradient(to_channels_last(gradient), taps, out, self.geometry)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AveragePool(KernelCall):
+class AveragePoolCall(KernelCall):
     """Averages.
 
     Attributes:
@@ -75,17 +75,19 @@ class AveragePool(KernelCall):
         if self.begins(out):
             from sft.kernels.pool_triton import launch_average_pool  # not above: it imports Triton
 
-            launch_average_pool(as_image(x), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor)
+            launch_average_pool(to_channels_last(x), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor)
 
     def differentiate(self, out: Tensor, gradient: Tensor) -> None:
         """Write the input's gradient."""
         if self.begins(out):
             from sft.kernels.pool_triton import launch_average_pool_gradient  # not above: it imports Triton
 
-            launch_average_pool_gradient(as_image(gradient), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor)
+            launch_average_pool_gradient(
+                to_channels_last(gradient), out, self.geometry, count_padding=self.count_padding, divisor=self.divisor
+            )
 
 
-def _is_taken(question: Question, operator: str, windows: Windows, image: Slot, num_pixels: int) -> bool:
+def _selects_kernel(question: MatchContext, operator: str, windows: WindowParameters, image: Slot, num_pixels: int) -> bool:
     numbers = question.chooser.numbers_of(image.dtype)
     if numbers is None or len(image.shape) != 4 or not all(image.shape) or not num_pixels:
         return False
@@ -101,7 +103,7 @@ def _is_taken(question: Question, operator: str, windows: Windows, image: Slot, 
     return question.chooser.takes_kernel(wanted)
 
 
-def max_pools(question: Question) -> Iterator[Replacement]:
+def match_max_pools(question: MatchContext) -> Iterator[Rewrite]:
     """Maximum pools, with their gradients."""
     listing = question.listing
     for at, call in list(question.free(aten.max_pool2d_with_indices.default)):
@@ -119,23 +121,25 @@ def max_pools(question: Question) -> Iterator[Replacement]:
             continue
         if any(_reads_result(question, p) for p in alike[1:]):
             continue
-        windows = Windows.of(kernel, stride, padding, dilation)
+        windows = WindowParameters.of(kernel, stride, padding, dilation)
         out = call.outputs[0]
-        if out is None or math.prod(windows.kernel) > _MOST_TAPS or out.root != out.number:
+        if out is None or math.prod(windows.kernel) > _MAX_TAPS or out.root != out.number:
             continue
         num_pixels = math.prod(out.shape) // max(1, out.shape[1])
-        if _is_taken(question, "max pool", windows, x, num_pixels) and all(
-            [_is_taken(question, "max pool gradient", windows, x, num_pixels) for _ in readers]
+        if _selects_kernel(question, "max pool", windows, x, num_pixels) and all(
+            [_selects_kernel(question, "max pool gradient", windows, x, num_pixels) for _ in readers]
         ):
-            yield _max_pool(question, alike, readers, windows, unpadded(listing, x, at, float("-inf")))
+            yield _rewrite_max_pool(question, alike, readers, windows, find_padded_buffer(listing, x, at, float("-inf")))
 
 
-def _reads_result(question: Question, at: int) -> bool:
+def _reads_result(question: MatchContext, at: int) -> bool:
     out = question.listing.instructions[at].outputs[0]
     return out is not None and (bool(question.listing.users(out)) or out.root in question.listing.outside)
 
 
-def _max_pool(question: Question, pools: list[int], readers: list[int], windows: Windows, padded: Padded) -> Replacement:
+def _rewrite_max_pool(
+    question: MatchContext, pools: list[int], readers: list[int], windows: WindowParameters, padded: PaddedBuffer
+) -> Rewrite:
     call = question.listing.instructions[pools[0]]
     x, out, owner = call.arguments[0], call.outputs[0], call.owner
     assert out is not None
@@ -144,41 +148,41 @@ def _max_pool(question: Question, pools: list[int], readers: list[int], windows:
     backward: Any = geometry_of(windows, x.shape[2:], out.shape[2:])
     taps = question.emitter.slot((out.shape[0], tap_channels(out.shape[1], forward), *out.shape[2:]), torch.uint8)
     image, body = question.image(padded.slot, owner)
-    launch = instruction(MaxPool(geometry=forward).run, out, taps, image, writes=(out, taps), owner=owner)
+    launch = kernel_instruction(MaxPoolCall(geometry=forward).run, out, taps, image, writes=(out, taps), owner=owner)
     inserted = {pools[0]: (*body, allocation(out, owner), allocation(taps, owner), launch)}
     for at in readers:
         reader = question.listing.instructions[at]
         dx = reader.outputs[0]
         assert dx is not None
         gradient, body = question.image(reader.arguments[0], owner)
-        launch = instruction(MaxPool(geometry=backward).differentiate, dx, gradient, taps, writes=(dx,), owner=owner)
+        launch = kernel_instruction(MaxPoolCall(geometry=backward).differentiate, dx, gradient, taps, writes=(dx,), owner=owner)
         inserted[at] = (*body, allocation(dx, owner), launch)
-    return Replacement(gone=frozenset({*pools, *readers}), inserted=inserted)
+    return Rewrite(gone=frozenset({*pools, *readers}), inserted=inserted)
 
 
-def average_pools(question: Question) -> Iterator[Replacement]:
+def match_average_pools(question: MatchContext) -> Iterator[Rewrite]:
     """Average pools, and their gradients."""
     for at, call in [*question.free(aten.avg_pool2d.default), *question.free(aten.avg_pool2d_backward.default)]:
-        found = _average_pool(question, at, call)
+        found = _rewrite_average_pool(question, at, call)
         if found is not None:
             yield found
 
 
-def _average_pool(question: Question, at: int, call: Instruction) -> Replacement | None:
+def _rewrite_average_pool(question: MatchContext, at: int, call: Instruction) -> Rewrite | None:
     is_backward = call.function is aten.avg_pool2d_backward.default
     gradient, x = call.arguments[:2] if is_backward else (None, call.arguments[0])
     kernel, stride, padding, _, count_padding, divisor = call.arguments[2 if is_backward else 1 :]
     made, owner = call.outputs[0], call.owner
-    windows = Windows.of(kernel, stride or kernel, padding, [1, 1])
+    windows = WindowParameters.of(kernel, stride or kernel, padding, [1, 1])
     if made is None or made.root != made.number or not isinstance(x, Slot):
         return None
     output = made if gradient is None else gradient
     operator = "average pool gradient" if is_backward else "average pool"
-    if not _is_taken(question, operator, windows, x, math.prod(output.shape) // max(1, output.shape[1])):
+    if not _selects_kernel(question, operator, windows, x, math.prod(output.shape) // max(1, output.shape[1])):
         return None
     # What counts in a mean is told by the buffer's own border, so a padded copy stays one.
-    pool = AveragePool(geometry=geometry_of(windows, x.shape[2:], output.shape[2:]), count_padding=count_padding, divisor=divisor)
+    pool = AveragePoolCall(geometry=geometry_of(windows, x.shape[2:], output.shape[2:]), count_padding=count_padding, divisor=divisor)
     image, body = question.image(x if gradient is None else gradient, owner)
     run = pool.run if gradient is None else pool.differentiate
-    launch = instruction(run, made, image, writes=(made,), owner=owner)
-    return Replacement(gone=frozenset({at}), inserted={at: (*body, allocation(made, owner), launch)})
+    launch = kernel_instruction(run, made, image, writes=(made,), owner=owner)
+    return Rewrite(gone=frozenset({at}), inserted={at: (*body, allocation(made, owner), launch)})

@@ -9,18 +9,18 @@ from typing import Protocol
 import torch
 
 from sft.backends.calls import allocation
-from sft.backends.choice import Chooser
-from sft.backends.listing import Listing
-from sft.lower.emitter import Emitter
+from sft.backends.choice import KernelSelector
+from sft.backends.listing import DefUse
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Instruction, Slot
 
-__all__ = ["Matcher", "Question", "Replacement"]
+__all__ = ["Pattern", "MatchContext", "Rewrite"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replacement:
+class Rewrite:
     """Instructions that go, and what comes in their place.
 
     Attributes:
@@ -38,7 +38,7 @@ class Replacement:
 
 
 @dataclass(kw_only=True)
-class Question:
+class MatchContext:
     """A program and who decides; makes the slots that a replacement needs.
 
     Attributes:
@@ -52,9 +52,9 @@ class Question:
         taken: positions that belong to a replacement already.
     """
 
-    listing: Listing
-    chooser: Chooser
-    emitter: Emitter
+    listing: DefUse
+    chooser: KernelSelector
+    emitter: ProgramBuilder
     last: frozenset[int]
     computes_operands: bool = True
     folds_norms: bool = False
@@ -82,7 +82,7 @@ class Question:
         return copied, (allocation(copied, owner), Instruction(aten.copy_.default, (copied, slot), {}, (), (copied,), 0, 0, 0, owner))
 
 
-class Matcher(Protocol):
+class Pattern(Protocol):
     """Finds one family of groups in a program."""
 
-    def __call__(self, question: Question) -> Iterator[Replacement]: ...
+    def __call__(self, question: MatchContext) -> Iterator[Rewrite]: ...

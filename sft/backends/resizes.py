@@ -18,25 +18,25 @@ import torch
 from torch import Tensor
 
 from sft.analysis.axes import COLUMNS, ROWS
-from sft.analysis.operators.sampling import Sampling
-from sft.backends.calls import KernelCall, allocation, as_image, instruction
+from sft.analysis.operators.sampling import AxisResampling
+from sft.backends.calls import KernelCall, allocation, to_channels_last, kernel_instruction
 from sft.backends.choice import ShapeClass, pixel_class
-from sft.backends.replacement import Question, Replacement
+from sft.backends.replacement import MatchContext, Rewrite
 from sft.kernels.resize_reference import BandTable
 from sft.lower.program import Instruction, Slot
-from sft.lower.rules.resample import Span
-from sft.lower.upload import upload
+from sft.lower.rules.resample import ResampledRange
+from sft.lower.upload import upload_table
 
-__all__ = ["Resize", "resizes"]
+__all__ = ["ResizeCall", "match_resizes"]
 
 aten = torch.ops.aten
 
 #: of a result's elements more are better summed up one axis after the other
-_MOST_TERMS = 36
+_MAX_TERMS = 36
 
 
 @functools.lru_cache(maxsize=256)
-def _band(span: Span, first: int, start: int) -> tuple[Any, Any, Any]:
+def _banded_rows(span: ResampledRange, first: int, start: int) -> tuple[Any, Any, Any]:
     """First column, count and weights of each row that a span makes, as its buffer numbers the columns."""
     band = span.sampling.adjoint if span.is_adjoint else span.sampling.forward
     rows, low, extent = (start, first, span.length) if span.is_adjoint else (first, start, span.extent)
@@ -50,7 +50,7 @@ def _band(span: Span, first: int, start: int) -> tuple[Any, Any, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resize(KernelCall):
+class ResizeCall(KernelCall):
     """Rows and columns resampled.
 
     Attributes:
@@ -58,8 +58,8 @@ class Resize(KernelCall):
     """
 
     uploads: ClassVar[bool] = True
-    height: Span | None
-    width: Span | None
+    height: ResampledRange | None
+    width: ResampledRange | None
 
     def run(self, out: Tensor, x: Tensor, origin: tuple[int, int, int] | None) -> None:
         """Write the resampled strip, whose place in the image is ``origin``."""
@@ -69,7 +69,7 @@ class Resize(KernelCall):
 
         where = (0, 0, 0) if origin is None else origin
         tables = [_table(span, where, out.shape[2 + axis], out.device) for axis, span in enumerate((self.height, self.width))]
-        launch_resize(as_image(x), out, *tables)
+        launch_resize(to_channels_last(x), out, *tables)
 
     def scratch_bytes(self, out: tuple[int, ...]) -> int:
         """Of the tables."""
@@ -77,23 +77,23 @@ class Resize(KernelCall):
         return sum(4 * length * (2 + (1 if span is None else span.width)) for span, length in spans)
 
 
-def _table(span: Span | None, origin: tuple[int, int, int], length: int, device: torch.device) -> BandTable:
+def _table(span: ResampledRange | None, origin: tuple[int, int, int], length: int, device: torch.device) -> BandTable:
     if span is None:
         ones = torch.ones(length, dtype=torch.int32, device=device)
         return BandTable(first=torch.arange(length, dtype=torch.int32, device=device), count=ones, weights=ones.float().view(-1, 1))
-    parts = [upload(part, device) for part in _band(span, *span.places(origin))]
+    parts = [upload_table(part, device) for part in _banded_rows(span, *span.places(origin))]
     return BandTable(first=parts[0], count=parts[1], weights=parts[2])
 
 
-def _span_of(call: Instruction) -> Span | None:
-    return call.function if isinstance(call.function, Span) else None
+def _span_of(call: Instruction) -> ResampledRange | None:
+    return call.function if isinstance(call.function, ResampledRange) else None
 
 
 _LINEAR = {aten.upsample_bilinear2d.default: False, aten.upsample_bilinear2d_backward.default: True}
 _NEAREST = {aten.upsample_nearest2d.default: False, aten.upsample_nearest2d_backward.default: True}
 
 
-def _spans_of_aten(call: Instruction) -> tuple[Span | None, Span | None] | None:
+def _match_axis_resizes(call: Instruction) -> tuple[ResampledRange | None, ResampledRange | None] | None:
     """What ATen's interpolation does along rows and columns of the buffer that it is given; None for anything else."""
     if call.function in _LINEAR:
         kind, is_adjoint = "linear", _LINEAR[call.function]
@@ -108,7 +108,7 @@ def _spans_of_aten(call: Instruction) -> tuple[Span | None, Span | None] | None:
     scales = rest or [None] * len(lengths)  # `size=` alone says none
     spans = []
     for axis, (extent, length, scale) in enumerate(zip(extents, lengths, scales, strict=True)):
-        sampling = Sampling(
+        sampling = AxisResampling(
             kind="linear" if kind == "linear" else "nearest",
             extent=extent,
             length=length,
@@ -116,12 +116,12 @@ def _spans_of_aten(call: Instruction) -> tuple[Span | None, Span | None] | None:
             align_corners=align_corners,
             is_double=False,
         )
-        spans.append(None if sampling.is_identity else Span(sampling, axis, length, extent, is_adjoint=is_adjoint))
+        spans.append(None if sampling.is_identity else ResampledRange(sampling, axis, length, extent, is_adjoint=is_adjoint))
     return spans[0], spans[1]
 
 
 @dataclass(slots=True)
-class _Pass:
+class _ResizePass:
     """Calls that make one resampling together.
 
     Attributes:
@@ -133,37 +133,37 @@ class _Pass:
     """
 
     positions: list[int]
-    spans: list[Span | None]
+    spans: list[ResampledRange | None]
     x: Slot
     origin: Slot | None
     value: Slot
 
 
-def _pass_at(question: Question, at: int, call: Instruction) -> _Pass | None:
+def _match_resize(question: MatchContext, at: int, call: Instruction) -> _ResizePass | None:
     out = call.outputs[0] if call.outputs else None
     if out is None or out.root != out.number or len(out.shape) != 4 or not all(out.shape):
         return None
     span = _span_of(call)
     if span is not None and span.axis in (ROWS, COLUMNS):
         both = [span, None] if span.axis == ROWS else [None, span]
-        return _Pass([at], both, call.arguments[0], call.arguments[1], out)
-    found = _spans_of_aten(call)
-    return None if found is None or not any(found) else _Pass([at], list(found), call.arguments[0], None, out)
+        return _ResizePass([at], both, call.arguments[0], call.arguments[1], out)
+    found = _match_axis_resizes(call)
+    return None if found is None or not any(found) else _ResizePass([at], list(found), call.arguments[0], None, out)
 
 
-def resizes(question: Question) -> Iterator[Replacement]:
+def match_resizes(question: MatchContext) -> Iterator[Rewrite]:
     """Interpolations."""
     for at, call in enumerate(question.listing.instructions):
-        found = None if at in question.taken else _pass_at(question, at, call)
+        found = None if at in question.taken else _match_resize(question, at, call)
         if found is None or not all(found.x.shape):
             continue
-        _grow(question, found)
-        replacement = _replacement(question, found)
+        _extend_pass(question, found)
+        replacement = _rewrite_resize(question, found)
         if replacement is not None:
             yield replacement
 
 
-def _grow(question: Question, found: _Pass) -> None:
+def _extend_pass(question: MatchContext, found: _ResizePass) -> None:
     """Take in the other axis, then a cast."""
     listing = question.listing
     for _ in range(2):
@@ -172,7 +172,7 @@ def _grow(question: Question, found: _Pass) -> None:
             return
         at = users[0]
         call = listing.instructions[at]
-        other = _pass_at(question, at, call)
+        other = _match_resize(question, at, call)
         if other is not None and other.x == found.value and not any(a and b for a, b in zip(found.spans, other.spans, strict=True)):
             if found.origin is not None and other.origin is not None and found.origin != other.origin:
                 return
@@ -188,11 +188,11 @@ def _grow(question: Question, found: _Pass) -> None:
         found.spans, found.origin, found.value = spans, origin, made
 
 
-def _replacement(question: Question, found: _Pass) -> Replacement | None:
+def _rewrite_resize(question: MatchContext, found: _ResizePass) -> Rewrite | None:
     numbers = question.chooser.numbers_of(found.x.dtype)
     terms = math.prod(span.width for span in found.spans if span is not None)
     out, owner = found.value, question.listing.instructions[found.positions[0]].owner
-    if numbers is None or terms > _MOST_TERMS or question.chooser.numbers_of(out.dtype) is None:
+    if numbers is None or terms > _MAX_TERMS or question.chooser.numbers_of(out.dtype) is None:
         return None
     is_adjoint = any(span is not None and span.is_adjoint for span in found.spans)
     wanted = ShapeClass(
@@ -204,8 +204,8 @@ def _replacement(question: Question, found: _Pass) -> Replacement | None:
     )
     if not question.chooser.takes_kernel(wanted):
         return None
-    call = Resize(height=found.spans[0], width=found.spans[1])
+    call = ResizeCall(height=found.spans[0], width=found.spans[1])
     image, body = question.image(found.x, owner)
-    launch = instruction(call.run, out, image, found.origin, writes=(out,), owner=owner, scratch_bytes=call.scratch_bytes(out.shape))
+    launch = kernel_instruction(call.run, out, image, found.origin, writes=(out,), owner=owner, scratch_bytes=call.scratch_bytes(out.shape))
     last = found.positions[-1]
-    return Replacement(gone=frozenset(found.positions), inserted={last: (*body, allocation(out, owner), launch)})
+    return Rewrite(gone=frozenset(found.positions), inserted={last: (*body, allocation(out, owner), launch)})

@@ -10,53 +10,53 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from sft.backends.choice import Chooser
-from sft.backends.convolutions import convolutions
-from sft.backends.gradients import backward_convolutions
+from sft.backends.choice import KernelSelector
+from sft.backends.convolutions import match_convolutions
+from sft.backends.gradients import match_conv_backward
 from sft.backends.layouts import channels_last_slots
-from sft.backends.listing import Listing
-from sft.backends.norms import affine_gradients, affines, frozen_norm_gradients, frozen_norms, moments
-from sft.backends.pooled import pooled_convolutions
-from sft.backends.pools import average_pools, max_pools
-from sft.backends.replacement import Matcher, Question, Replacement
-from sft.backends.resizes import resizes
-from sft.backends.rows import carried_rows
+from sft.backends.listing import DefUse
+from sft.backends.norms import match_affine_gradients, match_affines, match_frozen_norm_gradients, match_frozen_norms, match_moments
+from sft.backends.pooled import match_pooled_convolutions
+from sft.backends.pools import match_average_pools, match_max_pools
+from sft.backends.replacement import Pattern, MatchContext, Rewrite
+from sft.backends.resizes import match_resizes
+from sft.backends.rows import match_row_loads
 from sft.errors import InternalError
-from sft.lower.emitter import Emitter
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Instruction, Port
 
-__all__ = ["Kernels"]
+__all__ = ["KernelBackend"]
 
 #: Larger groups first: what one has taken is not looked at again.
-_MATCHERS: tuple[Matcher, ...] = (
-    pooled_convolutions,
-    convolutions,
-    backward_convolutions,
-    frozen_norms,
-    frozen_norm_gradients,
-    affines,
-    affine_gradients,
-    moments,
-    max_pools,
-    average_pools,
-    resizes,
-    carried_rows,
+_PATTERNS: tuple[Pattern, ...] = (
+    match_pooled_convolutions,
+    match_convolutions,
+    match_conv_backward,
+    match_frozen_norms,
+    match_frozen_norm_gradients,
+    match_affines,
+    match_affine_gradients,
+    match_moments,
+    match_max_pools,
+    match_average_pools,
+    match_resizes,
+    match_row_loads,
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class KernelBackend:
     """A backend of Triton kernels, where the chooser takes them.
 
     Attributes:
         chooser: who decides.
-        computes_operands: see :class:`sft.backends.replacement.Question`.
+        computes_operands: see :class:`sft.backends.replacement.MatchContext`.
     """
 
-    chooser: Chooser
+    chooser: KernelSelector
     computes_operands: bool = True
 
-    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
+    def rewrite(self, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
         """Replace instructions of an emitter.
 
         Args:
@@ -68,7 +68,7 @@ class Kernels:
         Returns:
             The same number afterwards.
         """
-        listing = Listing(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
+        listing = DefUse(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
         taken: set[int] = set()
         inserted: dict[int, tuple[Instruction, ...]] = {}
         for replacement in self.replacements(listing, emitter, laid_out, training=training):
@@ -77,12 +77,12 @@ class Kernels:
         if not taken:
             return turn
         kept = [inserted.get(at, ()) if at in taken else (one,) for at, one in enumerate(listing.instructions)]
-        emitter.instructions[:] = _joined(kept)
-        return None if turn is None else len(_joined(kept[:turn]))
+        emitter.instructions[:] = _merge_rewrites(kept)
+        return None if turn is None else len(_merge_rewrites(kept[:turn]))
 
-    def replacements(self, listing: Listing, emitter: Emitter, laid_out: Collection[Port], *, training: bool) -> Iterator[Replacement]:
+    def replacements(self, listing: DefUse, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool) -> Iterator[Rewrite]:
         """What is replaced, group by group; arguments as for :meth:`rewrite`."""
-        question = Question(
+        question = MatchContext(
             listing=listing,
             chooser=self.chooser,
             emitter=emitter,
@@ -90,7 +90,7 @@ class Kernels:
             computes_operands=self.computes_operands,
             folds_norms=not training,
         )
-        for matcher in _MATCHERS:
+        for matcher in _PATTERNS:
             for replacement in matcher(question):
                 if not question.taken.isdisjoint(replacement.gone) or not replacement.gone.issuperset(replacement.inserted):
                     raise InternalError(f"{matcher}: two groups share an instruction, at {sorted(replacement.gone)}")
@@ -98,5 +98,5 @@ class Kernels:
                 yield replacement
 
 
-def _joined(parts: Sequence[Sequence[Instruction]]) -> list[Instruction]:
+def _merge_rewrites(parts: Sequence[Sequence[Instruction]]) -> list[Instruction]:
     return [one for part in parts for one in part]

@@ -10,20 +10,20 @@ from typing import Any
 from torch import Tensor
 
 from sft.analysis.interval import Interval
-from sft.backends.calls import KernelCall, instruction
+from sft.backends.calls import KernelCall, kernel_instruction
 from sft.backends.choice import ShapeClass, pixel_class
-from sft.backends.replacement import Question, Replacement
+from sft.backends.replacement import MatchContext, Rewrite
 from sft.kernels.geometry import is_channels_last
 from sft.lower.program import load_rows
 
-__all__ = ["LoadRows", "carried_rows"]
+__all__ = ["LoadRowsCall", "match_row_loads"]
 
 #: rows of an image ``[N, C, h, w]``
-_ROWS = 2
+_LOADS_PER_LAUNCH = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRows(KernelCall):
+class LoadRowsCall(KernelCall):
     """Pieces of blocks, each copied to its offset."""
 
     def run(self, destination: Tensor, dim: int, pieces: list[tuple[int, Interval, Tensor]]) -> None:
@@ -44,13 +44,13 @@ class LoadRows(KernelCall):
             launch_move_rows(moves[first : first + 2])
 
 
-def carried_rows(question: Question) -> Iterator[Replacement]:
+def match_row_loads(question: MatchContext) -> Iterator[Rewrite]:
     """Loads of carried rows of images."""
     loads: Callable[..., Any] = load_rows
     for at, call in list(question.free(loads)):
         destination, dim, pieces = call.arguments
         numbers = question.chooser.numbers_of(destination.dtype)
-        if numbers is None or len(destination.shape) != 4 or dim != _ROWS or not all(destination.shape):
+        if numbers is None or len(destination.shape) != 4 or dim != _LOADS_PER_LAUNCH or not all(destination.shape):
             continue
         wanted = ShapeClass(
             operator="carried rows",
@@ -59,5 +59,5 @@ def carried_rows(question: Question) -> Iterator[Replacement]:
             pixels=pixel_class(math.prod(destination.shape) // destination.shape[1]),
         )
         if destination.number in question.last and question.chooser.takes_kernel(wanted):
-            launch = instruction(LoadRows().run, destination, dim, pieces, writes=(destination,), owner=call.owner)
-            yield Replacement(gone=frozenset({at}), inserted={at: (launch,)})
+            launch = kernel_instruction(LoadRowsCall().run, destination, dim, pieces, writes=(destination,), owner=call.owner)
+            yield Rewrite(gone=frozenset({at}), inserted={at: (launch,)})

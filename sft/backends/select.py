@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from sft.backends.choice import Always
-from sft.backends.laboratory import compiler_of
-from sft.backends.rewrite import Kernels
-from sft.backends.table import Measured, find_table
+from sft.backends.choice import AlwaysKernel
+from sft.backends.laboratory import compiler_version
+from sft.backends.rewrite import KernelBackend
+from sft.backends.table import TableSelector, find_table
 from sft.errors import InputError
 from sft.kernels.dispatch import has_triton
 from sft.lower.backend import Backend
@@ -25,7 +25,7 @@ from sft.lower.backend import Backend
 __all__ = ["allows_tf32", "backend_for", "check_triton", "computes_operands", "runs_kernels"]
 
 #: Of the GPUs that our kernels were written for: older ones lack the matrix instructions.
-_LEAST_CAPABILITY = (8, 0)
+_MIN_CAPABILITY = (8, 0)
 
 
 def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -> Backend | None:
@@ -41,11 +41,13 @@ def backend_for(name: str, device: torch.device, folders: Sequence[Path] = ()) -
     """
     if name == "triton":
         check_triton(device)
-        return Kernels(chooser=Always(), computes_operands=computes_operands(device))
+        return KernelBackend(chooser=AlwaysKernel(), computes_operands=computes_operands(device))
     if name == "auto" and device.type == "cuda" and has_triton():
-        table = find_table(folders, torch.cuda.get_device_name(device), compiler_of(device))
+        table = find_table(folders, torch.cuda.get_device_name(device), compiler_version(device))
         if table is not None:
-            return Kernels(chooser=Measured(table=table, allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device))
+            return KernelBackend(
+                chooser=TableSelector(table=table, allows_tf32=allows_tf32(device)), computes_operands=computes_operands(device)
+            )
     return None
 
 
@@ -70,7 +72,7 @@ def check_triton(device: torch.device) -> None:
             f'backend "triton" on {device}: kernels need a CUDA device; move the model there, choose "aten", or set TRITON_INTERPRET=1 '
             "before Triton is imported to try them slowly"
         )
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         warnings.warn(
             f'backend "triton" on {torch.cuda.get_device_name(device)}: kernels are right there, and slow, as they are written for GPUs of '
             'compute capability 8.0 and above; "auto" takes PyTorch\'s operators',

@@ -21,29 +21,29 @@ from typing import Literal
 
 import torch
 
-from sft.backends.choice import Numbers, ShapeClass, storage_numbers
+from sft.backends.choice import NumberFormat, ShapeClass, storage_format
 from sft.errors import InputError
-from sft.files import replacing
-from sft.kernels.blocks import Variant
-from sft.records import read_json, record_of
+from sft.files import atomic_write
+from sft.kernels.blocks import LaunchVariant
+from sft.records import parse_json_object, dataclass_from_dict
 
-__all__ = ["ERROR_LIMITS", "KernelTable", "Measured", "TableEntry", "error_limit", "find_table", "table_name"]
+__all__ = ["ERROR_LIMITS", "KernelTable", "TableSelector", "TableEntry", "error_limit", "find_table", "table_name"]
 
-_FORMAT = 1
+_FORMAT_VERSION = 1
 
 #: Largest relative L2 error against fp64 of a kernel's results, by numbers. A half precision rounds results, and what lies between two
 #: kernels of a backward pass. Products of ten bits must be as good as ATen's, which are no better: Hopper's matrix instructions cut bits
 #: off that ATen rounds.
-ERROR_LIMITS: dict[Numbers, float] = {"float32": 2e-5, "tf32": 2e-5, "bfloat16": 8e-3, "float16": 2e-3}
+ERROR_LIMITS: dict[NumberFormat, float] = {"float32": 2e-5, "tf32": 2e-5, "bfloat16": 8e-3, "float16": 2e-3}
 #: Of ATen's own error: where rounding is a lottery (equal maxima in half precision), a kernel may be so much further off.
-_AS_GOOD = 1.1
+_ERROR_TOLERANCE = 1.1
 #: How far in pixels, in powers of four, a class may be from one that was measured.
-_NEAR = 2
+_MAX_PIXEL_CLASS_DISTANCE = 2
 
 
-def error_limit(numbers: Numbers, aten_error: float) -> float:
+def error_limit(numbers: NumberFormat, aten_error: float) -> float:
     """What error a kernel may have where ATen's calls have this one."""
-    return max(ERROR_LIMITS[numbers], _AS_GOOD * aten_error)
+    return max(ERROR_LIMITS[numbers], _ERROR_TOLERANCE * aten_error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class TableEntry:
     aten_error: float
     triton_seconds: float
     aten_seconds: float
-    variant: Variant = "default"
+    variant: LaunchVariant = "default"
 
     def __post_init__(self) -> None:
         limit = error_limit(self.shape_class.numbers, self.aten_error)
@@ -94,7 +94,7 @@ class KernelTable:
 
     Attributes:
         device: the GPU's name, as ``torch.cuda.get_device_name`` has it.
-        triton: version of Triton and of its assembler, as :func:`sft.backends.laboratory.compiler_of` has it.
+        triton: version of Triton and of its assembler, as :func:`sft.backends.laboratory.compiler_version` has it.
         torch: version of PyTorch that the other side was measured with; a newer one makes the times old, not the kernels wrong.
         entries: one for each class.
     """
@@ -126,7 +126,7 @@ class KernelTable:
             return abs(math.log(one.shape_class.pixels / wanted.pixels, 4))
 
         nearest = min(self._by_kind.get(wanted.of_pixels(0), []), key=distance, default=None)
-        return None if nearest is None or round(distance(nearest)) > _NEAR else nearest
+        return None if nearest is None or round(distance(nearest)) > _MAX_PIXEL_CLASS_DISTANCE else nearest
 
     def including(self, entries: Iterable[TableEntry]) -> KernelTable:
         """The table with these entries, in the place of older ones of their classes."""
@@ -135,7 +135,7 @@ class KernelTable:
 
     def to_json(self) -> str:
         """As text; :meth:`from_json` reads it."""
-        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
+        return json.dumps({"format": _FORMAT_VERSION, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> KernelTable:
@@ -145,12 +145,12 @@ class KernelTable:
             InputError: the text is no table, or has an entry that cannot be trusted.
         """
         try:
-            data = read_json(text)
-            if data.pop("format", None) != _FORMAT:
-                raise InputError(f"it is not of format {_FORMAT}")
+            data = parse_json_object(text)
+            if data.pop("format", None) != _FORMAT_VERSION:
+                raise InputError(f"it is not of format {_FORMAT_VERSION}")
             if "entries" not in data:
                 raise InputError("it has no entries")
-            return record_of(cls, data)
+            return dataclass_from_dict(cls, data)
         except InputError as error:
             raise InputError(f"cannot read the kernel table: {error}; make one with python -m sft tune") from error
 
@@ -160,7 +160,7 @@ class KernelTable:
         Raises:
             SourceError: it cannot be written.
         """
-        with replacing(path, parents=True) as part:
+        with atomic_write(path, parents=True) as part:
             part.write_text(self.to_json(), encoding="utf-8")
 
 
@@ -198,7 +198,7 @@ def find_table(folders: Sequence[Path], device: str, triton: str) -> KernelTable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class TableSelector:
     """Takes the kernels that a table says are fastest.
 
     Attributes:
@@ -214,11 +214,11 @@ class Measured:
         entry = self.table.entry(wanted)
         return entry is not None and entry.fastest == "triton"
 
-    def variant_of(self, wanted: ShapeClass) -> Variant:
+    def variant_of(self, wanted: ShapeClass) -> LaunchVariant:
         """The way that was measured to be fastest."""
         entry = self.table.entry(wanted)
         return "default" if entry is None else entry.variant
 
-    def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
+    def numbers_of(self, dtype: torch.dtype) -> NumberFormat | None:
         """As the elements are, or rounded where that is allowed."""
-        return storage_numbers(dtype, allows_tf32=self.allows_tf32)
+        return storage_format(dtype, allows_tf32=self.allows_tf32)

@@ -15,23 +15,23 @@ from torch import Tensor
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
-from sft.backends.calls import call_of
-from sft.backends.choice import Numbers, ShapeClass, storage_numbers
-from sft.backends.listing import Listing, slots_in
-from sft.backends.rewrite import Kernels
-from sft.kernels.blocks import Variant
-from sft.lower.emitter import Emitter
+from sft.backends.calls import kernel_call_of
+from sft.backends.choice import NumberFormat, ShapeClass, storage_format
+from sft.backends.listing import DefUse, slots_in
+from sft.backends.rewrite import KernelBackend
+from sft.kernels.blocks import LaunchVariant
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import DEVICE, Instruction, Port, Slot
-from sft.lower.rules.channelwise import not_saved
+from sft.lower.rules.channelwise import empty_statistics
 
-__all__ = ["Collector", "Trial"]
+__all__ = ["CaseCollector", "TuningCase"]
 
-_LOW = (torch.float32, torch.bfloat16, torch.float16)
+_NARROW_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Operands = dict[int, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class TuningCase:
     """Two ways to do one thing.
 
     Attributes:
@@ -50,11 +50,11 @@ class Trial:
     ports: dict[int, str]
     results: tuple[Slot, ...]
 
-    def varied(self, variant: Variant) -> Trial:
+    def varied(self, variant: LaunchVariant) -> TuningCase:
         """The same with kernels that are split into programs in another way."""
         kernels = []
         for call in self.kernels:
-            owner = call_of(call.function)
+            owner = kernel_call_of(call.function)
             if owner is not None and hasattr(owner, "variant"):
                 call = call._replace(function=getattr(replace(owner, variant=variant), call.function.__name__))  # type: ignore[call-arg]  # it has one
             kernels.append(call)
@@ -74,8 +74,8 @@ class Trial:
         if not slot.dtype.is_floating_point:
             return torch.zeros(slot.shape, dtype=slot.dtype, device=device)
         if 0 in slot.shape:  # statistics that no forward pass has saved
-            return not_saved(
-                torch.empty(slot.shape, dtype=dtype if dtype is not None and slot.dtype in _LOW else slot.dtype, device=device)
+            return empty_statistics(
+                torch.empty(slot.shape, dtype=dtype if dtype is not None and slot.dtype in _NARROW_DTYPES else slot.dtype, device=device)
             )
         if len(slot.shape) == 1:  # a vector may be a variance
             value = torch.rand(slot.shape, generator=random, device=device) + 0.5
@@ -86,7 +86,7 @@ class Trial:
         value = value.to(slot.dtype)
         if not is_weight and len(slot.shape) in CHANNELS_LAST:
             value = value.contiguous(memory_format=CHANNELS_LAST[len(slot.shape)])
-        if dtype is not None and slot.dtype in _LOW:
+        if dtype is not None and slot.dtype in _NARROW_DTYPES:
             value = value.to(dtype)
         return [(0, Interval(0, slot.shape[2]), value)] if role == "carry" else value
 
@@ -100,14 +100,14 @@ class Trial:
 
     def run_truth(self, device: torch.device) -> list[Tensor]:
         """ATen's way in fp64."""
-        return self._run([_widened(call) for call in self.aten], self.draw(device, torch.float64))
+        return self._run([_in_float64(call) for call in self.aten], self.draw(device, torch.float64))
 
     def _run(self, calls: Collection[Instruction], tensors: Operands) -> list[Tensor]:
         held = dict(tensors)
         for call in calls:
             device = next(value.device for value in held.values() if isinstance(value, Tensor))
-            arguments = [_resolved(value, held, device) for value in call.arguments]
-            result = call.function(*arguments, **{name: _resolved(value, held, device) for name, value in call.keywords.items()})
+            arguments = [_resolve_slots(value, held, device) for value in call.arguments]
+            result = call.function(*arguments, **{name: _resolve_slots(value, held, device) for name, value in call.keywords.items()})
             made = () if not call.outputs else (result,) if len(call.outputs) == 1 else result
             for slot, value in zip(call.outputs, made, strict=True):
                 if slot is not None:
@@ -115,23 +115,23 @@ class Trial:
         return [held[slot.number] for slot in self.results]
 
 
-def _resolved(value: Any, tensors: Operands, device: torch.device) -> Any:
+def _resolve_slots(value: Any, tensors: Operands, device: torch.device) -> Any:
     if isinstance(value, Slot):
         return tensors[value.number]
     if isinstance(value, tuple) and any(isinstance(item, Slot) for item in value):
-        return [_resolved(item, tensors, device) for item in value]
+        return [_resolve_slots(item, tensors, device) for item in value]
     return device if value is DEVICE else value
 
 
-def _widened(call: Instruction) -> Instruction:
+def _in_float64(call: Instruction) -> Instruction:
     """The call in fp64, where it names a type."""
-    if call.keywords.get("dtype") in _LOW:
+    if call.keywords.get("dtype") in _NARROW_DTYPES:
         return call._replace(keywords={**call.keywords, "dtype": torch.float64})
     return call
 
 
 @dataclass(frozen=True, slots=True)
-class _Only:
+class _SingleClassSelector:
     """Takes one class; ``None`` takes none. Notes what it is asked for."""
 
     wanted: ShapeClass | None
@@ -142,59 +142,59 @@ class _Only:
         self.asked[wanted] = None
         return wanted == self.wanted
 
-    def variant_of(self, wanted: ShapeClass) -> Variant:
+    def variant_of(self, wanted: ShapeClass) -> LaunchVariant:
         return "default"
 
-    def numbers_of(self, dtype: torch.dtype) -> Numbers | None:
-        return storage_numbers(dtype, allows_tf32=self.allows_tf32)
+    def numbers_of(self, dtype: torch.dtype) -> NumberFormat | None:
+        return storage_format(dtype, allows_tf32=self.allows_tf32)
 
 
 @dataclass(kw_only=True)
-class Collector:
+class CaseCollector:
     """A backend that replaces nothing, and makes a trial of every class that a program would have a kernel for.
 
     Attributes:
         allows_tf32: whether products of fp32 numbers may be rounded.
-        computes_operands: see :class:`sft.backends.replacement.Question`.
+        computes_operands: see :class:`sft.backends.replacement.MatchContext`.
         trials: one for each class, in the order in which they were met.
     """
 
     allows_tf32: bool = False
     computes_operands: bool = True
-    trials: dict[ShapeClass, Trial] = field(default_factory=dict)
+    trials: dict[ShapeClass, TuningCase] = field(default_factory=dict)
 
-    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
+    def rewrite(self, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
         """Look at a program, and leave it as it is."""
-        listing = Listing(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
-        asked = _Only(None, self.allows_tf32)
+        listing = DefUse(instructions=tuple(emitter.instructions), ports=emitter.ports, results=emitter.results)
+        asked = _SingleClassSelector(None, self.allows_tf32)
         for _ in self._kernels(asked).replacements(listing, emitter, laid_out, training=training):
             raise AssertionError("nothing was to be taken")
         for wanted in asked.asked:
             if wanted not in self.trials:
-                chosen = self._kernels(_Only(wanted, self.allows_tf32))
+                chosen = self._kernels(_SingleClassSelector(wanted, self.allows_tf32))
                 one = next(chosen.replacements(listing, emitter, laid_out, training=training), None)
                 if one is not None:
-                    self.trials[wanted] = _trial(wanted, listing, one.gone, one.instructions)
+                    self.trials[wanted] = _make_case(wanted, listing, one.gone, one.instructions)
         return turn
 
-    def _kernels(self, chooser: _Only) -> Kernels:
-        return Kernels(chooser=chooser, computes_operands=self.computes_operands)
+    def _kernels(self, chooser: _SingleClassSelector) -> KernelBackend:
+        return KernelBackend(chooser=chooser, computes_operands=self.computes_operands)
 
 
-def _trial(wanted: ShapeClass, listing: Listing, gone: Collection[int], kernels: tuple[Instruction, ...]) -> Trial:
+def _make_case(wanted: ShapeClass, listing: DefUse, gone: Collection[int], kernels: tuple[Instruction, ...]) -> TuningCase:
     aten = tuple(listing.instructions[at] for at in sorted(gone))
     # Views inside the group are made again; a padded copy that a kernel does not need is part of what ATen does.
     aten = _with_padding(listing, aten)
     made = {out.number for call in aten for out in call.outputs if out is not None}
     by_kernels = {out.number for call in kernels for out in call.outputs if out is not None}
-    operands = {slot.number: slot for slot in _read(aten) if slot.number not in made}
-    operands |= {slot.number: slot for slot in _read(kernels) if slot.number not in by_kernels and slot.number not in operands}
+    operands = {slot.number: slot for slot in _slots_read(aten) if slot.number not in made}
+    operands |= {slot.number: slot for slot in _slots_read(kernels) if slot.number not in by_kernels and slot.number not in operands}
     inside = {at for at, call in enumerate(listing.instructions) if any(call is one for one in aten)}
     written = {slot.number: slot for call in aten for slot in (*call.outputs, *call.writes) if slot is not None}
     reached = by_kernels | {slot.number for call in kernels for slot in call.writes}
     results = [slot for slot in written.values() if slot.number in reached and not listing.is_private(slot, inside)]
     roles = {slot.number: port.role for port, slot in listing.ports.items()}
-    return Trial(
+    return TuningCase(
         shape_class=wanted,
         aten=aten,
         kernels=kernels,
@@ -204,7 +204,7 @@ def _trial(wanted: ShapeClass, listing: Listing, gone: Collection[int], kernels:
     )
 
 
-def _with_padding(listing: Listing, aten: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+def _with_padding(listing: DefUse, aten: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
     found: list[Instruction] = []
     for call in aten:
         for slot in slots_in(call.arguments):
@@ -217,6 +217,6 @@ def _with_padding(listing: Listing, aten: tuple[Instruction, ...]) -> tuple[Inst
     return tuple(found)
 
 
-def _read(calls: Collection[Instruction]) -> Iterator[Slot]:
+def _slots_read(calls: Collection[Instruction]) -> Iterator[Slot]:
     for call in calls:
         yield from slots_in((call.arguments, call.keywords))

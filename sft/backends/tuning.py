@@ -13,18 +13,18 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from sft.backends.choice import variants_of
-from sft.backends.laboratory import Laboratory
+from sft.backends.choice import launch_variants
+from sft.backends.laboratory import Benchmarker
 from sft.backends.table import KernelTable, TableEntry, error_limit, find_table, table_name
-from sft.backends.trials import Trial
+from sft.backends.trials import TuningCase
 from sft.errors import SftError
-from sft.kernels.blocks import Variant
+from sft.kernels.blocks import LaunchVariant
 
-__all__ = ["Findings", "tune"]
+__all__ = ["TuningReport", "tune"]
 
 
 @dataclass(slots=True)
-class Findings:
+class TuningReport:
     """What a run has found.
 
     Attributes:
@@ -44,19 +44,19 @@ class Findings:
     refused: list[str] = field(default_factory=list)
 
 
-def _no_one(label: str) -> None:
+def _ignore_progress(label: str) -> None:
     pass
 
 
 def tune(
-    trials: Iterable[Trial],
-    laboratory: Laboratory,
+    trials: Iterable[TuningCase],
+    laboratory: Benchmarker,
     folder: Path,
     *,
     again: bool = False,
     limit_seconds: float = math.inf,
-    advance: Callable[[str], None] = _no_one,
-) -> Findings:
+    advance: Callable[[str], None] = _ignore_progress,
+) -> TuningReport:
     """Measure trials that are not in the table yet, and extend it.
 
     Args:
@@ -73,7 +73,7 @@ def tune(
     """
     device, triton = laboratory.device_name, laboratory.triton_version
     table = find_table([folder], device, triton) or KernelTable(device=device, triton=triton, torch=laboratory.torch_version)
-    found = Findings(path=folder / table_name(device, triton), table=table)
+    found = TuningReport(path=folder / table_name(device, triton), table=table)
     present = {entry.shape_class for entry in table.entries}
     started = time.monotonic()
     for trial in trials:
@@ -84,7 +84,7 @@ def tune(
         if time.monotonic() - started > limit_seconds:
             found.left += 1
             continue
-        entry = _measured(trial, laboratory, found)
+        entry = _fastest_variant(trial, laboratory, found)
         if entry is not None:
             found.measured.append(entry)
             found.table = found.table.including([entry])
@@ -92,16 +92,16 @@ def tune(
     return found
 
 
-def _measured(trial: Trial, laboratory: Laboratory, found: Findings) -> TableEntry | None:
+def _fastest_variant(trial: TuningCase, laboratory: Benchmarker, found: TuningReport) -> TableEntry | None:
     """The fastest of the ways that are right; the others are named among what was refused."""
     entries = []
-    for variant in variants_of(trial.shape_class):
-        entry = _measured_way(trial, variant, laboratory, found)
+    for variant in launch_variants(trial.shape_class):
+        entry = _measure_variant(trial, variant, laboratory, found)
         entries += [] if entry is None else [entry]
     return min(entries, key=lambda entry: entry.triton_seconds, default=None)
 
 
-def _measured_way(trial: Trial, variant: Variant, laboratory: Laboratory, found: Findings) -> TableEntry | None:
+def _measure_variant(trial: TuningCase, variant: LaunchVariant, laboratory: Benchmarker, found: TuningReport) -> TableEntry | None:
     label = trial.shape_class.label + (f", {variant}" if variant != "default" else "")
     varied = trial.varied(variant)
     try:

@@ -13,19 +13,19 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Protocol, TypeVar
 
-from sft.analysis.bands import Shares
+from sft.analysis.bands import BandPartition
 
-__all__ = ["balanced", "level_bounds"]
+__all__ = ["balance_bands", "balanced_bounds"]
 
 #: Corrections of the bounds that are tried, one after the other.
 _NUM_CORRECTIONS = 2
 
 
-class _Costly(Protocol):
+class _BandCosts(Protocol):
     """Decisions for all bands, projected."""
 
     @property
-    def shares(self) -> Shares: ...
+    def shares(self) -> BandPartition: ...
     @property
     def flops_by_band(self) -> Sequence[int]: ...
     @property
@@ -34,10 +34,10 @@ class _Costly(Protocol):
     def peak_bytes(self) -> int: ...
 
 
-Found = TypeVar("Found", bound=_Costly)
+Found = TypeVar("Found", bound=_BandCosts)
 
 
-def balanced(found: Found, project: Callable[[Shares], Found], multiple: int, room_bytes: int) -> Found:
+def balance_bands(found: Found, project: Callable[[BandPartition], Found], multiple: int, room_bytes: int) -> Found:
     """The same decisions on bands whose largest cost is smaller, where there are such that fit; or what was found.
 
     Args:
@@ -47,22 +47,22 @@ def balanced(found: Found, project: Callable[[Shares], Found], multiple: int, ro
         room_bytes: what each band may hold.
     """
     for _ in range(_NUM_CORRECTIONS):
-        bounds = level_bounds(found.shares.bounds, found.flops_by_band, found.row_flops, multiple)
+        bounds = balanced_bounds(found.shares.bounds, found.flops_by_band, found.row_flops, multiple)
         if bounds == found.shares.bounds:
             break
-        other = project(Shares(bounds))
+        other = project(BandPartition(bounds))
         if max(other.flops_by_band) >= max(found.flops_by_band) or other.peak_bytes > room_bytes:
             break
         found = other
     return found
 
 
-def level_bounds(bounds: Sequence[int], costs: Sequence[float], row_cost: float, multiple: int = 1) -> tuple[int, ...]:
+def balanced_bounds(bounds: Sequence[int], costs: Sequence[float], row_cost: float, multiple: int = 1) -> tuple[int, ...]:
     """Bounds of bands, each of at least ``multiple`` rows, with the least largest cost.
 
-    >>> level_bounds((0, 30, 60, 90), (33, 36, 33), 1)
+    >>> balanced_bounds((0, 30, 60, 90), (33, 36, 33), 1)
     (0, 31, 59, 90)
-    >>> level_bounds((0, 32, 64, 90), (33, 36, 27), 1, 4)
+    >>> balanced_bounds((0, 32, 64, 90), (33, 36, 27), 1, 4)
     (0, 32, 60, 90)
 
     Args:

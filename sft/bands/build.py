@@ -8,22 +8,22 @@ from dataclasses import replace
 from typing import Any
 
 from sft.analysis.axes import ROWS
-from sft.analysis.bands import Shares
-from sft.analysis.schedule import Schedule, build_schedule
-from sft.bands.layout import Layout, lay_out
+from sft.analysis.bands import BandPartition
+from sft.analysis.schedule import StripSchedule, build_schedule
+from sft.bands.layout import OwnershipMap, assign_ownership
 from sft.bands.merge import MERGES
-from sft.bands.region import BandRegion, with_rows
-from sft.bands.segments import BandSegment, BandWhole, CountsOnce
+from sft.bands.region import BandRegion, band_shapes
+from sft.bands.segments import BandSegment, BandWholeSegment, OwnedGradMask
 from sft.errors import UnsupportedError
 from sft.plan.build import build_region
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 from sft.walk.segments import TiledSegment
 
-__all__ = ["Bands"]
+__all__ = ["BandRegionBuilder"]
 
 
-class Bands:
+class BandRegionBuilder:
     """The same decisions for every band of an image.
 
     Args:
@@ -37,9 +37,9 @@ class Bands:
 
     def __init__(
         self,
-        problem: Problem,
+        problem: PlanningProblem,
         choices: Sequence[SegmentChoice],
-        shares: Shares,
+        shares: BandPartition,
         *,
         outputs_in_bands: bool = False,
         num_replicas: int = 1,
@@ -47,7 +47,7 @@ class Bands:
     ) -> None:
         self.problem, self.choices = problem, tuple(choices)
         self.num_replicas, self.synchronized = num_replicas, synchronized
-        self.layout: Layout = lay_out(problem, choices, shares, outputs_in_bands=outputs_in_bands)
+        self.layout: OwnershipMap = assign_ownership(problem, choices, shares, outputs_in_bands=outputs_in_bands)
         self._whole = build_region(problem, choices)
         _check_reductions(problem)
 
@@ -55,14 +55,14 @@ class Bands:
         """What a band runs; no program is lowered before it is needed."""
         problem, layout, whole = self.problem, self.layout, self._whole
         summed = {name: held for name, held in layout.held.items() if held.is_summed}
-        counts = CountsOnce(
+        counts = OwnedGradMask(
             own={name: held.own[band] for name, held in summed.items()},
             extents={name: problem.extent(name, ROWS) for name in summed},
             summed=layout.summed,
             is_first=band == 0,
         )
-        segments: list[BandSegment | BandWhole] = [
-            self._tiled(index, segment, band) if isinstance(segment, TiledSegment) else _counting(segment, counts)
+        segments: list[BandSegment | BandWholeSegment] = [
+            self._tiled(index, segment, band) if isinstance(segment, TiledSegment) else _band_whole_segment(segment, counts)
             for index, segment in enumerate(whole.segments)
         ]
         return BandRegion(
@@ -70,7 +70,7 @@ class Bands:
             segments=segments,
             reads=whole.reads,
             makes=whole.makes,
-            shapes=with_rows(whole, layout, band),
+            shapes=band_shapes(whole, layout, band),
             dtypes=whole.dtypes,
             grad_dtypes=whole.grad_dtypes,
             requires_grad=whole.requires_grad,
@@ -93,7 +93,7 @@ class Bands:
         """What bands of equal cost have in common: the strips of their segments, what they hold, and what they send and receive."""
         layout, band = self.layout, region.band
         schedules = [segment.schedule for segment in region.segments if isinstance(segment, BandSegment)]
-        strips = tuple(schedule.likeness() for schedule in schedules if isinstance(schedule, Schedule))
+        strips = tuple(schedule.likeness() for schedule in schedules if isinstance(schedule, StripSchedule))
         crossing = tuple(
             (
                 len(held.rows[band]),
@@ -133,9 +133,9 @@ class Bands:
         )
 
 
-def _counting(segment: Any, counts: CountsOnce) -> BandWhole:
+def _band_whole_segment(segment: Any, counts: OwnedGradMask) -> BandWholeSegment:
     """A segment on whole tensors with the plain one's programs."""
-    return BandWhole(
+    return BandWholeSegment(
         scope=segment.scope,
         step=segment.step,
         sides=segment.sides,
@@ -145,7 +145,7 @@ def _counting(segment: Any, counts: CountsOnce) -> BandWhole:
     )
 
 
-def _check_reductions(problem: Problem) -> None:
+def _check_reductions(problem: PlanningProblem) -> None:
     """Refuse reductions over the image that bands cannot merge.
 
     Raises:

@@ -5,7 +5,7 @@ counts the same code counts what the staging buffers hold and what crosses the l
 
 Everything is point to point, and is posted first and waited for later, now or behind a few strips:
 
-* *rows* go straight from one buffer into the other where they are one piece of memory, and through a staging buffer elsewhere (`Parcel`).
+* *rows* go straight from one buffer into the other where they are one piece of memory, and through a staging buffer elsewhere (`RowExchange`).
   Where whole images are gathered, this is in rounds, so that what is staged is one peer's share at a time: in round ``k`` member ``i`` of a
   group sends to ``i + k`` and receives from ``i - k``;
 * *sums* are taken in windows (``sums``), in one order;
@@ -24,11 +24,11 @@ import torch
 from sft.analysis.axes import ROWS, Axes
 from sft.analysis.interval import Interval
 from sft.bands.mesh import MeshShape
-from sft.bands.traffic import Link, Message, Over, Topic, Traffic
-from sft.bands.underway import Agenda
-from sft.walk.machine import Handle, Machine
+from sft.bands.traffic import Transport, Message, RankGroup, Topic, RankTraffic
+from sft.bands.underway import CommQueue
+from sft.walk.machine import Buffer, Machine
 
-__all__ = ["BandMachine", "Comm", "Parcel", "Posted", "Rows"]
+__all__ = ["BandMachine", "Communicator", "RowExchange", "PendingMessages", "RowBuffer"]
 
 #: Small tensors that merging two running reductions holds at once, at most.
 _NUM_MERGED = 8
@@ -38,34 +38,34 @@ class BandMachine(Machine, Protocol):
     """A machine of a rank in a mesh, for one step or one pass."""
 
     @property
-    def comm(self) -> Comm: ...
+    def comm(self) -> Communicator: ...
 
     @property
-    def agenda(self) -> Agenda:
+    def agenda(self) -> CommQueue:
         """What is to be done between strips."""
 
     @property
-    def parcels(self) -> dict[tuple[str, bool], Parcel]:
+    def parcels(self) -> dict[tuple[str, bool], RowExchange]:
         """Rows that are under way: by value, and by whether they are those that are made first."""
 
-    def copy(self, target: Handle, source: Handle) -> None:
+    def copy(self, target: Buffer, source: Buffer) -> None:
         """Fill a buffer with another."""
 
-    def scale(self, handle: Handle, factor: Handle) -> None:
+    def scale(self, handle: Buffer, factor: Buffer) -> None:
         """Multiply in place, with a number or with a buffer that broadcasts."""
 
-    def flat(self, handle: Handle, start: int, length: int) -> Handle:
+    def flat(self, handle: Buffer, start: int, length: int) -> Buffer:
         """Elements of a dense buffer in the order of its memory, as a view."""
 
-    def merge(self, kind: str, parts: Sequence[Handle], largest: bool, scratch_bytes: int) -> None:
+    def merge(self, kind: str, parts: Sequence[Buffer], largest: bool, scratch_bytes: int) -> None:
         """Merge running reductions into the first."""
 
-    def synchronized_share(self, moments: Handle, num_elements: int) -> Handle:
+    def synchronized_share(self, moments: Buffer, num_elements: int) -> Buffer:
         """Which part of the elements behind moments over several images are those of one of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
+class RowBuffer:
     """A buffer of rows of an image.
 
     Attributes:
@@ -77,14 +77,14 @@ class Rows:
         is_dense: whether a few rows of the buffer are one piece of memory.
     """
 
-    handle: Handle
+    handle: Buffer
     first_row: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     axes: Axes
     is_dense: bool
 
-    def view(self, machine: Machine, rows: Interval) -> Handle:
+    def view(self, machine: Machine, rows: Interval) -> Buffer:
         """Some of the rows."""
         return machine.view(self.handle, None, rows.shift(-self.first_row), axes=self.axes)
 
@@ -98,7 +98,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Posted:
+class PendingMessages:
     """Messages that are under way.
 
     Attributes:
@@ -117,7 +117,7 @@ class Posted:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Comm:
+class Communicator:
     """One rank's part in all exchanges.
 
     Attributes:
@@ -127,57 +127,59 @@ class Comm:
         band: likewise.
     """
 
-    link: Link
+    link: Transport
     shape: MeshShape
     replica: int
     band: int
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> RankTraffic:
         """What has been sent and received."""
         return self.link.traffic
 
-    def place(self, over: Over) -> tuple[int, int]:
+    def place(self, over: RankGroup) -> tuple[int, int]:
         """How many members a group has, and which of them this rank is."""
         num_bands, num_replicas = self.shape.num_bands, self.shape.num_replicas
         if over == "band":
             return num_bands, self.band
         return (num_replicas, self.replica) if over == "replica" else (num_replicas * num_bands, self.replica * num_bands + self.band)
 
-    def rounds(self, over: Over) -> Iterator[tuple[int, int]]:
+    def rounds(self, over: RankGroup) -> Iterator[tuple[int, int]]:
         """Whom to send to and whom to receive from, round by round."""
         count, me = self.place(over)
         for distance in range(1, count):
             yield (me + distance) % count, (me - distance) % count
 
     def post(
-        self, machine: BandMachine, over: Over, topic: Topic, messages: Sequence[Message], sent_bytes: int, received_bytes: int
-    ) -> Posted:
+        self, machine: BandMachine, over: RankGroup, topic: Topic, messages: Sequence[Message], sent_bytes: int, received_bytes: int
+    ) -> PendingMessages:
         """Begin to send and to receive."""
         ticket = self.link.post(over, topic, messages)
-        return Posted(ticket=ticket, topic=topic, sent_bytes=sent_bytes, received_bytes=received_bytes, clock=machine.agenda.clock)
+        return PendingMessages(ticket=ticket, topic=topic, sent_bytes=sent_bytes, received_bytes=received_bytes, clock=machine.agenda.clock)
 
-    def wait(self, machine: BandMachine, posted: Posted) -> None:
+    def wait(self, machine: BandMachine, posted: PendingMessages) -> None:
         """Wait until that is done."""
         self.link.wait(posted.ticket)
         is_beside = machine.agenda.clock > posted.clock
         self.traffic.note(posted.topic, posted.sent_bytes, posted.received_bytes, is_beside=is_beside)
 
     def exchange(
-        self, machine: BandMachine, value: Rows, sends: Mapping[int, Interval], receives: Mapping[int, Interval], *, adds: bool
+        self, machine: BandMachine, value: RowBuffer, sends: Mapping[int, Interval], receives: Mapping[int, Interval], *, adds: bool
     ) -> None:
         """Send rows of a buffer to other bands and fill (or add to) rows of it with theirs, at once, round by round."""
         for target, source in self.rounds("band"):
             out = {target: sends[target]} if sends.get(target) else {}
             into = {source: receives[source]} if receives.get(source) else {}
             if out or into:
-                parcel = Parcel(value=value, sends=out, receives=into, adds=adds)
+                parcel = RowExchange(value=value, sends=out, receives=into, adds=adds)
                 parcel.make_room(machine)
                 parcel.post(machine, value.handle)
                 parcel.wait(machine)
                 del parcel
 
-    def merge(self, machine: BandMachine, running: Handle, shape: tuple[int, ...], kind: str, over: Over, *, largest: bool = True) -> None:
+    def merge(
+        self, machine: BandMachine, running: Buffer, shape: tuple[int, ...], kind: str, over: RankGroup, *, largest: bool = True
+    ) -> None:
         """Merge running reductions (fp64) over a group."""
         count, me = self.place(over)
         if count == 1:
@@ -199,7 +201,7 @@ class Comm:
 
 
 @dataclass(slots=True, kw_only=True)
-class Parcel:
+class RowExchange:
     """Rows of one value that this band sends to others and gets from others.
 
     First room is made for what has to be staged, then the messages are posted, then they are waited for; the room is there until the
@@ -212,13 +214,13 @@ class Parcel:
         adds: whether arriving rows are added to what is there.
     """
 
-    value: Rows
+    value: RowBuffer
     sends: Mapping[int, Interval]
     receives: Mapping[int, Interval]
     adds: bool
-    _outgoing: dict[int, Handle] = field(default_factory=dict)
-    _arriving: dict[int, Handle] = field(default_factory=dict)
-    _posted: Posted | None = None
+    _outgoing: dict[int, Buffer] = field(default_factory=dict)
+    _arriving: dict[int, Buffer] = field(default_factory=dict)
+    _posted: PendingMessages | None = None
 
     def make_room(self, machine: BandMachine) -> None:
         """Allocate what goes out from, or comes into, another place than the buffer."""
@@ -231,7 +233,7 @@ class Parcel:
                 shape = value.part_shape(rows)
                 self._arriving[source] = machine.allocate(shape, value.dtype, zero=False, contiguous=not value.is_dense)
 
-    def post(self, machine: BandMachine, handle: Handle) -> None:
+    def post(self, machine: BandMachine, handle: Buffer) -> None:
         """Begin to send rows of the buffer, and to receive."""
         value = self.value = replace(self.value, handle=handle)
         for target, staged in self._outgoing.items():
@@ -261,15 +263,15 @@ class Parcel:
     @property
     def sent(self) -> Interval:
         """The rows that are sent, and what is between them."""
-        return _hull(self.sends.values())
+        return _bounding_interval(self.sends.values())
 
     @property
     def received(self) -> Interval:
         """The rows that are received, likewise."""
-        return _hull(self.receives.values())
+        return _bounding_interval(self.receives.values())
 
 
-def _hull(parts: Iterable[Interval]) -> Interval:
+def _bounding_interval(parts: Iterable[Interval]) -> Interval:
     found = Interval(0, 0)
     for part in parts:
         found = found.hull(part)

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from sft.analysis.interval import Interval
-from sft.bands.comm import BandMachine, Parcel, Rows
-from sft.bands.layout import Held, Layout, Transfer
-from sft.bands.timetable import Timetable
-from sft.walk.machine import Handle
+from sft.bands.comm import BandMachine, RowExchange, RowBuffer
+from sft.bands.layout import RowOwnership, OwnershipMap, RowTransfer
+from sft.bands.timetable import StripTimeline
+from sft.walk.machine import Buffer
 
-__all__ = ["Crossing"]
+__all__ = ["HaloExchange"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Crossing:
+class HaloExchange:
     """What one band sends and receives of the values between segments.
 
     Attributes:
@@ -42,22 +42,22 @@ class Crossing:
     """
 
     band: int
-    layout: Layout
-    timetables: Sequence[Timetable | None]
+    layout: OwnershipMap
+    timetables: Sequence[StripTimeline | None]
     reads: Sequence[tuple[str, ...]]
     makes: Sequence[tuple[str, ...]]
     returned: Mapping[str, int]
-    rows: Callable[[str, Handle, bool], Rows]
+    rows: Callable[[str, Buffer, bool], RowBuffer]
 
     @contextmanager
-    def forward(self, machine: BandMachine, index: int, values: Mapping[str, Handle]) -> Iterator[None]:
+    def forward(self, machine: BandMachine, index: int, values: Mapping[str, Buffer]) -> Iterator[None]:
         """Run a segment forward inside: what it reads arrives, what others read of its results goes."""
         table, earlier = self.timetables[index], list(machine.parcels)
         for name in self.reads[index]:
-            self._take(machine, name, table, _read)
+            self._take(machine, name, table, _strips_before_read)
         lent = {name: held for name in self.makes[index] if (held := self.layout.held.get(name)) is not None and held.borrowed}
         ahead = self._parcels({name: held.borrowed for name, held in lent.items() if not held.is_gathered}, upwards=True)
-        due = max((_of(table).made(name, parcel.sent.stop) for name, parcel in ahead.items()), default=0)
+        due = max((_require_timeline(table).made(name, parcel.sent.stop) for name, parcel in ahead.items()), default=0)
         self._send_ahead(machine, ahead, due, values)
         yield
         machine.agenda.finish(1 if table is None else table.num_strips)
@@ -68,14 +68,14 @@ class Crossing:
         self._send(machine, self._parcels({n: held.borrowed for n, held in lent.items() if not held.is_gathered}, upwards=False), values)
 
     @contextmanager
-    def backward(self, machine: BandMachine, index: int, grads: Mapping[str, Handle], *, is_run: bool) -> Iterator[None]:
+    def backward(self, machine: BandMachine, index: int, grads: Mapping[str, Buffer], *, is_run: bool) -> Iterator[None]:
         """Run a segment back inside (if it has a backward pass): gradients of lent rows arrive, those of borrowed rows go."""
         table, earlier = self.timetables[index], list(machine.parcels)
         for name in self.makes[index]:
-            self._take(machine, name, table, _wanted)
+            self._take(machine, name, table, _strips_before_needed)
         complete = {name: self.layout.held[name].lent for name, last in self.returned.items() if last == index}
         ahead = self._parcels(complete, upwards=False, returns=True)
-        due = max((_of(table).settled(name, parcel.sent.start) for name, parcel in ahead.items() if parcel.sends), default=0)
+        due = max((_require_timeline(table).settled(name, parcel.sent.start) for name, parcel in ahead.items() if parcel.sends), default=0)
         self._send_ahead(machine, ahead, due, grads)
         yield
         machine.agenda.finish((1 if table is None else table.num_strips) if is_run else 0)
@@ -86,7 +86,7 @@ class Crossing:
         """Wait for all that is still under way."""
         self._end(machine, list(machine.parcels))
 
-    def _parcels(self, transfers: Mapping[str, Sequence[Transfer]], *, upwards: bool, returns: bool = False) -> dict[str, Parcel]:
+    def _parcels(self, transfers: Mapping[str, Sequence[RowTransfer]], *, upwards: bool, returns: bool = False) -> dict[str, RowExchange]:
         """What goes one way, by value."""
         found = {}
         for name, crossing in transfers.items():
@@ -94,10 +94,10 @@ class Crossing:
             sends = {t.target: t.rows for t in crossing if t.source == self.band and (t.target < t.source) == upwards}
             receives = {t.source: t.rows for t in crossing if t.target == self.band and (t.target < t.source) == upwards}
             if sends or receives:
-                found[name] = Parcel(value=self.rows(name, None, returns), sends=sends, receives=receives, adds=returns)
+                found[name] = RowExchange(value=self.rows(name, None, returns), sends=sends, receives=receives, adds=returns)
         return found
 
-    def _send_ahead(self, machine: BandMachine, parcels: Mapping[str, Parcel], due: int, handles: Mapping[str, Handle]) -> None:
+    def _send_ahead(self, machine: BandMachine, parcels: Mapping[str, RowExchange], due: int, handles: Mapping[str, Buffer]) -> None:
         """Post what is made first, between strips of the segment that runs next."""
         if not parcels:
             return
@@ -111,14 +111,16 @@ class Crossing:
 
         machine.agenda.put(due, post)
 
-    def _send(self, machine: BandMachine, parcels: Mapping[str, Parcel], handles: Mapping[str, Handle]) -> None:
+    def _send(self, machine: BandMachine, parcels: Mapping[str, RowExchange], handles: Mapping[str, Buffer]) -> None:
         """Post what is made last."""
         for name, parcel in parcels.items():
             parcel.make_room(machine)
             parcel.post(machine, handles[name])
             machine.parcels[name, False] = parcel
 
-    def _take(self, machine: BandMachine, name: str, table: Timetable | None, due: Callable[[Timetable, str, Interval], int]) -> None:
+    def _take(
+        self, machine: BandMachine, name: str, table: StripTimeline | None, due: Callable[[StripTimeline, str, Interval], int]
+    ) -> None:
         """Wait for rows that were made last now, and for those that were made first before the strip that needs them.
 
         What has only been sent nobody here waits for, and is left to the end of the segment.
@@ -141,21 +143,21 @@ class Crossing:
             if parcel is not None:
                 parcel.wait(machine)
 
-    def _gather(self, machine: BandMachine, name: str, handle: Handle, held: Held) -> None:
+    def _gather(self, machine: BandMachine, name: str, handle: Buffer, held: RowOwnership) -> None:
         """Give everybody the own rows of an image, and take theirs."""
         sends = {t.target: t.rows for t in held.borrowed if t.source == self.band}
         receives = {t.source: t.rows for t in held.borrowed if t.target == self.band}
         machine.comm.exchange(machine, self.rows(name, handle, False), sends, receives, adds=False)
 
 
-def _read(table: Timetable, name: str, rows: Interval) -> int:
+def _strips_before_read(table: StripTimeline, name: str, rows: Interval) -> int:
     return table.read(name, rows.start)
 
 
-def _wanted(table: Timetable, name: str, rows: Interval) -> int:
+def _strips_before_needed(table: StripTimeline, name: str, rows: Interval) -> int:
     return table.wanted(name, rows.stop)
 
 
-def _of(table: Timetable | None) -> Timetable:
+def _require_timeline(table: StripTimeline | None) -> StripTimeline:
     assert table is not None, "rows cross beside strips, and the segment has none"
     return table

@@ -14,33 +14,37 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from sft.analysis.axes import ROWS
-from sft.analysis.bands import Shares, band_of
+from sft.analysis.bands import BandPartition, row_band_of
 from sft.analysis.segment import cut_positions
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import plain_programs
 
-__all__ = ["Cuts", "divisions"]
+__all__ = ["RunCuts", "run_divisions"]
 
 #: For each phase that is divided, where: numbers of operators of its run before each cut.
-Cuts = dict[int, tuple[int, ...]]
+RunCuts = dict[int, tuple[int, ...]]
 
 #: A segment more has to save this share of the step's FLOPs.
 _SEGMENT_SHARE = 2e-4
 #: Positions of one run that are looked at.
-_MOST_POSITIONS = 32
+_MAX_POSITIONS = 32
 #: Prices of a byte, in shares of the step's FLOPs for all bytes that could be held.
-_PRICES = (0.0, 0.1, 1.0)
+_BYTE_PRICES = (0.0, 0.1, 1.0)
 
 
-def divisions(problem: Problem, shares: Shares) -> Iterator[Cuts]:
+def run_divisions(problem: PlanningProblem, shares: BandPartition) -> Iterator[RunCuts]:
     """Divisions of all runs, from that which computes least twice to none; each once."""
-    runs = {number: _Run(problem, phase.streamed, shares) for number, phase in enumerate(problem.phases.phases) if len(phase.streamed) > 1}
+    runs = {
+        number: _RunPartitioner(problem, phase.streamed, shares)
+        for number, phase in enumerate(problem.phases.phases)
+        if len(phase.streamed) > 1
+    }
     total_flops = max(1, sum(program.flops for program in plain_programs(problem)))
     total_bytes = max(1, sum(sum(run.held_bytes) for run in runs.values()))
     seen = []
-    for price in (*_PRICES, None):
+    for price in (*_BYTE_PRICES, None):
         if price is None:
-            found: Cuts = {}
+            found: RunCuts = {}
         else:
             found = {number: run.divided(_SEGMENT_SHARE * total_flops, price * total_flops / total_bytes) for number, run in runs.items()}
             found = {number: cuts for number, cuts in found.items() if cuts}
@@ -49,18 +53,18 @@ def divisions(problem: Problem, shares: Shares) -> Iterator[Cuts]:
             yield found
 
 
-class _Run:
+class _RunPartitioner:
     """One run: at its positions the bytes held there, and between any two of them what the middle band computes beyond its share."""
 
-    def __init__(self, problem: Problem, names: Sequence[str], shares: Shares) -> None:
+    def __init__(self, problem: PlanningProblem, names: Sequence[str], shares: BandPartition) -> None:
         graph, phases = problem.graph, problem.phases
         self.problem, self.names, self.shares = problem, names, shares
         known = cut_positions(graph, names, phases.streamed)
         inner = [position for position in known if 0 < position < len(names)]
-        step = -(-len(inner) // _MOST_POSITIONS) or 1
+        step = -(-len(inner) // _MAX_POSITIONS) or 1
         self.positions = [0, *inner[::step], len(names)]
         self._extents = problem.extents(ROWS)
-        self._flops = _flops_of(problem)
+        self._flops = _operator_flops(problem)
         self.held_bytes = [0] * len(self.positions)
         for index, position in enumerate(self.positions[1:-1], start=1):
             crossing = set(graph.handed_on(names[:position])) & set(graph.sources(names[position:], phases.streamed))
@@ -89,7 +93,7 @@ class _Run:
     def _count(self, first: int, last: int) -> float:
         problem, shares, names = self.problem, self.shares, self.names[first:last]
         phases, middle = problem.phases, shares.num_bands // 2
-        part = band_of(problem.graph, names, phases.rows, phases.streamed, self._extents, shares, middle)
+        part = row_band_of(problem.graph, names, phases.rows, phases.streamed, self._extents, shares, middle)
         total = 0.0
         for name in names:
             if name in phases.streamed:
@@ -99,7 +103,7 @@ class _Run:
         return total * shares.num_bands
 
 
-def _flops_of(problem: Problem) -> dict[str, int]:
+def _operator_flops(problem: PlanningProblem) -> dict[str, int]:
     """FLOPs of each operator, forward and back, once more forward where strips are recomputed."""
 
     def count() -> dict[str, int]:

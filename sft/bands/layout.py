@@ -16,18 +16,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from sft.analysis.axes import ROWS
-from sft.analysis.bands import Shares, band_of
+from sft.analysis.bands import BandPartition, row_band_of
 from sft.analysis.interval import Interval
-from sft.analysis.steps import Band
-from sft.plan.build import borders
-from sft.plan.problem import Problem
+from sft.analysis.steps import RowBand
+from sft.plan.build import segment_borders
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 
-__all__ = ["Held", "Layout", "Transfer", "lay_out"]
+__all__ = ["RowOwnership", "OwnershipMap", "RowTransfer", "assign_ownership"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
+class RowTransfer:
     """Rows that go from one band to another.
 
     Attributes:
@@ -42,7 +42,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class RowOwnership:
     """One streamed value that crosses a segment's border; tuples have an entry for each band.
 
     Attributes:
@@ -57,15 +57,15 @@ class Held:
 
     own: tuple[Interval, ...]
     rows: tuple[Interval, ...]
-    borrowed: tuple[Transfer, ...] = ()
-    lent: tuple[Transfer, ...] = ()
+    borrowed: tuple[RowTransfer, ...] = ()
+    lent: tuple[RowTransfer, ...] = ()
     is_summed: bool = False
     is_whole: bool = False
     is_gathered: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class OwnershipMap:
     """Who holds what.
 
     Attributes:
@@ -76,19 +76,21 @@ class Layout:
         kept_in_bands: outputs of which each rank returns its own rows.
     """
 
-    shares: Shares
-    bands: tuple[tuple[Band, ...] | None, ...]
-    held: Mapping[str, Held]
+    shares: BandPartition
+    bands: tuple[tuple[RowBand, ...] | None, ...]
+    held: Mapping[str, RowOwnership]
     summed: frozenset[str]
     kept_in_bands: frozenset[str]
 
 
-def lay_out(problem: Problem, choices: Sequence[SegmentChoice], shares: Shares, *, outputs_in_bands: bool = False) -> Layout:
+def assign_ownership(
+    problem: PlanningProblem, choices: Sequence[SegmentChoice], shares: BandPartition, *, outputs_in_bands: bool = False
+) -> OwnershipMap:
     """The layout for these decisions."""
     graph, phases, bands = problem.graph, problem.phases, range(shares.num_bands)
-    extents, ends = problem.extents(ROWS), borders(graph, choices)
+    extents, ends = problem.extents(ROWS), segment_borders(graph, choices)
     parts = tuple(
-        tuple(band_of(graph, choice.nodes, phases.rows, phases.streamed, extents, shares, band) for band in bands)
+        tuple(row_band_of(graph, choice.nodes, phases.rows, phases.streamed, extents, shares, band) for band in bands)
         if choice.mode == "tiled"
         else None
         for choice in choices
@@ -122,7 +124,7 @@ def lay_out(problem: Problem, choices: Sequence[SegmentChoice], shares: Shares, 
     crossing = [name for name in dict.fromkeys((*graph.inputs, *readers, *maker)) if name in phases.streamed]
     outputs = {name for name in graph.outputs if name in maker and parts[maker[name]] is not None}
     kept = frozenset(name for name in outputs if outputs_in_bands and name in phases.streamed)
-    held: dict[str, Held] = {}
+    held: dict[str, RowOwnership] = {}
     for name in crossing:
         everything = Interval(0, extents[name])
         own = tuple(shares.rows(band, extents[name]) for band in bands)
@@ -134,12 +136,12 @@ def lay_out(problem: Problem, choices: Sequence[SegmentChoice], shares: Shares, 
         elif is_whole:
             rows = (everything,) * len(own)
         else:
-            rows = tuple(_normal(mine.hull(wanted)) for mine, wanted in zip(own, wants, strict=True))
-        held[name] = Held(
+            rows = tuple(_normalize_empty(mine.hull(wanted)) for mine, wanted in zip(own, wants, strict=True))
+        held[name] = RowOwnership(
             own=own,
             rows=rows,
             borrowed=() if is_whole else _transfers(own, wants),
-            lent=_back(own, needed(name, lambda index: has_gradients[index])) if differentiated(name) else (),
+            lent=_return_transfers(own, needed(name, lambda index: has_gradients[index])) if differentiated(name) else (),
             is_summed=differentiated(name),
             is_whole=is_whole,
             is_gathered=is_gathered,
@@ -147,20 +149,20 @@ def lay_out(problem: Problem, choices: Sequence[SegmentChoice], shares: Shares, 
     leaves = {node.name for node in graph.nodes if node.kind != "operator" and node.name in problem.requires_grad}
     sides = (name for reads, _ in ends for name in reads if name not in phases.streamed)
     summed = frozenset(name for name in sides if name in leaves or differentiated(name))
-    return Layout(shares=shares, bands=parts, held=held, summed=summed, kept_in_bands=kept)
+    return OwnershipMap(shares=shares, bands=parts, held=held, summed=summed, kept_in_bands=kept)
 
 
-def _normal(rows: Interval) -> Interval:
+def _normalize_empty(rows: Interval) -> Interval:
     return rows or Interval(0, 0)
 
 
-def _transfers(own: Sequence[Interval], wants: Sequence[Interval]) -> tuple[Transfer, ...]:
+def _transfers(own: Sequence[Interval], wants: Sequence[Interval]) -> tuple[RowTransfer, ...]:
     """From every owner to every other band that wants rows of its."""
     pairs = ((source, target) for source in range(len(own)) for target in range(len(own)) if source != target)
-    found = (Transfer(source=source, target=target, rows=own[source].intersect(wants[target])) for source, target in pairs)
+    found = (RowTransfer(source=source, target=target, rows=own[source].intersect(wants[target])) for source, target in pairs)
     return tuple(transfer for transfer in found if transfer.rows)
 
 
-def _back(own: Sequence[Interval], wants: Sequence[Interval]) -> tuple[Transfer, ...]:
+def _return_transfers(own: Sequence[Interval], wants: Sequence[Interval]) -> tuple[RowTransfer, ...]:
     """The same rows, to their owners."""
-    return tuple(Transfer(source=t.target, target=t.source, rows=t.rows) for t in _transfers(own, wants))
+    return tuple(RowTransfer(source=t.target, target=t.source, rows=t.rows) for t in _transfers(own, wants))

@@ -25,18 +25,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sft.bands.machines import dense
-from sft.bands.traffic import TOPICS, Message, Over, Topic, Traffic
+from sft.bands.machines import memory_order_view
+from sft.bands.traffic import TOPICS, Message, RankGroup, Topic, RankTraffic
 from sft.errors import RankError
 
-__all__ = ["ProcessLink"]
+__all__ = ["ProcessTransport"]
 
 #: How long a rank looks for a cause that another has not written down yet.
-_PATIENCE = timedelta(seconds=2)
+_CAUSE_WAIT = timedelta(seconds=2)
 _POLL_SECONDS = 0.02
 
 
-class _LinkBroken(Exception):
+class _TransportError(Exception):
     """A message could not be sent or received."""
 
     def __init__(self, rank: int, why: str) -> None:
@@ -44,7 +44,7 @@ class _LinkBroken(Exception):
         super().__init__(why)
 
 
-class ProcessLink:
+class ProcessTransport:
     """Messages to and from the other ranks of a mesh.
 
     Args:
@@ -55,16 +55,18 @@ class ProcessLink:
         name: of this link among those of the program; the same on all ranks.
     """
 
-    def __init__(self, ranks: tuple[int, ...], members: dict[Over, tuple[int, ...]], timeout: timedelta, device: torch.device, name: str):
+    def __init__(
+        self, ranks: tuple[int, ...], members: dict[RankGroup, tuple[int, ...]], timeout: timedelta, device: torch.device, name: str
+    ):
         self.ranks, self.members, self.timeout, self.device, self.name = ranks, members, timeout, device, name
-        self.traffic = Traffic()
+        self.traffic = RankTraffic()
         self._place = ranks.index(dist.get_rank())
         self._groups: dict[Topic, Any] | None = None
         self._generation = 0
         self._under_way: dict[int, list[tuple[Any, int]]] = {}
         self._num_tickets = 0
 
-    def post(self, over: Over, topic: Topic, messages: Sequence[Message]) -> int:
+    def post(self, over: RankGroup, topic: Topic, messages: Sequence[Message]) -> int:
         self._num_tickets += 1
         failure = self._posted(self._num_tickets, over, topic, messages)
         if failure is not None:
@@ -76,23 +78,23 @@ class ProcessLink:
         if failure is not None:
             raise failure
 
-    def _posted(self, ticket: int, over: Over, topic: Topic, messages: Sequence[Message]) -> _LinkBroken | None:
+    def _posted(self, ticket: int, over: RankGroup, topic: Topic, messages: Sequence[Message]) -> _TransportError | None:
         """Post; what went wrong is returned, so that no frame of a traceback keeps the connections open."""
         group, members = self._opened()[topic], self.members[over]
         place = self._place
         works: list[tuple[Any, int]] = []
         try:
-            with _together(group, self.device) as batch:
+            with _batched_p2p(group, self.device) as batch:
                 for message in messages:
                     place = members[message.member]
                     call = group.send if message.is_sent else group.recv
-                    works.append((call([dense(message.handle)], place, TOPICS.index(topic)), place))
+                    works.append((call([memory_order_view(message.handle)], place, TOPICS.index(topic)), place))
             self._under_way[ticket] = works if batch.work is None else [(batch.work, place)]
         except RuntimeError as error:
-            return _LinkBroken(self.ranks[place], str(error))
+            return _TransportError(self.ranks[place], str(error))
         return None
 
-    def _waited(self, ticket: int) -> _LinkBroken | None:
+    def _waited(self, ticket: int) -> _TransportError | None:
         """Wait; what went wrong is returned, likewise."""
         place = self._place
         works = self._under_way.pop(ticket)
@@ -101,10 +103,10 @@ class ProcessLink:
                 place = other
                 work.wait()
         except RuntimeError as error:
-            return _LinkBroken(self.ranks[place], str(error))
+            return _TransportError(self.ranks[place], str(error))
         return None
 
-    def broadcast(self, over: Over, tensor: torch.Tensor) -> None:
+    def broadcast(self, over: RankGroup, tensor: torch.Tensor) -> None:
         """Fill a tensor with the first member's; a control message, which no plan counts."""
         members = self.members[over]
         me = members.index(self._place)
@@ -112,7 +114,7 @@ class ProcessLink:
             if me in (0, other):
                 self.wait(self.post(over, "control", [Message(0 if me else other, tensor, is_sent=me == 0)]))
 
-    def gathered(self, over: Over, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def gathered(self, over: RankGroup, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Everybody's tensor, in order; a control message."""
         members = self.members[over]
         count, me = len(members), members.index(self._place)
@@ -132,7 +134,7 @@ class ProcessLink:
         """
         try:
             yield
-        except _LinkBroken as error:
+        except _TransportError as error:
             raise self._because_of(error) from error
         except RankError:
             raise
@@ -140,7 +142,7 @@ class ProcessLink:
             self._close(f"rank {self.ranks[self._place]} failed: {type(error).__name__}: {error}")
             raise
 
-    def _because_of(self, error: _LinkBroken) -> RankError:
+    def _because_of(self, error: _TransportError) -> RankError:
         """What this rank says, which is what it has been told, or else whom it could not reach."""
         told = self._cause()
         cause = told or f"rank {error.rank} does not answer (it died, hangs, or lost its connection; limit {self.timeout}): {error}"
@@ -160,7 +162,7 @@ class ProcessLink:
             while missing := [place for place in missing if not store.check([f"ready/{place}"])]:
                 is_late = time.monotonic() - started > self.timeout.total_seconds()
                 if store.check(["cause"]) or is_late:
-                    raise _LinkBroken(self.ranks[missing[0]], "it has not come")
+                    raise _TransportError(self.ranks[missing[0]], "it has not come")
                 time.sleep(_POLL_SECONDS)
             self._groups = _new_groups(store, self._place, len(self.ranks), self.timeout, self.device)
         return self._groups
@@ -172,7 +174,7 @@ class ProcessLink:
         """What a failing rank wrote down; empty where nobody did, or the store is gone."""
         try:
             store = self._store()
-            store.wait(["cause"], _PATIENCE)
+            store.wait(["cause"], _CAUSE_WAIT)
             return bytes(store.get("cause")).decode()
         except RuntimeError:  # DistError and its like
             return ""
@@ -189,16 +191,16 @@ class ProcessLink:
                 group.shutdown()
 
 
-class _Batch:
+class _MessageBatch:
     """What was posted together as one operation, where the backend does that."""
 
     work: Any = None
 
 
 @contextmanager
-def _together(group: Any, device: torch.device) -> Iterator[_Batch]:
+def _batched_p2p(group: Any, device: torch.device) -> Iterator[_MessageBatch]:
     """Post everything inside as one operation, with NCCL (whose groups, made directly, are told no device)."""
-    batch = _Batch()
+    batch = _MessageBatch()
     if device.type != "cuda":
         yield batch
         return

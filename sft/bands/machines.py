@@ -7,25 +7,25 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sft.bands.comm import Comm, Parcel
-from sft.bands.merge import merge
-from sft.bands.traffic import Message, Over, Topic, Traffic
-from sft.bands.underway import Agenda
+from sft.bands.comm import Communicator, RowExchange
+from sft.bands.merge import merge_statistics
+from sft.bands.traffic import Message, RankGroup, Topic, RankTraffic
+from sft.bands.underway import CommQueue
 from sft.errors import InternalError
 from sft.execute.machine import TorchMachine
-from sft.plan.laps import LapMachine
-from sft.walk.machine import Handle, Phantom
+from sft.plan.laps import TracingMachine
+from sft.walk.machine import Buffer, SimulatedBuffer
 
-__all__ = ["BandLapMachine", "BandTorchMachine", "CountingLink", "dense"]
+__all__ = ["BandTracingMachine", "BandTorchMachine", "CountingTransport", "memory_order_view"]
 
 
 @dataclass(slots=True)
-class CountingLink:
+class CountingTransport:
     """A link to nobody: what goes over it is only counted."""
 
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: RankTraffic = field(default_factory=RankTraffic)
 
-    def post(self, over: Over, topic: Topic, messages: Sequence[Message]) -> int:
+    def post(self, over: RankGroup, topic: Topic, messages: Sequence[Message]) -> int:
         return 0
 
     def wait(self, ticket: int) -> None:
@@ -33,7 +33,7 @@ class CountingLink:
 
 
 @dataclass(slots=True, kw_only=True)
-class BandLapMachine(LapMachine):
+class BandTracingMachine(TracingMachine):
     """A machine of byte counts that takes down laps.
 
     Attributes:
@@ -42,25 +42,25 @@ class BandLapMachine(LapMachine):
         parcels: rows that are under way.
     """
 
-    comm: Comm
-    agenda: Agenda = field(default_factory=Agenda)
-    parcels: dict[tuple[str, bool], Parcel] = field(default_factory=dict)
+    comm: Communicator
+    agenda: CommQueue = field(default_factory=CommQueue)
+    parcels: dict[tuple[str, bool], RowExchange] = field(default_factory=dict)
 
-    def copy(self, target: Handle, source: Handle) -> None:
+    def copy(self, target: Buffer, source: Buffer) -> None:
         pass
 
-    def scale(self, handle: Handle, factor: Handle) -> None:
+    def scale(self, handle: Buffer, factor: Buffer) -> None:
         pass
 
-    def flat(self, handle: Handle, start: int, length: int) -> Phantom:
-        assert isinstance(handle, Phantom)
+    def flat(self, handle: Buffer, start: int, length: int) -> SimulatedBuffer:
+        assert isinstance(handle, SimulatedBuffer)
         return handle.view()
 
-    def merge(self, kind: str, parts: Sequence[Handle], largest: bool, scratch_bytes: int) -> None:
+    def merge(self, kind: str, parts: Sequence[Buffer], largest: bool, scratch_bytes: int) -> None:
         self.meter.spike(scratch_bytes)
 
-    def synchronized_share(self, moments: Handle, num_elements: int) -> Phantom:
-        return Phantom(self.meter, moments.num_bytes if moments is not None else 0)
+    def synchronized_share(self, moments: Buffer, num_elements: int) -> SimulatedBuffer:
+        return SimulatedBuffer(self.meter, moments.num_bytes if moments is not None else 0)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,28 +73,28 @@ class BandTorchMachine(TorchMachine):
         parcels: rows that are under way.
     """
 
-    comm: Comm
-    agenda: Agenda = field(default_factory=Agenda)
-    parcels: dict[tuple[str, bool], Parcel] = field(default_factory=dict)
+    comm: Communicator
+    agenda: CommQueue = field(default_factory=CommQueue)
+    parcels: dict[tuple[str, bool], RowExchange] = field(default_factory=dict)
 
-    def copy(self, target: Handle, source: Handle) -> None:
+    def copy(self, target: Buffer, source: Buffer) -> None:
         target.copy_(source)
 
-    def scale(self, handle: Handle, factor: Handle) -> None:
+    def scale(self, handle: Buffer, factor: Buffer) -> None:
         handle.mul_(factor)
 
-    def flat(self, handle: Handle, start: int, length: int) -> torch.Tensor:
-        return dense(handle).view(-1).narrow(0, start, length)
+    def flat(self, handle: Buffer, start: int, length: int) -> torch.Tensor:
+        return memory_order_view(handle).view(-1).narrow(0, start, length)
 
-    def merge(self, kind: str, parts: Sequence[Handle], largest: bool, scratch_bytes: int) -> None:
-        merge(kind, parts, largest=largest)
+    def merge(self, kind: str, parts: Sequence[Buffer], largest: bool, scratch_bytes: int) -> None:
+        merge_statistics(kind, parts, largest=largest)
 
-    def synchronized_share(self, moments: Handle, num_elements: int) -> torch.Tensor:
+    def synchronized_share(self, moments: Buffer, num_elements: int) -> torch.Tensor:
         share: torch.Tensor = num_elements / moments[..., 2:]
         return share
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def memory_order_view(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor with its dimensions in the order of its memory, contiguous, as a view.
 
     Raises:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["MERGES", "merge"]
+__all__ = ["MERGES", "merge_statistics"]
 
 
 def _add(total: Tensor, part: Tensor) -> Tensor:
@@ -30,7 +30,7 @@ def _merge_moments(total: Tensor, part: Tensor) -> Tensor:
     return total
 
 
-def _merge_extremes(total: Tensor, part: Tensor, largest: bool) -> Tensor:
+def _merge_minmax(total: Tensor, part: Tensor, largest: bool) -> Tensor:
     value, count = total.unbind(-1)
     other, other_count = part.unbind(-1)
     best = torch.maximum(value, other) if largest else torch.minimum(value, other)
@@ -42,7 +42,7 @@ def _merge_extremes(total: Tensor, part: Tensor, largest: bool) -> Tensor:
     return total
 
 
-def _merge_peaks(total: Tensor, part: Tensor) -> Tensor:
+def _merge_argmax(total: Tensor, part: Tensor) -> Tensor:
     value, place = total.unbind(-1)
     other, other_place = part.unbind(-1)
     # The place of a band without rows is as infinite as its value, and comes behind all others.
@@ -53,7 +53,7 @@ def _merge_peaks(total: Tensor, part: Tensor) -> Tensor:
     return total
 
 
-def _merge_logarithms(total: Tensor, part: Tensor) -> Tensor:
+def _merge_logsumexp(total: Tensor, part: Tensor) -> Tensor:
     return torch.logaddexp(total, part, out=total)
 
 
@@ -61,13 +61,13 @@ def _merge_logarithms(total: Tensor, part: Tensor) -> Tensor:
 MERGES: dict[str, Callable[..., Tensor]] = {
     **dict.fromkeys(("sum", "mean", "grid", "contracted", "border_rows"), _add),
     "moments": _merge_moments,
-    "extremes": _merge_extremes,
-    "peak": _merge_peaks,
-    "logsumexp": _merge_logarithms,
+    "extremes": _merge_minmax,
+    "peak": _merge_argmax,
+    "logsumexp": _merge_logsumexp,
 }
 
 
-def merge(kind: str, parts: Sequence[Tensor], *, largest: bool = True) -> Tensor:
+def merge_statistics(kind: str, parts: Sequence[Tensor], *, largest: bool = True) -> Tensor:
     """The running reduction of all parts; the first one is written to.
 
     Args:

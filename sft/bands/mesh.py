@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from sft.errors import InputError
 
-__all__ = ["LiveMesh", "MeshShape", "refuse_on_mesh", "resolve_mesh"]
+__all__ = ["LiveMesh", "MeshShape", "refuse_sinks_on_mesh", "resolve_mesh"]
 
-_NAMES = ("replica", "band")
+_MESH_DIM_NAMES = ("replica", "band")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ def resolve_mesh(mesh: Any, timeout: timedelta) -> LiveMesh | MeshShape | None:
             "mesh_dim_names=('replica', 'band')), or a pair (replicas, bands) to plan only"
         )
     names = mesh.mesh_dim_names or ()
-    if not names or tuple(name for name in _NAMES if name in names) != tuple(names):
+    if not names or tuple(name for name in _MESH_DIM_NAMES if name in names) != tuple(names):
         raise InputError(
             f"mesh has dimensions {names or 'without names'}; name them 'replica' and 'band', in this order: "
             "init_device_mesh(device_type, (replicas, bands), mesh_dim_names=('replica', 'band'))"
@@ -106,7 +106,7 @@ def resolve_mesh(mesh: Any, timeout: timedelta) -> LiveMesh | MeshShape | None:
     )
 
 
-def refuse_on_mesh(input_grad: Any) -> None:
+def refuse_sinks_on_mesh(input_grad: Any) -> None:
     """Refuse sinks for an input's gradient: rows at the bands' borders are sums over ranks.
 
     Raises:

@@ -10,20 +10,20 @@ from typing import Any
 
 import torch
 
-from sft.bands.comm import Comm
-from sft.bands.link import ProcessLink
+from sft.bands.comm import Communicator
+from sft.bands.link import ProcessTransport
 from sft.bands.machines import BandTorchMachine
 from sft.bands.mesh import LiveMesh
-from sft.bands.traffic import Over, Traffic
+from sft.bands.traffic import RankGroup, RankTraffic
 from sft.errors import InputError
 
-__all__ = ["Party"]
+__all__ = ["RankContext"]
 
 #: Links made so far between the same ranks: all of them count alike, as they call the same models first in the same order.
 _num_links: Counter[tuple[int, ...]] = Counter()
 
 
-class Party:
+class RankContext:
     """One rank among others.
 
     Args:
@@ -35,18 +35,18 @@ class Party:
         self.mesh, self.device = mesh, device
         num_bands = mesh.shape.num_bands
         first = mesh.replica * num_bands
-        members: dict[Over, tuple[int, ...]] = {
+        members: dict[RankGroup, tuple[int, ...]] = {
             "band": tuple(range(first, first + num_bands)),
             "replica": tuple(range(mesh.band, mesh.shape.num_ranks, num_bands)),
             "mesh": tuple(range(mesh.shape.num_ranks)),
         }
         name = f"{'-'.join(map(str, mesh.ranks))}/{_num_links[mesh.ranks]}"
         _num_links[mesh.ranks] += 1
-        self.link = ProcessLink(mesh.ranks, members, mesh.timeout, device, name)
-        self.comm = Comm(link=self.link, shape=mesh.shape, replica=mesh.replica, band=mesh.band)
+        self.link = ProcessTransport(mesh.ranks, members, mesh.timeout, device, name)
+        self.comm = Communicator(link=self.link, shape=mesh.shape, replica=mesh.replica, band=mesh.band)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> RankTraffic:
         """What this rank has sent and received for its steps."""
         return self.link.traffic
 

@@ -12,40 +12,40 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from sft.analysis.axes import ROWS
-from sft.analysis.bands import Shares, even_bounds
+from sft.analysis.bands import BandPartition, even_band_bounds
 from sft.analysis.footprint import Footprint, run_footprint
-from sft.bands.balancing import balanced
-from sft.bands.build import Bands
-from sft.bands.comm import Comm
-from sft.bands.dividing import divisions
-from sft.bands.machines import BandLapMachine, CountingLink
+from sft.bands.balancing import balance_bands
+from sft.bands.build import BandRegionBuilder
+from sft.bands.comm import Communicator
+from sft.bands.dividing import run_divisions
+from sft.bands.machines import BandTracingMachine, CountingTransport
 from sft.bands.mesh import MeshShape
 from sft.bands.region import BandRegion
-from sft.bands.traffic import Traffic
+from sft.bands.traffic import RankTraffic
 from sft.errors import BudgetError, InputError
 from sft.options import Options
-from sft.plan.carried import Planned
+from sft.plan.carried import ProjectedPlan
 from sft.plan.mesh import MeshPlan, RankPlan
-from sft.plan.problem import Problem
-from sft.plan.project import Projection, project
+from sft.plan.problem import PlanningProblem
+from sft.plan.project import Projection, project_step
 from sft.plan.types import SegmentChoice
 from sft.units import format_bytes
 from sft.walk.checkpoints import Checkpoints
 
-__all__ = ["BandsPlanned", "banded_choices", "plan_bands", "project_bands"]
+__all__ = ["ProjectedMeshPlan", "band_choices", "plan_bands", "project_bands"]
 
 _ALL_KEPT = Checkpoints()
 #: Numbers of states to hold where all of them are too much.
 _SLOTS = (8, 4, 2)
 #: Strips of a band are no lower than so many rows of the image, unless they are asked for.
-_LEAST_ROWS = 4
+_MIN_ROWS = 4
 #: Panels narrower than this are all halo; more of them must need less than this share of what fewer need.
-_LEAST_PANEL_COLS = 64
+_MIN_PANEL_COLS = 64
 _WORTH_ANOTHER_PANEL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class BandsPlanned:
+class ProjectedMeshPlan:
     """Decisions for a mesh, and what they cost each band.
 
     Attributes:
@@ -54,13 +54,13 @@ class BandsPlanned:
         mesh: what the ranks hold, compute and send.
     """
 
-    bands: Bands
-    planned: Planned
+    bands: BandRegionBuilder
+    planned: ProjectedPlan
     mesh: MeshPlan
 
 
-def banded_choices(
-    problem: Problem,
+def band_choices(
+    problem: PlanningProblem,
     strip_rows: Callable[[Sequence[str]], int],
     *,
     policy: Checkpoints = _ALL_KEPT,
@@ -109,20 +109,20 @@ def banded_choices(
 
 
 @dataclass(frozen=True, slots=True)
-class _Projected:
+class _BandProjection:
     """What a step costs one band: bytes and FLOPs, and bytes on the links."""
 
     region: BandRegion
     projection: Projection
-    traffic: Traffic
+    traffic: RankTraffic
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _BandsCandidate:
     """Decisions for all bands, and what a step costs some of them, or each."""
 
-    bands: Bands
-    costs: Mapping[int, _Projected]
+    bands: BandRegionBuilder
+    costs: Mapping[int, _BandProjection]
 
     @property
     def peak_bytes(self) -> int:
@@ -133,7 +133,7 @@ class _Found:
         return max(cost.projection.flops for cost in self.costs.values())
 
     @property
-    def shares(self) -> Shares:
+    def shares(self) -> BandPartition:
         return self.bands.layout.shares
 
     @property
@@ -146,63 +146,63 @@ class _Found:
         return sum(_tiled_flops(self.bands, cost.projection) for cost in self.costs.values()) / self.shares.height
 
 
-def project_bands(bands: Bands, shape: MeshShape, which: Sequence[int] | None = None) -> dict[int, _Projected]:
+def project_bands(bands: BandRegionBuilder, shape: MeshShape, which: Sequence[int] | None = None) -> dict[int, _BandProjection]:
     """What a step costs some of the bands (all of them by default), and what they send; bands that are alike cost the same."""
-    found: dict[int, _Projected] = {}
-    alike: dict[object, _Projected] = {}
+    found: dict[int, _BandProjection] = {}
+    alike: dict[object, _BandProjection] = {}
     for band in range(shape.num_bands) if which is None else which:
         region = bands.region(band)
         key = bands.likeness(region)
         if key not in alike:
-            link = CountingLink()
-            machine = BandLapMachine(on_host=bands.problem.on_host, comm=Comm(link=link, shape=shape, replica=0, band=band))
-            alike[key] = _Projected(region, project(bands.problem, region, machine=machine), link.traffic)
+            link = CountingTransport()
+            machine = BandTracingMachine(on_host=bands.problem.on_host, comm=Communicator(link=link, shape=shape, replica=0, band=band))
+            alike[key] = _BandProjection(region, project_step(bands.problem, region, machine=machine), link.traffic)
         found[band] = replace(alike[key], region=region)
     return found
 
 
 def plan_bands(
-    problem: Problem,
+    problem: PlanningProblem,
     shape: MeshShape,
     budget_bytes: int,
     options: Options,
     *,
     outputs_in_bands: bool = False,
     synchronized: frozenset[str] = frozenset(),
-) -> BandsPlanned:
+) -> ProjectedMeshPlan:
     """Choose decisions for all bands of an image.
 
     Raises:
         BudgetError: nothing found fits every band.
         InputError: an option is not for meshes, or the image has fewer rows than bands.
     """
-    height = _height(problem)
+    height = _image_height(problem)
     _check(problem, shape, options, height)
     room_bytes = budget_bytes - problem.resident_bytes
-    multiple = _multiple(problem, height, shape.num_bands)
-    shares = Shares(even_bounds(height, shape.num_bands, multiple))
+    multiple = _bounds_multiple(problem, height, shape.num_bands)
+    shares = BandPartition(even_band_bounds(height, shape.num_bands, multiple))
     middle, smallest = shape.num_bands // 2, sys.maxsize
     some = sorted({0, middle, shape.num_bands - 1})
-    best: _Found | None = None
-    lowest: Bands | None = None
+    best: _BandsCandidate | None = None
+    lowest: BandRegionBuilder | None = None
 
-    def made(choices: tuple[SegmentChoice, ...], shares: Shares = shares) -> Bands:
-        return Bands(
+    def made(choices: tuple[SegmentChoice, ...], shares: BandPartition = shares) -> BandRegionBuilder:
+        return BandRegionBuilder(
             problem, choices, shares, outputs_in_bands=outputs_in_bands, num_replicas=shape.num_replicas, synchronized=synchronized
         )
 
-    for cuts in divisions(problem, shares) if options.tile is None else ({},):
-        if cuts and _held_bytes(made(banded_choices(problem, lambda names: 1, cuts=cuts)), middle) > room_bytes:
+    for cuts in run_divisions(problem, shares) if options.tile is None else ({},):
+        if cuts and _stored_cut_bytes(made(band_choices(problem, lambda names: 1, cuts=cuts)), middle) > room_bytes:
             continue
-        for num_panels in _numbers_of_panels(problem, options):
+        for num_panels in _panel_counts(problem, options):
             least = smallest
-            for candidates in _descents(problem, options, shares, cuts, room_bytes, num_panels):
+            for candidates in _shrinking_choices(problem, options, shares, cuts, room_bytes, num_panels):
                 before = sys.maxsize
                 for choices in candidates:
                     bands = made(choices)
-                    found = _Found(bands, project_bands(bands, shape, some))
+                    found = _BandsCandidate(bands, project_bands(bands, shape, some))
                     if found.peak_bytes <= room_bytes:
-                        found = _Found(bands, project_bands(bands, shape))  # others may need more: halos at uneven bounds
+                        found = _BandsCandidate(bands, project_bands(bands, shape))  # others may need more: halos at uneven bounds
                     peak_bytes = found.peak_bytes
                     if peak_bytes < smallest:
                         smallest, lowest = peak_bytes, bands
@@ -220,14 +220,14 @@ def plan_bands(
     if best is not None:
         choices = best.bands.choices
 
-        def rebuilt(shares: Shares) -> _Found:
+        def rebuilt(shares: BandPartition) -> _BandsCandidate:
             bands = made(choices, shares)
-            return _Found(bands, project_bands(bands, shape))
+            return _BandsCandidate(bands, project_bands(bands, shape))
 
-        best = balanced(best, rebuilt, multiple, room_bytes)
-        return _planned(best.bands, shape, [best.costs[band] for band in range(shape.num_bands)])
+        best = balance_bands(best, rebuilt, multiple, room_bytes)
+        return _projected_mesh_plan(best.bands, shape, [best.costs[band] for band in range(shape.num_bands)])
     if lowest is not None:
-        smallest = _Found(lowest, project_bands(lowest, shape)).peak_bytes
+        smallest = _BandsCandidate(lowest, project_bands(lowest, shape)).peak_bytes
     needed = problem.resident_bytes + smallest
     raise BudgetError(
         f"the budget is {format_bytes(budget_bytes)} a rank, but a step on {shape.num_bands} bands needs {format_bytes(needed)} at least "
@@ -237,12 +237,12 @@ def plan_bands(
     )
 
 
-def _height(problem: Problem) -> int:
+def _image_height(problem: PlanningProblem) -> int:
     """Rows of the tallest input."""
     return max((problem.extent(name, ROWS) for name in problem.graph.inputs if name in problem.phases.streamed), default=1)
 
 
-def _multiple(problem: Problem, height: int, num_bands: int) -> int:
+def _bounds_multiple(problem: PlanningProblem, height: int, num_bands: int) -> int:
     """Rows of the image after which every value's pattern repeats: bounds on them make the smallest halos. 1 where that is too much."""
     strides = [
         problem.stride(phase.streamed) * max(1, height // problem.run_height(phase.streamed))
@@ -253,7 +253,7 @@ def _multiple(problem: Problem, height: int, num_bands: int) -> int:
     return found if 4 * found * num_bands <= height else 1
 
 
-def _check(problem: Problem, shape: MeshShape, options: Options, height: int) -> None:
+def _check(problem: PlanningProblem, shape: MeshShape, options: Options, height: int) -> None:
     problems = []
     if options.halo == "recompute" or options.strategy == "sft":
         problems.append("halo 'recompute' and strategy 'sft' are for one device; leave them out with mesh")
@@ -276,8 +276,8 @@ def _check(problem: Problem, shape: MeshShape, options: Options, height: int) ->
         raise InputError("; ".join(problems))
 
 
-def _descents(
-    problem: Problem, options: Options, shares: Shares, cuts: Mapping[int, Sequence[int]], room_bytes: int, num_panels: int
+def _shrinking_choices(
+    problem: PlanningProblem, options: Options, shares: BandPartition, cuts: Mapping[int, Sequence[int]], room_bytes: int, num_panels: int
 ) -> Iterator[Iterator[tuple[SegmentChoice, ...]]]:
     """Decisions with strips that get lower and lower: first with all states kept, then with few."""
     height = shares.height
@@ -285,7 +285,7 @@ def _descents(
     batch_tile = problem.batch_tile(options.batch_tile or problem.num_batch)
 
     def choose(rows: int, policy: Checkpoints) -> tuple[SegmentChoice, ...]:
-        return banded_choices(
+        return band_choices(
             problem,
             lambda names: max(1, round(rows * problem.run_height(names) / height)),
             policy=policy,
@@ -299,11 +299,11 @@ def _descents(
         rows = tallest
         while True:
             found = choose(rows, policy)
-            if rows <= _LEAST_ROWS or _strip_bytes(problem, found, num_panels) <= room_bytes:
+            if rows <= _MIN_ROWS or _strip_bytes(problem, found, num_panels) <= room_bytes:
                 yield found
-            if rows <= _LEAST_ROWS:
+            if rows <= _MIN_ROWS:
                 return
-            rows = max(_LEAST_ROWS, rows // 2)
+            rows = max(_MIN_ROWS, rows // 2)
 
     policies = [_ALL_KEPT]
     if options.state_every is not None:
@@ -319,7 +319,7 @@ def _descents(
         yield descent(policy)
 
 
-def _numbers_of_panels(problem: Problem, options: Options) -> Iterator[int]:
+def _panel_counts(problem: PlanningProblem, options: Options) -> Iterator[int]:
     """1, 2, 4, ..., or what was asked for."""
     width = max((problem.run_width(phase.streamed) for phase in problem.phases.phases if phase.streamed), default=1)
     if options.tile is not None:
@@ -327,12 +327,12 @@ def _numbers_of_panels(problem: Problem, options: Options) -> Iterator[int]:
         yield 1 if cols is None else max(1, -(-width // cols))
         return
     num_panels = 1
-    while num_panels == 1 or width // num_panels >= _LEAST_PANEL_COLS:
+    while num_panels == 1 or width // num_panels >= _MIN_PANEL_COLS:
         yield num_panels
         num_panels *= 2
 
 
-def _held_bytes(bands: Bands, band: int) -> int:
+def _stored_cut_bytes(bands: BandRegionBuilder, band: int) -> int:
     """Bytes of a band's rows of all cuts, which a training step holds between its passes; of inference nothing is known."""
     problem, held = bands.problem, bands.layout.held
     if not problem.training:
@@ -344,7 +344,7 @@ def _held_bytes(bands: Bands, band: int) -> int:
     return total
 
 
-def _strip_bytes(problem: Problem, choices: Sequence[SegmentChoice], num_panels: int) -> float:
+def _strip_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice], num_panels: int) -> float:
     """What the largest strip needs, by the formula."""
     most = 0.0
     for choice in choices:
@@ -354,7 +354,7 @@ def _strip_bytes(problem: Problem, choices: Sequence[SegmentChoice], num_panels:
     return most
 
 
-def _footprint(problem: Problem, names: tuple[str, ...], batch: int) -> Footprint:
+def _footprint(problem: PlanningProblem, names: tuple[str, ...], batch: int) -> Footprint:
     graph, phases = problem.graph, problem.phases
     return problem.remembered(
         ("footprint", names, batch),
@@ -362,9 +362,9 @@ def _footprint(problem: Problem, names: tuple[str, ...], batch: int) -> Footprin
     )
 
 
-def _planned(bands: Bands, shape: MeshShape, found: Sequence[_Projected]) -> BandsPlanned:
+def _projected_mesh_plan(bands: BandRegionBuilder, shape: MeshShape, found: Sequence[_BandProjection]) -> ProjectedMeshPlan:
     """The plan and what it says about every band."""
-    undivided = _tiled_flops(bands, project_bands(_alone(bands), MeshShape(num_replicas=shape.num_replicas), [0])[0].projection)
+    undivided = _tiled_flops(bands, project_bands(_undivided(bands), MeshShape(num_replicas=shape.num_replicas), [0])[0].projection)
     tiled = [_tiled_flops(bands, cost.projection) for cost in found]
     worst = max(range(len(found)), key=lambda band: found[band].projection.peak_bytes)
     ranks = []
@@ -386,9 +386,9 @@ def _planned(bands: Bands, shape: MeshShape, found: Sequence[_Projected]) -> Ban
                 received_beside_bytes=sum(traffic.received_beside_bytes.values()),
             )
         )
-    return BandsPlanned(
+    return ProjectedMeshPlan(
         bands=bands,
-        planned=Planned(bands.choices, found[worst].region, found[worst].projection),
+        planned=ProjectedPlan(bands.choices, found[worst].region, found[worst].projection),
         mesh=MeshPlan(
             num_replicas=shape.num_replicas,
             ranks=tuple(ranks),
@@ -398,11 +398,11 @@ def _planned(bands: Bands, shape: MeshShape, found: Sequence[_Projected]) -> Ban
     )
 
 
-def _alone(bands: Bands) -> Bands:
+def _undivided(bands: BandRegionBuilder) -> BandRegionBuilder:
     """The same decisions for one band that is the whole image."""
-    return Bands(bands.problem, bands.choices, Shares((0, bands.layout.shares.height)), num_replicas=bands.num_replicas)
+    return BandRegionBuilder(bands.problem, bands.choices, BandPartition((0, bands.layout.shares.height)), num_replicas=bands.num_replicas)
 
 
-def _tiled_flops(bands: Bands, projection: Projection) -> int:
+def _tiled_flops(bands: BandRegionBuilder, projection: Projection) -> int:
     """FLOPs of segments in strips."""
     return sum(lap.flops for lap in projection.laps if lap.move.kind != "loss" and bands.choices[lap.move.segment].mode == "tiled")

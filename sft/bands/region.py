@@ -20,20 +20,20 @@ from math import prod
 from typing import Any, cast
 
 from sft.analysis.axes import ROWS
-from sft.bands.comm import BandMachine, Rows
-from sft.bands.crossing import Crossing
-from sft.bands.layout import Layout
-from sft.bands.segments import CountsOnce
-from sft.bands.sums import Whole, put_sums, sum_now
-from sft.bands.timetable import Timetable
-from sft.bands.traffic import Over, Topic
-from sft.walk.machine import Handle, Machine
-from sft.walk.order import Move
+from sft.bands.comm import BandMachine, RowBuffer
+from sft.bands.crossing import HaloExchange
+from sft.bands.layout import OwnershipMap
+from sft.bands.segments import OwnedGradMask
+from sft.bands.sums import DenseBuffer, queue_all_reduce, all_reduce_buffers
+from sft.bands.timetable import StripTimeline
+from sft.bands.traffic import RankGroup, Topic
+from sft.walk.machine import Buffer, Machine
+from sft.walk.order import ScheduleOp
 from sft.walk.region import Region, Tape
-from sft.walk.values import Gradients, Values
+from sft.walk.values import Gradients, ValueBindings
 from sft.walk.whole import WholeSegment
 
-__all__ = ["BandRegion", "with_rows"]
+__all__ = ["BandRegion", "band_shapes"]
 
 
 @dataclass(kw_only=True)
@@ -52,12 +52,12 @@ class BandRegion(Region):
     """
 
     band: int
-    layout: Layout
-    counts: CountsOnce
+    layout: OwnershipMap
+    counts: OwnedGradMask
     whole_shapes: Mapping[str, tuple[int, ...]]
     synchronized: frozenset[str] = frozenset()
     num_replicas: int = 1
-    timetables: tuple[Timetable | None, ...] = ()
+    timetables: tuple[StripTimeline | None, ...] = ()
     together: Any = field(default=nullcontext, repr=False)
 
     def output_shape(self, name: str) -> tuple[int, ...]:
@@ -68,8 +68,8 @@ class BandRegion(Region):
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def forward(
-        self, machine: Machine, given: Mapping[str, Handle], *, keep: bool, hosts: Mapping[str, Handle] | None = None
-    ) -> tuple[dict[str, Handle], Tape]:
+        self, machine: Machine, given: Mapping[str, Buffer], *, keep: bool, hosts: Mapping[str, Buffer] | None = None
+    ) -> tuple[dict[str, Buffer], Tape]:
         outputs, tape = super().forward(machine, given, keep=keep, hosts=hosts)
         own = cast(BandMachine, machine)
         self._crossing.end(own)
@@ -82,14 +82,14 @@ class BandRegion(Region):
                 outputs[name] = part
         return outputs, tape
 
-    def _run_forward(self, machine: Machine, values: Values, kept: dict[int, Any] | None, move: Move) -> None:
+    def _run_forward(self, machine: Machine, values: ValueBindings, kept: dict[int, Any] | None, move: ScheduleOp) -> None:
         with self._crossing.forward(cast(BandMachine, machine), move.segment, values.by_name):
             super()._run_forward(machine, values, kept, move)
 
     @cached_property
-    def _crossing(self) -> Crossing:
+    def _crossing(self) -> HaloExchange:
         """What goes between this band and others."""
-        return Crossing(
+        return HaloExchange(
             band=self.band,
             layout=self.layout,
             timetables=self.timetables,
@@ -113,20 +113,20 @@ class BandRegion(Region):
         )
         return next(readers, None)
 
-    def _grad_rows(self, name: str, handle: Handle) -> Rows:
+    def _grad_rows(self, name: str, handle: Buffer) -> RowBuffer:
         """This band's buffer of a value's gradient; what differentiates on whole tensors makes it in a layout of its own."""
         readers = (segment for segment, reads in zip(self.segments, self.lifetimes.reads_from_outside, strict=True) if name in reads)
         rows = self._rows(name, handle)
         is_dense = rows.is_dense and not any(isinstance(reader, WholeSegment) for reader in readers)
         return replace(rows, dtype=self.grad_dtypes[name], is_dense=is_dense)
 
-    def _rows(self, name: str, handle: Handle) -> Rows:
+    def _rows(self, name: str, handle: Buffer) -> RowBuffer:
         """This band's buffer of a value."""
         axes, shape = self.graph.axes, self.whole_shapes[name]
         is_contiguous = name in self.contiguous or len(shape) not in (4, 5)
         lead = prod(shape[: len(shape) - axes.count]) if is_contiguous else shape[0]
         held = self.layout.held[name]
-        return Rows(
+        return RowBuffer(
             handle=handle,
             first_row=held.rows[self.band].start,
             shape=shape,
@@ -141,18 +141,18 @@ class BandRegion(Region):
         self,
         machine: Machine,
         tape: Tape,
-        output_grads: Mapping[str, Handle],
+        output_grads: Mapping[str, Buffer],
         *,
-        sinks: Mapping[str, Handle] | None = None,
+        sinks: Mapping[str, Buffer] | None = None,
         consume: bool = True,
-    ) -> dict[str, Handle]:
+    ) -> dict[str, Buffer]:
         context: AbstractContextManager[Any] = self.together()
         with context:
             arriving = {name: self._arriving(machine, name, grad) for name, grad in output_grads.items()}
             del output_grads
             return super().backward(machine, tape, arriving, sinks=sinks, consume=consume)
 
-    def _arriving(self, machine: Machine, name: str, grad: Handle) -> Handle:
+    def _arriving(self, machine: Machine, name: str, grad: Buffer) -> Buffer:
         """The gradient of an output, laid out as this band holds the output."""
         held = self.layout.held.get(name)
         if name not in self.layout.kept_in_bands or held is None or held.rows[self.band] == held.own[self.band]:
@@ -161,7 +161,7 @@ class BandRegion(Region):
         machine.add(self._rows(name, wide).view(machine, held.own[self.band]), grad)
         return wide
 
-    def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients, borrowed: set[str]) -> None:
+    def _make_accumulators(self, machine: Machine, index: int, values: ValueBindings, grads: Gradients, borrowed: set[str]) -> None:
         arriving = [n for n in self.reads[index] if n in borrowed and n not in self.makes[index] and n in self.requires_grad]
         super()._make_accumulators(machine, index, values, grads, borrowed)
         for name in arriving:
@@ -171,7 +171,7 @@ class BandRegion(Region):
     def _run_back(
         self,
         machine: Machine,
-        values: Values,
+        values: ValueBindings,
         kept: dict[int, Any],
         grads: Gradients,
         index: int,
@@ -190,11 +190,11 @@ class BandRegion(Region):
             table = self.timetables[index]
             if is_run and table is not None:
                 complete = {name: grads.by_name[name] for name in self._summed_beside[index] if name in grads.by_name}
-                put_sums(own, self._wholes(complete), "band", "parameters", num_strips=table.num_strips)
+                queue_all_reduce(own, self._wholes(complete), "band", "parameters", num_strips=table.num_strips)
                 del complete
             super()._run_back(machine, values, kept, grads, index, borrowed, waiting, consume)
 
-    def _complete(self, machine: Machine, name: str, handle: Handle) -> None:
+    def _complete(self, machine: Machine, name: str, handle: Buffer) -> None:
         """Make a gradient complete where it is needed: in the owner's rows, or everywhere."""
         held = self.layout.held.get(name)
         own = cast(BandMachine, machine)
@@ -212,7 +212,7 @@ class BandRegion(Region):
         elif name in self.layout.summed and name not in self.synchronized:
             self._sum(machine, {name: handle}, "band", "globals")
 
-    def _synchronize(self, machine: Machine, name: str, handle: Handle, moments: Handle) -> None:
+    def _synchronize(self, machine: Machine, name: str, handle: Buffer, moments: Buffer) -> None:
         """The gradient of moments over all replicas' images, as that of moments over this one's."""
         own = cast(BandMachine, machine)
         if name not in self.layout.summed and not self.counts.is_first:
@@ -222,13 +222,13 @@ class BandRegion(Region):
         num_elements = prod(self.whole_shapes[node.operands[0]]) // node.argument("groups")
         own.scale(handle, own.synchronized_share(moments, num_elements))
 
-    def _sum(self, machine: Machine, handles: Mapping[str, Handle], over: Over, topic: Topic, factor: float = 1.0) -> None:
-        sum_now(cast(BandMachine, machine), self._wholes(handles), over, topic, factor=factor)
+    def _sum(self, machine: Machine, handles: Mapping[str, Buffer], over: RankGroup, topic: Topic, factor: float = 1.0) -> None:
+        all_reduce_buffers(cast(BandMachine, machine), self._wholes(handles), over, topic, factor=factor)
 
-    def _wholes(self, handles: Mapping[str, Handle]) -> list[Whole]:
+    def _wholes(self, handles: Mapping[str, Buffer]) -> list[DenseBuffer]:
         """Gradients of whole values, to be summed."""
         return [
-            Whole(handle=handle, num_elements=prod(self.whole_shapes[name]), dtype=self.grad_dtypes[name])
+            DenseBuffer(handle=handle, num_elements=prod(self.whole_shapes[name]), dtype=self.grad_dtypes[name])
             for name, handle in handles.items()
         ]
 
@@ -261,7 +261,7 @@ class BandRegion(Region):
         self._sum(machine, weights, "replica", "parameters", 1 / self.num_replicas)
 
 
-def with_rows(region: Region, layout: Layout, band: int) -> dict[str, tuple[int, ...]]:
+def band_shapes(region: Region, layout: OwnershipMap, band: int) -> dict[str, tuple[int, ...]]:
     """Shape of every value as a band holds it."""
     axes = region.graph.axes
     shapes = dict(region.shapes)

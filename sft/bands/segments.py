@@ -9,22 +9,22 @@ from typing import Any, cast
 
 from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Schedule
-from sft.analysis.steps import Step
+from sft.analysis.schedule import StripSchedule
+from sft.analysis.steps import StripStep
 from sft.bands.comm import BandMachine
-from sft.bands.timetable import Timetable
-from sft.bands.traffic import Over
+from sft.bands.timetable import StripTimeline
+from sft.bands.traffic import RankGroup
 from sft.lower.program import Program
 from sft.lower.reducing import partial_shape
 from sft.lower.step import StripKind
-from sft.walk.layout import Walk
-from sft.walk.machine import Handle, Machine, Saved
-from sft.walk.rowstore import RowStore
+from sft.walk.layout import Sweep
+from sft.walk.machine import Buffer, Machine, Residuals
+from sft.walk.rowstore import CarryCache
 from sft.walk.segments import TiledSegment
-from sft.walk.values import Gradients, Values
+from sft.walk.values import Gradients, ValueBindings
 from sft.walk.whole import WholeSegment
 
-__all__ = ["BandSegment", "BandWhole", "CountsOnce"]
+__all__ = ["BandSegment", "BandWholeSegment", "OwnedGradMask"]
 
 
 @dataclass(kw_only=True)
@@ -41,9 +41,9 @@ class BandSegment(TiledSegment):
     synchronized: frozenset[str] = frozenset()
     shared: dict[tuple[Any, ...], Program] = field(default_factory=dict, repr=False)
 
-    def program(self, kind: StripKind, index: int, walk: Walk) -> Program:
+    def program(self, kind: StripKind, index: int, walk: Sweep) -> Program:
         schedule = self.schedule
-        assert isinstance(schedule, Schedule)
+        assert isinstance(schedule, StripSchedule)
         key = (kind, schedule.signature(index), self.panel_kinds[walk.panel], len(walk.chunk))
         if key not in self.shared:
             self.shared[key] = super().program(kind, index, walk)
@@ -51,24 +51,24 @@ class BandSegment(TiledSegment):
         return self.shared[key]
 
     @cached_property
-    def timetable(self) -> Timetable:
+    def timetable(self) -> StripTimeline:
         """When which rows are made and read."""
-        assert isinstance(self.schedule, Schedule)
-        return Timetable(schedule=self.schedule, num_walks=len(self.chunks) * len(self.panels))
+        assert isinstance(self.schedule, StripSchedule)
+        return StripTimeline(schedule=self.schedule, num_walks=len(self.chunks) * len(self.panels))
 
     @cached_property
-    def _strips_before(self) -> Mapping[Walk, int]:
+    def _strips_before(self) -> Mapping[Sweep, int]:
         """Strips of the walks before each walk, forward."""
         return {walk: number * self.schedule.num_steps for number, walk in enumerate(self.walks)}
 
     def _run_forward(
         self,
         machine: Machine,
-        values: Values,
-        store: RowStore,
+        values: ValueBindings,
+        store: CarryCache,
         index: int,
-        walk: Walk,
-        partial: Mapping[str, Handle] | None,
+        walk: Sweep,
+        partial: Mapping[str, Buffer] | None,
     ) -> None:
         if partial is not None:  # strips that are only restored are run when their gradients are made
             cast(BandMachine, machine).agenda.reach(self._strips_before[walk] + index)
@@ -77,42 +77,42 @@ class BandSegment(TiledSegment):
     def _run_joint(
         self,
         machine: Machine,
-        values: Values,
-        store: RowStore,
+        values: ValueBindings,
+        store: CarryCache,
         grads: Gradients,
         index: int,
-        walk: Walk,
-        carried: dict[str, Handle],
+        walk: Sweep,
+        carried: dict[str, Buffer],
         count: int,
-    ) -> dict[str, Handle]:
+    ) -> dict[str, Buffer]:
         cast(BandMachine, machine).agenda.reach(self.timetable.num_strips - self._strips_before[walk] - index - 1)
         return super()._run_joint(machine, values, store, grads, index, walk, carried, count)
 
-    def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:
+    def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:
         own = cast(BandMachine, machine)
         for name in self.reductions:
             if self.spans_batch(name) == (chunk is None):
-                scope = self.scope_of(Walk(self.chunks[0] if chunk is None else chunk, 0))
+                scope = self.scope_of(Sweep(self.chunks[0] if chunk is None else chunk, 0))
                 node = scope.graph[name]
-                over: Over = "mesh" if name in self.synchronized else "band"
+                over: RankGroup = "mesh" if name in self.synchronized else "band"
                 largest = bool(node.argument("largest", True))
                 own.comm.merge(own, partial[name], partial_shape(scope, name), scope.rows[name].name, over, largest=largest)
         super().close_reductions(machine, values, partial, chunk)
 
-    def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
-        if isinstance(tensors, Values) and name in tensors.readers:
+    def _rows_read(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
+        if isinstance(tensors, ValueBindings) and name in tensors.readers:
             return super()._rows_read(machine, tensors, name, step, walk)
         rows = self.scope_of(walk).rows_read(step)[name].shift(-self.first_rows[name])
         columns = self.panels[walk.panel][name].new
         return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
 
-    def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
+    def _own_part(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
         rows, columns = self.part(name, step, walk)
         return machine.view(tensors.by_name[name], walk.chunk, rows.shift(-self.first_rows[name]), columns, axes=self.scope.axes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountsOnce:
+class OwnedGradMask:
     """What a rank counts of a gradient that all ranks have.
 
     Attributes:
@@ -127,7 +127,7 @@ class CountsOnce:
     summed: frozenset[str]
     is_first: bool
 
-    def apply(self, machine: Machine, name: str, handle: Handle, axes: Axes) -> None:
+    def apply(self, machine: Machine, name: str, handle: Buffer, axes: Axes) -> None:
         """Set to zero what other ranks count."""
         if name in self.own:
             own, extent = self.own[name], self.extents[name]
@@ -139,16 +139,16 @@ class CountsOnce:
 
 
 @dataclass(kw_only=True)
-class BandWhole(WholeSegment):
+class BandWholeSegment(WholeSegment):
     """A segment on whole tensors, which every rank runs.
 
     Attributes:
         counts: what this rank counts of the gradients that all ranks make.
     """
 
-    counts: CountsOnce
+    counts: OwnedGradMask
 
-    def backward(self, machine: Machine, values: Values, saved: Saved | None, grads: Gradients, *, consume: bool = True) -> None:
+    def backward(self, machine: Machine, values: ValueBindings, saved: Residuals | None, grads: Gradients, *, consume: bool = True) -> None:
         own = Gradients({name: grads.by_name[name] for name in self.scope.outputs if name in grads.by_name}, grads.sinks)
         arrived = set(own.by_name)
         super().backward(machine, values, saved, own, consume=consume)

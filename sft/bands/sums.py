@@ -18,42 +18,42 @@ from itertools import accumulate
 
 import torch
 
-from sft.bands.comm import BandMachine, Posted
-from sft.bands.traffic import Message, Over, Topic
-from sft.walk.machine import Handle
+from sft.bands.comm import BandMachine, PendingMessages
+from sft.bands.traffic import Message, RankGroup, Topic
+from sft.walk.machine import Buffer
 
-__all__ = ["WINDOW_BYTES", "Whole", "put_sums", "sum_now"]
+__all__ = ["WINDOW_BYTES", "DenseBuffer", "queue_all_reduce", "all_reduce_buffers"]
 
 #: Sums are taken in windows of so many bytes.
 WINDOW_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class DenseBuffer:
     """A dense buffer to be summed: its size and type."""
 
-    handle: Handle
+    handle: Buffer
     num_elements: int
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
-class _Room:
+class _StagingBuffers:
     """Staging for the windows of one element type: what a rank sends, and what arrives."""
 
-    window: Handle
-    arrived: Handle
+    window: Buffer
+    arrived: Buffer
 
 
 @dataclass(slots=True)
-class _Window:
+class _ReduceWindow:
     """Elements of some buffers: pieces are (buffer, first element, number of elements)."""
 
-    pieces: Sequence[tuple[Whole, int, int]]
-    over: Over
+    pieces: Sequence[tuple[DenseBuffer, int, int]]
+    over: RankGroup
     topic: Topic
     factor: float
-    _posted: Posted | None = field(default=None, repr=False)
+    _posted: PendingMessages | None = field(default=None, repr=False)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,7 +63,7 @@ class _Window:
         """Elements that each member sums up; the last share is filled up, so that all ranks send as much."""
         return -(-sum(number for _, _, number in self.pieces) // count)
 
-    def scatter(self, machine: BandMachine, room: _Room) -> None:
+    def scatter(self, machine: BandMachine, room: _StagingBuffers) -> None:
         """Begin to give each member its share."""
         count, me = machine.comm.place(self.over)
         share = self.share(count)
@@ -76,7 +76,7 @@ class _Window:
             [(source, machine.flat(room.arrived, source * share, share)) for _, source in machine.comm.rounds(self.over)],
         )
 
-    def gather(self, machine: BandMachine, room: _Room) -> None:
+    def gather(self, machine: BandMachine, room: _StagingBuffers) -> None:
         """Add up the own share, and begin to hand it round."""
         self._wait(machine)
         count, me = machine.comm.place(self.over)
@@ -94,13 +94,13 @@ class _Window:
             [(source, machine.flat(room.window, source * share, share)) for _, source in machine.comm.rounds(self.over)],
         )
 
-    def end(self, machine: BandMachine, room: _Room) -> None:
+    def end(self, machine: BandMachine, room: _StagingBuffers) -> None:
         """Put the sums in the place of the summands."""
         self._wait(machine)
         for (value, start, number), at in zip(self.pieces, self._starts(), strict=True):
             machine.copy(machine.flat(value.handle, start, number), machine.flat(room.window, at, number))
 
-    def _post(self, machine: BandMachine, sends: Sequence[tuple[int, Handle]], receives: Sequence[tuple[int, Handle]]) -> None:
+    def _post(self, machine: BandMachine, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]) -> None:
         count, _ = machine.comm.place(self.over)
         num_bytes = (count - 1) * self.share(count) * self.dtype.itemsize
         messages = [
@@ -120,21 +120,21 @@ class _Window:
         return [0, *accumulate(number for _, _, number in self.pieces[:-1])]
 
 
-def sum_now(machine: BandMachine, values: Sequence[Whole], over: Over, topic: Topic, *, factor: float = 1.0) -> None:
+def all_reduce_buffers(machine: BandMachine, values: Sequence[DenseBuffer], over: RankGroup, topic: Topic, *, factor: float = 1.0) -> None:
     """Replace buffers by their sums over a group, times a factor; the same buffers in the same order on all of its ranks."""
-    for window in _windows(machine, values, over, topic, factor):
-        room = _room(machine, [window])[window.dtype]
+    for window in _reduce_windows(machine, values, over, topic, factor):
+        room = _allocate_staging(machine, [window])[window.dtype]
         window.scatter(machine, room)
         window.gather(machine, room)
         window.end(machine, room)
         del room
 
 
-def put_sums(machine: BandMachine, values: Sequence[Whole], over: Over, topic: Topic, *, num_strips: int) -> None:
+def queue_all_reduce(machine: BandMachine, values: Sequence[DenseBuffer], over: RankGroup, topic: Topic, *, num_strips: int) -> None:
     """The same, beside the strips of the segment that runs next: on its agenda, evenly spread."""
-    windows = _windows(machine, values, over, topic, 1.0)
-    rooms = _room(machine, windows)
-    steps: list[Callable[[BandMachine, _Room], None]] = []
+    windows = _reduce_windows(machine, values, over, topic, 1.0)
+    rooms = _allocate_staging(machine, windows)
+    steps: list[Callable[[BandMachine, _StagingBuffers], None]] = []
     for window in windows:
         steps += [window.scatter, window.gather, window.end]
     for number, step in enumerate(steps):
@@ -144,30 +144,32 @@ def put_sums(machine: BandMachine, values: Sequence[Whole], over: Over, topic: T
         machine.agenda.put(due, partial(step, machine, rooms[windows[turn].dtype]))
 
 
-def _room(machine: BandMachine, windows: Sequence[_Window]) -> dict[torch.dtype, _Room]:
+def _allocate_staging(machine: BandMachine, windows: Sequence[_ReduceWindow]) -> dict[torch.dtype, _StagingBuffers]:
     """Staging for the largest window of each type."""
     found = {}
     for dtype in dict.fromkeys(window.dtype for window in windows):
         sizes = [machine.comm.place(window.over)[0] for window in windows]
         most = max(count * window.share(count) for count, window in zip(sizes, windows, strict=True) if window.dtype == dtype)
-        found[dtype] = _Room(*(machine.allocate((most,), dtype, zero=False) for _ in range(2)))
+        found[dtype] = _StagingBuffers(*(machine.allocate((most,), dtype, zero=False) for _ in range(2)))
     return found
 
 
-def _windows(machine: BandMachine, values: Sequence[Whole], over: Over, topic: Topic, factor: float) -> list[_Window]:
+def _reduce_windows(
+    machine: BandMachine, values: Sequence[DenseBuffer], over: RankGroup, topic: Topic, factor: float
+) -> list[_ReduceWindow]:
     """Windows of all buffers, type by type; none where a group has one member."""
     if machine.comm.place(over)[0] == 1:
         return []
     found = []
     for dtype in dict.fromkeys(value.dtype for value in values):
         of_type = [value for value in values if value.dtype == dtype]
-        found += [_Window(pieces, over, topic, factor) for pieces in _cut(of_type, WINDOW_BYTES // dtype.itemsize)]
+        found += [_ReduceWindow(pieces, over, topic, factor) for pieces in _pack_windows(of_type, WINDOW_BYTES // dtype.itemsize)]
     return found
 
 
-def _cut(values: Sequence[Whole], most: int) -> Iterator[list[tuple[Whole, int, int]]]:
+def _pack_windows(values: Sequence[DenseBuffer], most: int) -> Iterator[list[tuple[DenseBuffer, int, int]]]:
     """Buffers one behind the other, in windows of at most so many elements."""
-    pieces: list[tuple[Whole, int, int]] = []
+    pieces: list[tuple[DenseBuffer, int, int]] = []
     room = most
     for value in values:
         start = 0

@@ -14,38 +14,38 @@ from sft.analysis.graph import Graph
 from sft.bands.mesh import LiveMesh, MeshShape
 from sft.errors import UnsupportedError
 
-__all__ = ["captured_plainly", "check_synchronized", "synchronized_moments"]
+__all__ = ["without_sync_batch_norm", "check_sync_batch_norms", "synchronized_moments"]
 
 
-class _Plain(nn.modules.batchnorm._BatchNorm):
+class _LocalBatchNorm(nn.modules.batchnorm._BatchNorm):
     """What a SyncBatchNorm is on one rank."""
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         pass
 
 
-def _norms(model: nn.Module) -> dict[str, Any]:
+def _sync_batch_norms(model: nn.Module) -> dict[str, Any]:
     return {
         name: module
         for name, module in model.named_modules()
-        if type(module) is _Plain or (isinstance(module, nn.SyncBatchNorm) and type(module).forward is nn.SyncBatchNorm.forward)
+        if type(module) is _LocalBatchNorm or (isinstance(module, nn.SyncBatchNorm) and type(module).forward is nn.SyncBatchNorm.forward)
     }
 
 
 @contextmanager
-def captured_plainly(model: nn.Module) -> Iterator[None]:
+def without_sync_batch_norm(model: nn.Module) -> Iterator[None]:
     """A model whose SyncBatchNorms are BatchNorms, to be captured."""
-    found: list[tuple[nn.Module, type[nn.Module]]] = [(module, module.__class__) for module in _norms(model).values()]
+    found: list[tuple[nn.Module, type[nn.Module]]] = [(module, module.__class__) for module in _sync_batch_norms(model).values()]
     try:
         for module, _ in found:
-            module.__class__ = _Plain
+            module.__class__ = _LocalBatchNorm
         yield
     finally:
         for module, own in found:
             module.__class__ = own
 
 
-def check_synchronized(model: nn.Module, mesh: LiveMesh | MeshShape | None) -> None:
+def check_sync_batch_norms(model: nn.Module, mesh: LiveMesh | MeshShape | None) -> None:
     """Refuse norms over ranks that the mesh does not hold, or that are not all of its.
 
     Raises:
@@ -54,7 +54,7 @@ def check_synchronized(model: nn.Module, mesh: LiveMesh | MeshShape | None) -> N
     if not (dist.is_available() and dist.is_initialized()):
         return
     problems = []
-    for name, module in _norms(model).items():
+    for name, module in _sync_batch_norms(model).items():
         ranks = (
             tuple(range(dist.get_world_size()))
             if module.process_group is None
@@ -73,7 +73,7 @@ def check_synchronized(model: nn.Module, mesh: LiveMesh | MeshShape | None) -> N
 def synchronized_moments(model: nn.Module, graph: Graph, mesh: LiveMesh | MeshShape) -> frozenset[str]:
     """The moments that are those of all replicas together."""
     shape = mesh.shape if isinstance(mesh, LiveMesh) else mesh
-    paths = set(_norms(model))
+    paths = set(_sync_batch_norms(model))
     if shape.num_replicas == 1:
         return frozenset()
     return frozenset(node.name for node in graph.nodes if node.target == "sft.moments" and node.module_path in paths)

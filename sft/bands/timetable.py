@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sft.analysis.schedule import Schedule
+from sft.analysis.schedule import StripSchedule
 
-__all__ = ["Timetable"]
+__all__ = ["StripTimeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Timetable:
+class StripTimeline:
     """The strips of a segment on one band; all answers are numbers of strips that run before.
 
     Attributes:
@@ -26,7 +26,7 @@ class Timetable:
         num_walks: walks in each direction.
     """
 
-    schedule: Schedule
+    schedule: StripSchedule
     num_walks: int
 
     @property

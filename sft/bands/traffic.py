@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from sft.walk.machine import Handle
+from sft.walk.machine import Buffer
 
-__all__ = ["TOPICS", "Link", "Message", "Over", "Topic", "Traffic"]
+__all__ = ["TOPICS", "Transport", "Message", "RankGroup", "Topic", "RankTraffic"]
 
 #: The ranks that share an image, those that have the same band of other images, or all of the mesh.
-Over = Literal["band", "replica", "mesh"]
+RankGroup = Literal["band", "replica", "mesh"]
 #: What is sent: rows of images and of their gradients, global values and their gradients, gradients of parameters; and what ranks agree on
 #: before and behind a step, so that one that begins a step never takes what another still sends of the last for an answer.
 Topic = Literal["rows", "globals", "parameters", "control"]
@@ -24,22 +24,22 @@ Topic = Literal["rows", "globals", "parameters", "control"]
 TOPICS: tuple[Topic, ...] = ("rows", "globals", "parameters", "control")
 
 
-def _nothing() -> dict[Topic, int]:
+def _zero_bytes_by_topic() -> dict[Topic, int]:
     return dict.fromkeys(TOPICS, 0)
 
 
 @dataclass(slots=True)
-class Traffic:
+class RankTraffic:
     """Bytes that a rank sent and received, by topic.
 
     ``sent_beside_bytes`` and ``received_beside_bytes`` are those of messages that were under way while strips ran: the rank computed
     between posting them and waiting for them.
     """
 
-    sent_bytes: dict[Topic, int] = field(default_factory=_nothing)
-    received_bytes: dict[Topic, int] = field(default_factory=_nothing)
-    sent_beside_bytes: dict[Topic, int] = field(default_factory=_nothing)
-    received_beside_bytes: dict[Topic, int] = field(default_factory=_nothing)
+    sent_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
+    received_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
+    sent_beside_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
+    received_beside_bytes: dict[Topic, int] = field(default_factory=_zero_bytes_by_topic)
 
     def note(self, topic: Topic, sent_bytes: int, received_bytes: int, *, is_beside: bool) -> None:
         """Count messages that have been waited for."""
@@ -61,16 +61,16 @@ class Message:
     """
 
     member: int
-    handle: Handle
+    handle: Buffer
     is_sent: bool
 
 
-class Link(Protocol):
+class Transport(Protocol):
     """The way to the other ranks."""
 
-    traffic: Traffic
+    traffic: RankTraffic
 
-    def post(self, over: Over, topic: Topic, messages: Sequence[Message]) -> int:
+    def post(self, over: RankGroup, topic: Topic, messages: Sequence[Message]) -> int:
         """Begin to send and to receive; returns a ticket to wait with. Whoever posts keeps the buffers until then."""
 
     def wait(self, ticket: int) -> None:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Agenda"]
+__all__ = ["CommQueue"]
 
 
 @dataclass(slots=True)
-class Agenda:
+class CommQueue:
     """What is to be done while a segment runs, and how much a rank has computed in its step.
 
     Attributes:

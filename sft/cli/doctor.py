@@ -46,7 +46,7 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
         return int(bool(failed))
     lines = [f"{name:18} {found[name]}" for name in ("python", "system", "processors", "threads")]
     for name, version in found["packages"].items():
-        lines.append(f"{name:18} {version or _how_to_install(name)}")
+        lines.append(f"{name:18} {version or _install_hint(name)}")
     for device in found["devices"]:
         result = device["self_check"]
         lines.append(f"{device['device']:18} {device['name']}, {device['memory'] or 'memory unknown'}")
@@ -55,7 +55,7 @@ def show_doctor(console: Console, *, as_json: bool) -> int:
     return int(bool(failed))
 
 
-def _how_to_install(name: str) -> str:
+def _install_hint(name: str) -> str:
     return f'not installed; pip install "sft-engine[{_PACKAGES[name]}]"' if _PACKAGES[name] else "not installed"
 
 

@@ -19,11 +19,11 @@ from rich.console import Console
 
 from sft.cli.doctor import show_doctor
 from sft.cli.models import load_model, parse_input, parse_tile
-from sft.cli.plans import Question, compare_strategies, show_check, show_pareto, show_plan
-from sft.cli.streams import accept_any_text
+from sft.cli.plans import PlanRequest, compare_strategies, show_check, show_pareto, show_plan
+from sft.cli.streams import escape_unencodable_output
 from sft.cli.tune import DTYPES, TuneRequest, show_tune, standard_models
 from sft.errors import InputError, SftError
-from sft.options import STRATEGIES, WEIGHTS, Options
+from sft.options import STRATEGIES, WEIGHT_MODES, Options
 from sft.units import parse_rate
 
 __all__ = ["main"]
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of ``python -m sft``; returns the exit code."""
     parser = _parser()
     args = parser.parse_args(arguments)
-    accept_any_text()
+    escape_unencodable_output()
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _PIPED_COLUMNS  # there is no screen that a table's columns have to fit
@@ -58,9 +58,9 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     if args.command == "tune":
         return show_tune(_tune_request(args), console, as_json=args.json)
     if args.command == "plan":
-        _refuse_idle(args)
+        _check_unused_options(args)
     # A model without memory can be planned, but not timed.
-    model = load_model(args.model, _model_arguments(args.model_args), meta=not getattr(args, "time", False))
+    model = load_model(args.model, _parse_model_arguments(args.model_args), meta=not getattr(args, "time", False))
     model.train(not args.inference)
     if args.frozen_norms:
         for module in model.modules():
@@ -81,7 +81,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
         profile="measure" if args.time else "auto",
         progress=args.time,
     )
-    question = Question(
+    question = PlanRequest(
         model=model,
         inputs=inputs,
         budget=args.budget,
@@ -103,7 +103,7 @@ def _run(args: argparse.Namespace, console: Console) -> int:
     return show(question, console, as_json=args.json)
 
 
-def _refuse_idle(args: argparse.Namespace) -> None:
+def _check_unused_options(args: argparse.Namespace) -> None:
     """Options that another one leaves without an effect."""
     if args.budgets and args.pareto is None:
         raise InputError("--budgets is about --pareto, which draws what they cost; give that, too, or one --budget")
@@ -135,7 +135,7 @@ def _tune_request(args: argparse.Namespace) -> TuneRequest:
     else:
         if not args.input:
             raise InputError(f"tune {args.model}: give the shape of its input, such as --input 1x3x2048x2048")
-        model = load_model(args.model, _model_arguments(args.model_args))
+        model = load_model(args.model, _parse_model_arguments(args.model_args))
         model.train(not args.inference)
         models = [(model, tuple(parse_input(text) for text in args.input))]
     return TuneRequest(
@@ -149,7 +149,7 @@ def _tune_request(args: argparse.Namespace) -> TuneRequest:
     )
 
 
-def _model_arguments(given: Sequence[str]) -> dict[str, Any]:
+def _parse_model_arguments(given: Sequence[str]) -> dict[str, Any]:
     """Read ``num_classes=2 width=0.5 name=text``."""
     found = {}
     for text in given:
@@ -184,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--host-budget", metavar="BYTES", help=host)
     plan.add_argument("--link-bandwidth", metavar="BYTES", help="bytes a second between device and host, such as 24GB (default: 10GB)")
     weights = "where parameters are: on the device (default), streamed from the host, or streamed where nothing else fits"
-    plan.add_argument("--weights", choices=WEIGHTS, default="resident", help=weights)
+    plan.add_argument("--weights", choices=WEIGHT_MODES, default="resident", help=weights)
     plan.add_argument("--time", action="store_true", help="time the plan's programs on this machine: how long a step would take")
     plan.add_argument("--compare", action="store_true", help="one table of all strategies")
     plan.add_argument("--costs", action="store_true", help="what each segment takes of the time")
@@ -209,13 +209,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     tune.add_argument("--budget", default="11GiB", metavar="BYTES", help="for the plans whose programs are measured (default: 11GiB)")
     tune.add_argument("--tile", metavar="ROWS[xCOLS]", help="force strips of so many rows, and panels of so many columns")
-    tune.add_argument("--seconds", type=_positive, metavar="N", help="begin no measurement later; the same command goes on from there")
+    tune.add_argument(
+        "--seconds", type=_positive_seconds, metavar="N", help="begin no measurement later; the same command goes on from there"
+    )
     tune.add_argument("--again", action="store_true", help="measure what is in the table, too")
     tune.add_argument("--out", type=Path, metavar="FOLDER", help="folder of the table (default: where backend='auto' looks for it)")
     return parser
 
 
-def _positive(text: str) -> float:
+def _positive_seconds(text: str) -> float:
     """A number of seconds."""
     number = float(text)
     if not 0 < number < math.inf:

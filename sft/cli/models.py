@@ -12,13 +12,13 @@ from torch import nn
 from sft.errors import InputError
 from sft.libraries import ModelName
 
-__all__ = ["Shaped", "load_model", "parse_input", "parse_tile"]
+__all__ = ["ExampleInput", "load_model", "parse_input", "parse_tile"]
 
 #: An input that is planned for: its shape, or where it holds whole numbers a tensor without memory.
-Shaped = tuple[int, ...] | torch.Tensor
+ExampleInput = tuple[int, ...] | torch.Tensor
 
 #: Types of whole numbers, as they are written.
-_WHOLE = ("int64", "int32", "int16", "int8", "uint8", "bool")
+_INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "bool")
 
 
 def load_model(name: str, options: Mapping[str, Any], *, meta: bool = True) -> nn.Module:
@@ -43,7 +43,7 @@ def load_model(name: str, options: Mapping[str, Any], *, meta: bool = True) -> n
     return maker.make(options)
 
 
-def parse_input(text: str) -> Shaped:
+def parse_input(text: str) -> ExampleInput:
     """Read ``"1x3x20480x20480"``, or ``"4x512:int64"`` for what holds no numbers of the model's type: token ids, labels, masks.
 
     >>> parse_input("1x3x512x640")
@@ -61,8 +61,10 @@ def parse_input(text: str) -> Shaped:
     shape = tuple(map(int, re.split("[x,]", sizes)))
     if not has_type:
         return shape
-    if kind not in _WHOLE:
-        raise InputError(f"--input {text!r}: the type after the colon is one of {', '.join(_WHOLE)}; without one it is the model's")
+    if kind not in _INTEGER_DTYPES:
+        raise InputError(
+            f"--input {text!r}: the type after the colon is one of {', '.join(_INTEGER_DTYPES)}; without one it is the model's"
+        )
     return torch.empty(shape, dtype=getattr(torch, kind), device="meta")
 
 

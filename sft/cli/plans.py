@@ -14,25 +14,25 @@ from rich.table import Table
 from torch import nn
 
 from sft.analysis.interval import Interval
-from sft.asking import Asking
+from sft.asking import PlanningSession
 from sft.check import check
-from sft.cli.models import Shaped
+from sft.cli.models import ExampleInput
 from sft.compile import plan
 from sft.errors import BudgetError, InputError, UnsupportedError
-from sft.files import replacing
+from sft.files import atomic_write
 from sft.options import STRATEGIES, Options
 from sft.plan.types import Plan
 from sft.sources.source import check_rows
 from sft.tradeoff import pareto
 from sft.units import format_bytes, parse_bytes
 
-__all__ = ["Question", "compare_strategies", "show_check", "show_pareto", "show_plan"]
+__all__ = ["PlanRequest", "compare_strategies", "show_check", "show_pareto", "show_plan"]
 
 _CAPTION = "~ estimated from FLOPs, at a rate of the kind of device"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class PlanRequest:
     """What is asked.
 
     Attributes:
@@ -51,7 +51,7 @@ class Question:
     """
 
     model: nn.Module
-    inputs: tuple[Shaped, ...]
+    inputs: tuple[ExampleInput, ...]
     budget: int | str
     options: Options
     out: Path | None = None
@@ -65,7 +65,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True)
-class _Blank:
+class _PlaceholderSource:
     """A source that is only planned for."""
 
     shape: tuple[int, int, int, int]
@@ -75,16 +75,16 @@ class _Blank:
         check_rows("a blank image", self.shape, interval, out)
         out.zero_()
 
-    def samples(self, batch: Interval) -> _Blank:
+    def samples(self, batch: Interval) -> _PlaceholderSource:
         """Some batch elements."""
-        return _Blank((len(batch), *self.shape[1:]), self.dtype)
+        return _PlaceholderSource((len(batch), *self.shape[1:]), self.dtype)
 
 
-def show_plan(question: Question, console: Console, *, as_json: bool) -> int:
+def show_plan(question: PlanRequest, console: Console, *, as_json: bool) -> int:
     """Print the plan; write and draw it where that is asked for."""
-    found = _plan(question)
+    found = _plan_request(question)
     if question.out is not None:
-        with replacing(question.out) as part:
+        with atomic_write(question.out) as part:
             part.write_text(found.to_json(), encoding="utf-8")
     if question.plot is not None:
         found.plot(question.plot)
@@ -93,7 +93,7 @@ def show_plan(question: Question, console: Console, *, as_json: bool) -> int:
     return 0
 
 
-def _link_lines(question: Question, found: Plan) -> list[str]:
+def _link_lines(question: PlanRequest, found: Plan) -> list[str]:
     """How long messages take beside the arithmetic."""
     if found.mesh is None or question.link_bytes_per_second is None:
         return []
@@ -106,7 +106,7 @@ def _link_lines(question: Question, found: Plan) -> list[str]:
     ]
 
 
-def show_pareto(question: Question, console: Console, *, as_json: bool, strategies: Sequence[str]) -> int:
+def show_pareto(question: PlanRequest, console: Console, *, as_json: bool, strategies: Sequence[str]) -> int:
     """Draw time against memory; print a line for each plan."""
     rows = pareto(
         question.model,
@@ -123,7 +123,7 @@ def show_pareto(question: Question, console: Console, *, as_json: bool, strategi
     for header in ("budget", "total", "FLOPs / plain", "seconds"):
         table.add_column(header, justify="right")
     for row in rows:
-        seconds = _seconds(row.estimated_seconds, row.projected_seconds)
+        seconds = _seconds_text(row.estimated_seconds, row.projected_seconds)
         if row.projected_seconds is None:
             table.caption = _CAPTION
         table.add_row(row.strategy, format_bytes(row.budget_bytes), format_bytes(row.total_bytes), f"{row.redundancy:.4f}", seconds)
@@ -131,24 +131,24 @@ def show_pareto(question: Question, console: Console, *, as_json: bool, strategi
     return 0
 
 
-def _seconds(estimated: float, measured: float | None) -> str:
+def _seconds_text(estimated: float, measured: float | None) -> str:
     """The time of a step; what nobody measured has a tilde."""
     return f"~{estimated:.3g}" if measured is None else f"{measured:.3g}"
 
 
-def compare_strategies(question: Question, console: Console, *, as_json: bool) -> int:
+def compare_strategies(question: PlanRequest, console: Console, *, as_json: bool) -> int:
     """One line a strategy: whether it fits, what it needs (of one that does not, the least that would do), what it computes."""
-    asking = Asking(question.model, list(question.inputs))
+    asking = PlanningSession(question.model, list(question.inputs))
     budget_bytes = parse_bytes(question.budget)
-    rows = [_row(asking, budget_bytes, question.options, strategy) for strategy in STRATEGIES]
+    rows = [_strategy_row(asking, budget_bytes, question.options, strategy) for strategy in STRATEGIES]
     if as_json:
         console.print(json.dumps(rows, indent=2), markup=False, highlight=False, soft_wrap=True)
         return 0
-    console.print(_table(rows))
+    console.print(_strategy_table(rows))
     return 0
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def _strategy_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("strategy", no_wrap=True)
     table.add_column("fits")
@@ -168,7 +168,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
             format_bytes(row["projected_peak_bytes"]),
             format_bytes(row["host_bytes"]) if row["host_bytes"] else "-",
             f"{row['redundancy']:.4f}",
-            _seconds(row["estimated_seconds"], row["projected_seconds"]),
+            _seconds_text(row["estimated_seconds"], row["projected_seconds"]),
             str(row["num_tiled_segments"]),
             ", ".join(map(str, row["strip_rows"])) or "-",
             ", ".join(map(str, row["num_panels"])) or "-",
@@ -176,7 +176,7 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _row(asking: Asking, budget_bytes: int, options: Options, strategy: str) -> dict[str, Any]:
+def _strategy_row(asking: PlanningSession, budget_bytes: int, options: Options, strategy: str) -> dict[str, Any]:
     row: dict[str, Any] = {"strategy": strategy, "error": "", "total_bytes": None}
     try:
         found = asking.plan(budget_bytes, replace(options, strategy=strategy))
@@ -202,7 +202,7 @@ def _row(asking: Asking, budget_bytes: int, options: Options, strategy: str) -> 
     }
 
 
-def show_check(model: nn.Module, inputs: Sequence[Shaped], console: Console, *, as_json: bool) -> int:
+def show_check(model: nn.Module, inputs: Sequence[ExampleInput], console: Console, *, as_json: bool) -> int:
     """Print what runs in strips, what cannot, and what to do; 1 where the model cannot be compiled."""
     report = check(model, list(inputs))
     text = json.dumps(asdict(report), indent=2) if as_json else str(report)
@@ -210,17 +210,17 @@ def show_check(model: nn.Module, inputs: Sequence[Shaped], console: Console, *, 
     return int(not report.ok)
 
 
-def _plan(question: Question) -> Plan:
+def _plan_request(question: PlanRequest) -> Plan:
     inputs: list[Any] = list(question.inputs)
     if question.reads:
         first = next((p.dtype for p in question.model.parameters() if p.is_floating_point()), torch.get_default_dtype())
-        inputs = [_blank(given, first) for given in question.inputs]
+        inputs = [_placeholder_source(given, first) for given in question.inputs]
     return plan(question.model, inputs, budget=question.budget, options=question.options, mesh=question.mesh)
 
 
-def _blank(given: Shaped, dtype: torch.dtype) -> _Blank:
+def _placeholder_source(given: ExampleInput, dtype: torch.dtype) -> _PlaceholderSource:
     """A source in the place of an input."""
     shape = tuple(given.shape) if isinstance(given, torch.Tensor) else given
     if len(shape) != 4:
         raise InputError(f"--read: an input of shape {shape} is no image; give NxCxHxW, or leave --read out")
-    return _Blank((shape[0], shape[1], shape[2], shape[3]), given.dtype if isinstance(given, torch.Tensor) else dtype)
+    return _PlaceholderSource((shape[0], shape[1], shape[2], shape[3]), given.dtype if isinstance(given, torch.Tensor) else dtype)

@@ -23,7 +23,7 @@ def _vgg16() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-class _Block(nn.Module):
+class _BasicBlock(nn.Module):
     """A basic block (He et al., 2016)."""
 
     def __init__(self, num_in: int, width: int, stride: int) -> None:
@@ -48,7 +48,7 @@ def _resnet18() -> nn.Module:
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     num_in = 64
     for width, stride in ((64, 1), (64, 1), (128, 2), (128, 1), (256, 2), (256, 1), (512, 2), (512, 1)):
-        layers.append(_Block(num_in, width, stride))
+        layers.append(_BasicBlock(num_in, width, stride))
         num_in = width
     return nn.Sequential(*layers).eval()
 

@@ -16,11 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from torch import nn
 
-from sft.backends.laboratory import CudaLaboratory, Laboratory
+from sft.backends.laboratory import CudaBenchmarker, Benchmarker
 from sft.backends.select import allows_tf32, computes_operands
-from sft.backends.trials import Collector, Trial
-from sft.backends.tuning import Findings, tune
-from sft.cli.models import Shaped
+from sft.backends.trials import CaseCollector, TuningCase
+from sft.backends.tuning import TuningReport, tune
+from sft.cli.models import ExampleInput
 from sft.cli.standard_networks import STANDARD_NETWORKS
 from sft.engine import Engine
 from sft.errors import InputError
@@ -28,7 +28,7 @@ from sft.execute.costs import table_folders
 from sft.options import Options
 from sft.units import parse_bytes
 
-__all__ = ["DTYPES", "TuneRequest", "collect_trials", "show_tune", "standard_models"]
+__all__ = ["DTYPES", "TuneRequest", "collect_tuning_cases", "show_tune", "standard_models"]
 
 #: What most layers are trained in.
 DTYPES = ("bfloat16", "float16", "float32")
@@ -49,7 +49,7 @@ class TuneRequest:
         limit_seconds: how long to measure; another run goes on from there.
     """
 
-    models: Sequence[tuple[nn.Module, tuple[Shaped, ...]]]
+    models: Sequence[tuple[nn.Module, tuple[ExampleInput, ...]]]
     dtypes: Sequence[str]
     options: Options
     budget: int | str
@@ -58,19 +58,19 @@ class TuneRequest:
     limit_seconds: float = math.inf
 
 
-def standard_models() -> list[tuple[nn.Module, tuple[Shaped, ...]]]:
+def standard_models() -> list[tuple[nn.Module, tuple[ExampleInput, ...]]]:
     """Layers that most networks have, with their input."""
     with torch.device("meta"):
         return [(make(), (_STANDARD_SHAPE,)) for make in STANDARD_NETWORKS.values()]
 
 
-def collect_trials(request: TuneRequest, device: torch.device) -> list[Trial]:
+def collect_tuning_cases(request: TuneRequest, device: torch.device) -> list[TuningCase]:
     """A trial for each class of operations in the plans of the models; plans are made, nothing is run.
 
     Raises:
         UnsupportedError, BudgetError, InputError: as :func:`sft.plan`.
     """
-    collector = Collector(allows_tf32=allows_tf32(device), computes_operands=computes_operands(device))
+    collector = CaseCollector(allows_tf32=allows_tf32(device), computes_operands=computes_operands(device))
     for model, inputs in request.models:
         shapes = [tuple(given.shape) if isinstance(given, torch.Tensor) else given for given in inputs]
         whole = [given.dtype if isinstance(given, torch.Tensor) else None for given in inputs]
@@ -89,7 +89,7 @@ def collect_trials(request: TuneRequest, device: torch.device) -> list[Trial]:
     return list(collector.trials.values())
 
 
-def show_tune(request: TuneRequest, console: Console, *, as_json: bool, laboratory: Laboratory | None = None) -> int:
+def show_tune(request: TuneRequest, console: Console, *, as_json: bool, laboratory: Benchmarker | None = None) -> int:
     """Measure, extend the table, and say what was found; 1 where kernels were wrong or did not run.
 
     Args:
@@ -98,12 +98,12 @@ def show_tune(request: TuneRequest, console: Console, *, as_json: bool, laborato
         as_json: for programs.
         laboratory: where to measure; the first GPU of this machine by default.
     """
-    place = laboratory or CudaLaboratory(torch.device("cuda", 0))
+    place = laboratory or CudaBenchmarker(torch.device("cuda", 0))
     folder = request.folder or next(iter(table_folders()), None)
     if folder is None:
         raise InputError("there is no folder for the table: SFT_CACHE_DIR is empty; name one with --out")
-    trials = collect_trials(request, place.device)
-    with _bar(console, len(trials), is_shown=not as_json) as advance:
+    trials = collect_tuning_cases(request, place.device)
+    with _progress_bar(console, len(trials), is_shown=not as_json) as advance:
         found = tune(trials, place, folder, again=request.again, limit_seconds=request.limit_seconds, advance=advance)
     if as_json:
         console.print(json.dumps(_summary(found), indent=2), markup=False, highlight=False, soft_wrap=True)
@@ -112,7 +112,7 @@ def show_tune(request: TuneRequest, console: Console, *, as_json: bool, laborato
     return int(bool(found.refused))
 
 
-def _summary(found: Findings) -> dict[str, object]:
+def _summary(found: TuningReport) -> dict[str, object]:
     return {
         "table": str(found.path),
         "device": found.table.device,
@@ -134,7 +134,7 @@ def _summary(found: Findings) -> dict[str, object]:
     }
 
 
-def _print(found: Findings, console: Console) -> None:
+def _print(found: TuningReport, console: Console) -> None:
     if found.measured:
         table = Table("operation", box=None, pad_edge=False)
         table.add_column("kernel")
@@ -156,7 +156,7 @@ def _print(found: Findings, console: Console) -> None:
 
 
 @contextmanager
-def _bar(console: Console, num_trials: int, *, is_shown: bool) -> Iterator[Callable[[str], None]]:
+def _progress_bar(console: Console, num_trials: int, *, is_shown: bool) -> Iterator[Callable[[str], None]]:
     """A bar on the terminal, with the class that is being measured; where there is no terminal, a line for each."""
     if is_shown and not console.is_terminal:
         numbers = count(1)

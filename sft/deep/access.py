@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-__all__ = ["StackedAccess"]
+__all__ = ["StackedWeightAccess"]
 
 
-class StackedAccess:
+class StackedWeightAccess:
     """Parameters, buffers and gradients stacked on the device.
 
     Nothing of the caller's is written before :meth:`commit`: the buffers' next values and the gradients are in tensors of their own.

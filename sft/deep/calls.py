@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.deep.access import StackedAccess
-from sft.deep.repetition import CallKind, RepeatedCall
-from sft.deep.run import Executor, Table
+from sft.deep.access import StackedWeightAccess
+from sft.deep.repetition import PassKind, RepeatSite
+from sft.deep.run import Executor, Environment
 from sft.execute.machine import TorchMachine
 from sft.kernels.philox import key_of, philox4x32
-from sft.plan.chain.schedule import activation, grad
+from sft.plan.chain.schedule import activation_name, grad_name
 
-__all__ = ["BackwardHalf", "ChainState", "ForwardHalf", "Inference", "function_of", "seed_of_site"]
+__all__ = ["BackwardPass", "RepeatResiduals", "ForwardPass", "InferencePass", "pass_function", "site_seed"]
 
 Tensors = Sequence[Tensor]
 
 
 @dataclass(slots=True)
-class ChainState:
+class RepeatResiduals:
     """What repeated blocks hold between their forward and their backward pass.
 
     Attributes:
@@ -30,12 +30,12 @@ class ChainState:
         outside: the storages of these two, which blocks may have saved views of.
     """
 
-    table: Table
+    table: Environment
     outside: tuple[int, ...]
 
-    def fork(self) -> ChainState:
+    def fork(self) -> RepeatResiduals:
         """The same tensors, for a backward pass that is not the last."""
-        return ChainState(self.table.copy(), self.outside)
+        return RepeatResiduals(self.table.copy(), self.outside)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -47,31 +47,31 @@ class ChainState:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Function:
+class _PassFunction:
     """Something to call; parameters, buffers and so on come as lists, in the order of the blocks' own names."""
 
-    call: RepeatedCall
+    call: RepeatSite
 
-    def _executor(self, access: StackedAccess, seed: Tensor | None) -> Executor:
+    def _executor(self, access: StackedWeightAccess, seed: Tensor | None) -> Executor:
         repeated = self.call.repeated
         return Executor(
             programs=self.call.programs,
             machine=TorchMachine(repeated.device),
             access=access,
-            seed=0 if seed is None else seed_of_site(int(seed), self.call.site),
+            seed=0 if seed is None else site_seed(int(seed), self.call.site),
             wants_input_grad=self.call.wants_input_grad,
             trace=repeated.trace,
         )
 
-    def _forward_access(self, params: Tensors, fixed: Tensors, shared: Tensors, updated: Tensors) -> StackedAccess:
+    def _forward_access(self, params: Tensors, fixed: Tensors, shared: Tensors, updated: Tensors) -> StackedWeightAccess:
         own = self.call.repeated
         buffers = dict(zip((*own.fixed, *own.updated), (*fixed, *updated), strict=True))
-        return StackedAccess(
+        return StackedWeightAccess(
             dict(zip(own.params, params, strict=True)), buffers, dict(zip(own.shared, shared, strict=True)), updated=own.updated
         )
 
 
-class Inference(_Function):
+class InferencePass(_PassFunction):
     """All blocks one after the other, with nothing kept: returns the output, and the buffers' next values if there are any."""
 
     def __call__(self, x: Tensor, params: Tensors, fixed: Tensors, shared: Tensors, updated: Tensors, seed: Tensor | None) -> Any:
@@ -81,22 +81,22 @@ class Inference(_Function):
         return (out, *nexts) if nexts else out
 
 
-class ForwardHalf(_Function):
-    """The schedule up to the loss: returns the output, a :class:`ChainState`, and the buffers' next values."""
+class ForwardPass(_PassFunction):
+    """The schedule up to the loss: returns the output, a :class:`RepeatResiduals`, and the buffers' next values."""
 
     def __call__(
         self, x: Tensor, params: Tensors, fixed: Tensors, shared: Tensors, updated: Tensors, seed: Tensor | None
     ) -> tuple[Any, ...]:
         plan, access = self.call.plan, self._forward_access(params, fixed, shared, updated)
-        table = Table({activation(0): x})
+        table = Environment({activation_name(0): x})
         self._executor(access, seed).run(plan.operations[: plan.turn], table, is_first=True)
-        out = table.values.pop(activation(plan.num_blocks))
-        table.values.pop(activation(0), None)
-        state = ChainState(table, (x.untyped_storage()._cdata, out.untyped_storage()._cdata))
+        out = table.values.pop(activation_name(plan.num_blocks))
+        table.values.pop(activation_name(0), None)
+        state = RepeatResiduals(table, (x.untyped_storage()._cdata, out.untyped_storage()._cdata))
         return (out, state, *(access.next_values[name] for name in self.call.repeated.updated))
 
 
-class BackwardHalf(_Function):
+class BackwardPass(_PassFunction):
     """The rest of the schedule: returns the gradient of the input, if it wants one, and adds to those of parameters (``sums``)."""
 
     def __call__(
@@ -104,7 +104,7 @@ class BackwardHalf(_Function):
         gradient: Tensor,
         x: Tensor,
         out: Tensor | None,
-        state: ChainState,
+        state: RepeatResiduals,
         params: Tensors,
         fixed: Tensors,
         shared: Tensors,
@@ -112,28 +112,28 @@ class BackwardHalf(_Function):
         seed: Tensor | None,
     ) -> Tensor | None:
         own, plan = self.call.repeated, self.call.plan
-        access = StackedAccess(
+        access = StackedWeightAccess(
             dict(zip(own.params, params, strict=True)),
             dict(zip(own.fixed, fixed, strict=True)),
             dict(zip(own.shared, shared, strict=True)),
             sums=dict(zip(self.call.programs.with_gradient, sums, strict=True)),
         )
         table = state.table
-        table.values |= {activation(0): x, grad(plan.num_blocks): gradient}
+        table.values |= {activation_name(0): x, grad_name(plan.num_blocks): gradient}
         if out is not None:
-            table.values[activation(plan.num_blocks)] = out
+            table.values[activation_name(plan.num_blocks)] = out
         self._executor(access, seed).run(plan.operations[plan.turn + 1 :], table, is_first=False)
-        return table.values.pop(grad(0), None)
+        return table.values.pop(grad_name(0), None)
 
 
-def function_of(call: RepeatedCall, kind: CallKind) -> Callable[..., Any]:
+def pass_function(call: RepeatSite, kind: PassKind) -> Callable[..., Any]:
     """What runs a call."""
-    kinds: dict[CallKind, type[Any]] = {"inference": Inference, "forward": ForwardHalf, "backward": BackwardHalf}
+    kinds: dict[PassKind, type[Any]] = {"inference": InferencePass, "forward": ForwardPass, "backward": BackwardPass}
     found: Callable[..., Any] = kinds[kind](call)
     return found
 
 
-def seed_of_site(seed: int, site: int) -> int:
+def site_seed(seed: int, site: int) -> int:
     """A seed of a repetition's own, so that the masks in its blocks have nothing to do with others of the model."""
     words = [torch.tensor(word, dtype=torch.int64, device="cpu") for word in (site, 0, 0, 0x5F7)]
     low, high, _, _ = philox4x32((words[0], words[1], words[2], words[3]), key_of(seed))

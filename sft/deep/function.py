@@ -15,19 +15,19 @@ import torch
 from torch import Tensor
 
 from sft.deep.lowering import BlockPrograms
-from sft.deep.plan import DeepPlan
-from sft.deep.run import Access, Executor, Table
+from sft.deep.plan import RepeatPlan
+from sft.deep.run import WeightAccess, Executor, Environment
 from sft.errors import UnsupportedError
-from sft.execute.function import autocast_off
+from sft.execute.function import autocast_disabled
 from sft.execute.machine import TorchMachine
-from sft.execute.task import keeps_graph, unwanted
-from sft.plan.chain.schedule import Operation, activation, grad
-from sft.surroundings import refuse_batched, refuse_failed
+from sft.execute.task import retains_graph, unneeded_grads
+from sft.plan.chain.schedule import Operation, activation_name, grad_name
+from sft.surroundings import refuse_batched_grads, refuse_after_failure
 
-__all__ = ["Call", "ForwardAccess", "GradientAccess", "infer", "run_chain"]
+__all__ = ["ChainCall", "ForwardWeightAccess", "BackwardWeightAccess", "run_inference", "run_chain"]
 
 
-class ForwardAccess(Access, Protocol):
+class ForwardWeightAccess(WeightAccess, Protocol):
     """Weights during a forward pass."""
 
     def commit(self) -> None:
@@ -35,7 +35,7 @@ class ForwardAccess(Access, Protocol):
         ...
 
 
-class GradientAccess(Access, Protocol):
+class BackwardWeightAccess(WeightAccess, Protocol):
     """Weights during a backward pass."""
 
     def collect(self) -> Mapping[str, Tensor]:
@@ -44,7 +44,7 @@ class GradientAccess(Access, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ChainCall:
     """One call of a chain.
 
     Attributes:
@@ -59,15 +59,15 @@ class Call:
     """
 
     programs: BlockPrograms
-    plan: DeepPlan
+    plan: RepeatPlan
     device: torch.device
     names: tuple[str, ...]
-    forward: Callable[[Sequence[Operation]], AbstractContextManager[ForwardAccess]]
-    backward: Callable[[Sequence[Operation], Sequence[Tensor], Collection[str]], AbstractContextManager[GradientAccess]]
+    forward: Callable[[Sequence[Operation]], AbstractContextManager[ForwardWeightAccess]]
+    backward: Callable[[Sequence[Operation], Sequence[Tensor], Collection[str]], AbstractContextManager[BackwardWeightAccess]]
     seed: int = 0
     trace: Callable[[str], None] | None = field(default=None)
 
-    def executor(self, access: Access, *, wants_input_grad: bool = True) -> Executor:
+    def executor(self, access: WeightAccess, *, wants_input_grad: bool = True) -> Executor:
         """An executor with these weights."""
         return Executor(
             programs=self.programs,
@@ -79,16 +79,16 @@ class Call:
         )
 
 
-def infer(call: Call, x: Tensor) -> Tensor:
+def run_inference(call: ChainCall, x: Tensor) -> Tensor:
     """Run without gradients; nothing is kept."""
     operations = [operation for operation in call.plan.operations[: call.plan.turn] if operation.kind == "forward"]
-    with torch.no_grad(), autocast_off(call.device), call.forward(operations) as access:
+    with torch.no_grad(), autocast_disabled(call.device), call.forward(operations) as access:
         out = call.executor(access).infer(x.detach().contiguous(), call.plan.num_blocks)
         access.commit()
     return out
 
 
-def run_chain(call: Call, x: Tensor, watched: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
+def run_chain(call: ChainCall, x: Tensor, watched: Sequence[Tensor], params: Sequence[Tensor]) -> Tensor:
     """Run with gradients.
 
     Args:
@@ -103,13 +103,13 @@ def run_chain(call: Call, x: Tensor, watched: Sequence[Tensor], params: Sequence
 
 class _ChainFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, num_watched: int, x: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, call: ChainCall, num_watched: int, x: Tensor, *tensors: Tensor) -> Tensor:
         operations, turn = call.plan.operations, call.plan.turn
-        last = activation(call.plan.num_blocks)
+        last = activation_name(call.plan.num_blocks)
         given = x.detach().contiguous()
         is_copied = given.data_ptr() != x.data_ptr()
-        table = Table({activation(0): given})
-        with autocast_off(call.device), call.forward(operations[:turn]) as access:
+        table = Environment({activation_name(0): given})
+        with autocast_disabled(call.device), call.forward(operations[:turn]) as access:
             call.executor(access).run(operations[:turn], table, is_first=True)
             access.commit()
         out = table.values[last]
@@ -117,7 +117,7 @@ class _ChainFunction(torch.autograd.Function):
         ctx.version = out._version
         result = out.detach()
         if not is_copied:
-            del table.values[activation(0)]
+            del table.values[activation_name(0)]
         ctx.save_for_backward(x, *tensors[:num_watched])
         ctx.set_materialize_grads(False)
         ctx.call, ctx.table, ctx.num_tensors = call, table, len(tensors)
@@ -129,41 +129,41 @@ class _ChainFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        refuse_batched(grads)
+        refuse_batched_grads(grads)
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 ["(a repeated block): its gradient cannot be differentiated again (create_graph=True); use an nn.Sequential of the blocks"]
             )
         x, *watched = ctx.saved_tensors
-        call: Call = ctx.call
+        call: ChainCall = ctx.call
         if grads[0] is None:
             nothing: tuple[Tensor | None, ...] = (None,) * (3 + ctx.num_tensors)
             return nothing
         n = call.plan.num_blocks
-        refuse_failed(ctx.table)
-        table: Table = ctx.table
-        if call.programs.reads_output and table.values[activation(n)]._version != ctx.version:
+        refuse_after_failure(ctx.table)
+        table: Environment = ctx.table
+        if call.programs.reads_output and table.values[activation_name(n)]._version != ctx.version:
             raise RuntimeError(
                 "the output of a repeated block was modified in place after the forward pass, and the backward pass needs it; "
                 "modify a clone of it instead"
             )
-        if keeps_graph():
+        if retains_graph():
             table = table.copy()
         else:
             ctx.table = None
-        table.values.setdefault(activation(0), x.detach())
-        table.values[grad(n)] = grads[0].contiguous()
+        table.values.setdefault(activation_name(0), x.detach())
+        table.values[grad_name(n)] = grads[0].contiguous()
         operations = call.plan.operations[call.plan.turn + 1 :]
         wants_input_grad = ctx.needs_input_grad[2]
-        with autocast_off(call.device), call.backward(operations, watched, unwanted(ctx, call.names, 1)) as access:
+        with autocast_disabled(call.device), call.backward(operations, watched, unneeded_grads(ctx, call.names, 1)) as access:
             call.executor(access, wants_input_grad=wants_input_grad).run(operations, table, is_first=False)
             found = dict(access.collect())
-        first = table.values.pop(grad(0), None)
+        first = table.values.pop(grad_name(0), None)
         by_name = [found.pop(name, None) for name in call.names]
-        return (None, None, first, *_spread(by_name, ctx.num_tensors, len(watched)))
+        return (None, None, first, *_scatter_param_grads(by_name, ctx.num_tensors, len(watched)))
 
 
-def _spread(grads: list[Tensor | None], num_tensors: int, num_watched: int) -> list[Tensor | None]:
+def _scatter_param_grads(grads: list[Tensor | None], num_tensors: int, num_watched: int) -> list[Tensor | None]:
     """The parameters' gradients in their places: they come first among the watched tensors, or behind all of these."""
     if num_tensors == num_watched:
         return [*grads, *[None] * (num_tensors - len(grads))]

@@ -27,7 +27,7 @@ from sft.deep.trace import BlockTrace
 from sft.errors import InternalError, UnsupportedError
 from sft.kernels.dropout import write_mask
 from sft.kernels.mask_tile import MaskTile
-from sft.lower.emitter import Emitter
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Instruction, Port, Program, Slot
 from sft.memory import measure_peak
 
@@ -96,12 +96,12 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
     Raises:
         UnsupportedError: a random operator that follows no position, or a buffer that is changed and that the output depends on.
     """
-    first = _Lowering(trace, again=False).forward_only()
-    first_save, _ = _Lowering(trace, again=False).both(input_grad=True)
-    lowering = _Lowering(trace, again=True)
+    first = _BlockLowering(trace, again=False).forward_only()
+    first_save, _ = _BlockLowering(trace, again=False).both(input_grad=True)
+    lowering = _BlockLowering(trace, again=True)
     again_save, backward = lowering.both(input_grad=True)
-    again = _Lowering(trace, again=True).forward_only()
-    _, backward_last = _Lowering(trace, again=True).both(input_grad=False)
+    again = _BlockLowering(trace, again=True).forward_only()
+    _, backward_last = _BlockLowering(trace, again=True).both(input_grad=False)
     if first_save.saved != again_save.saved:
         raise InternalError("a recomputed block leaves something else for its backward pass than the block left")
     updated = lowering.updated
@@ -134,13 +134,13 @@ def lower_block(trace: BlockTrace) -> BlockPrograms:
     )
 
 
-class _Lowering:
+class _BlockLowering:
     """One emission of a trace."""
 
     def __init__(self, trace: BlockTrace, *, again: bool) -> None:
         self.trace, self.again = trace, again
         self.nodes = list(trace.graph.graph.nodes)
-        self.emitter = Emitter(dtype=self.nodes[0].meta["val"].dtype)
+        self.emitter = ProgramBuilder(dtype=self.nodes[0].meta["val"].dtype)
         self.constants: dict[Port, Tensor] = {}
         self._slots: dict[Node, Slot] = {}
         self._behind: dict[Node, Slot] = {}  # views of ports, made again for the backward pass
@@ -276,10 +276,10 @@ class _Lowering:
             low, high, training = _UPDATING_BACKWARD[target]
             if training is None or node.args[training]:
                 arguments[low] = arguments[high] = None
-        elif torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not _drops_nothing(node):
+        elif torch.Tag.nondeterministic_seeded in getattr(target, "tags", ()) and not _has_zero_dropout(node):
             function, arguments, keywords = self._random(node, arguments)
         if has_many and len(outputs) == 1:
-            function, has_many = partial(_only, function), False
+            function, has_many = partial(_single_result, function), False
         if writes:
             num_bytes = sum(out.num_bytes for out in outputs if out is not None and out.root == out.number)
             self.emitter.instructions.append(
@@ -335,29 +335,29 @@ class _Lowering:
 def _scratch_bytes(function: Callable[..., Any], arguments: Sequence[Any]) -> int:
     """What evaluating a random mask takes besides its results: in plain PyTorch the integers of Philox."""
     if function is _bernoulli:
-        return _scratch_of_mask(tuple(arguments[1]), arguments[4])
+        return _mask_scratch_bytes(tuple(arguments[1]), arguments[4])
     if function is _native_dropout:
         # The product with the mask is there while it is scaled.
         product: int = arguments[1].num_bytes
-        return max(_scratch_of_mask(tuple(arguments[1].shape), torch.bool) - product, product)
+        return max(_mask_scratch_bytes(tuple(arguments[1].shape), torch.bool) - product, product)
     return 0
 
 
 @lru_cache(maxsize=256)
-def _scratch_of_mask(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+def _mask_scratch_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     with measure_peak("meta") as peak:
         mask = _bernoulli((0, 0), shape, 0.5, 0, dtype, torch.device("meta"))
     return peak.num_bytes - mask.numel() * mask.element_size()
 
 
-def _drops_nothing(node: Node) -> bool:
+def _has_zero_dropout(node: Node) -> bool:
     """Whether it is an operator with dropout inside (attention) that is told to drop nothing."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]  # an overload
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
-def _only(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _single_result(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     """The one result of a call that returns a tuple."""
     (result,) = function(*arguments, **keywords)
     return result

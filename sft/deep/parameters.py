@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from sft.analysis.preparation import USED_ON
+from sft.analysis.preparation import COMPUTE_DEVICES
 from sft.deep.sinks import BlockSink, GradientSink
 from sft.errors import InputError, UnsupportedError
-from sft.walk.weights import Taking
-from sft.weights import Counters, DiskStore, HostStore, Layout, SingleStream, Store, TensorSpec, WeightsFile
-from sft.weights.file import check_resumed
-from sft.weights.layout import Part, difference
-from sft.weights.store import host_bytes
+from sft.walk.weights import GradientTransfer
+from sft.weights import StreamCounters, DiskStore, HostStore, RecordLayout, UnbufferedStream, Store, TensorSpec, WeightsFile
+from sft.weights.file import check_resume
+from sft.weights.layout import RecordPart, layout_difference
+from sft.weights.store import allocate_host_bytes
 
-__all__ = ["ParameterSink", "StreamedParameters", "record_bytes", "streamable"]
+__all__ = ["ParameterSink", "StreamedParameters", "record_bytes", "streamable_parameters"]
 
 
 class ParameterSink(GradientSink, Protocol):
@@ -38,7 +38,7 @@ class ParameterSink(GradientSink, Protocol):
         """Whether it takes those of this parameter; others are autograd's to hand on."""
         ...
 
-    def taking(self, record: int) -> Taking:
+    def taking(self, record: int) -> GradientTransfer:
         """What it takes to take the gradient of a record's parameter."""
         ...
 
@@ -47,7 +47,7 @@ class ParameterSink(GradientSink, Protocol):
         ...
 
 
-def streamable(model: nn.Module) -> dict[str, nn.Parameter]:
+def streamable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters of a model that have one name, elements, and memory of their own, by name.
 
     Raises:
@@ -60,7 +60,7 @@ def streamable(model: nn.Module) -> dict[str, nn.Parameter]:
     num_names: dict[int, int] = {}
     for _, param in model.named_parameters(remove_duplicate=False):
         num_names[id(param)] = num_names.get(id(param), 0) + 1
-    shared = _sharing([*model.parameters(), *model.buffers()])
+    shared = _memory_sharing_ids([*model.parameters(), *model.buffers()])
     found = {
         name: param for name, param in model.named_parameters() if num_names[id(param)] == 1 and param.numel() and id(param) not in shared
     }
@@ -70,7 +70,7 @@ def streamable(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
-def _sharing(tensors: Sequence[Tensor]) -> set[int]:
+def _memory_sharing_ids(tensors: Sequence[Tensor]) -> set[int]:
     """Those that share memory with another one, by id: what changes one of them in place changes the other."""
     spans = []
     for tensor in tensors:
@@ -89,7 +89,7 @@ def _sharing(tensors: Sequence[Tensor]) -> set[int]:
 
 def record_bytes(param: Tensor) -> int:
     """What a parameter takes on the device while it is there."""
-    return Layout.of([_spec("", param)]).weight_bytes
+    return RecordLayout.of([_tensor_spec("", param)]).weight_bytes
 
 
 class StreamedParameters:
@@ -104,22 +104,22 @@ class StreamedParameters:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, file: WeightsFile | None) -> None:
-        self.device, self.params, self._file = device, streamable(model), file
+        self.device, self.params, self._file = device, streamable_parameters(model), file
         self._names = tuple(self.params)
         self._had = [(name, id(param)) for name, param in model.named_parameters()]
         if not self.params:
             why = " (those with two names stay resident)" if any(True for _ in model.parameters()) else ""
             raise InputError(f"{type(model).__name__} has no parameters to stream{why}; leave out weights='stream'")
-        self.counters, self.revision = Counters(), 0
+        self.counters, self.revision = StreamCounters(), 0
         self._records = {name: record for record, name in enumerate(self.params)}
         self._pin = device.type == "cuda"
-        self._sink: ParameterSink = _HostGradients(self)
-        layouts = [Layout.of([_spec(name, param)]) for name, param in self.params.items()]
+        self._sink: ParameterSink = _HostParameterSink(self)
+        layouts = [RecordLayout.of([_tensor_spec(name, param)]) for name, param in self.params.items()]
         self.store: Store
         if file is not None and (file.resume or Path(file.path).exists()):
             self.store = self._reopened(file, layouts)
         else:
-            self.store = self._stored(layouts, lambda record, views: _copy(views, self.params[self._names[record]]))
+            self.store = self._stored(layouts, lambda record, views: _copy_into_views(views, self.params[self._names[record]]))
         self.rebind()
         for param in self.params.values():
             if param.grad is not None:
@@ -141,7 +141,7 @@ class StreamedParameters:
         """
         found, device = cls.known(model), torch.empty(0, device=device).device  # with its index
         if found is not None and found.were_exchanged(model):
-            if not isinstance(found.sink, _HostGradients):
+            if not isinstance(found.sink, _HostParameterSink):
                 raise InputError(
                     f"the model's parameters are no longer those in {found.where} (another head, load_state_dict(assign=True)), where the "
                     "state of their optimizer is, too; close() the optimizer, and make a new one"
@@ -150,7 +150,7 @@ class StreamedParameters:
             found = None
         if found is None:
             with torch.inference_mode(False):  # tensors that are made in there are good for nothing else
-                found = _taken[model] = cls(model, device, file)
+                found = _streamed_models[model] = cls(model, device, file)
         elif (found.device, found._file) != (device, file):
             raise InputError(
                 f"the weights of this model are streamed already, from {found.where} to {found.device}; compile it with the same options"
@@ -160,7 +160,7 @@ class StreamedParameters:
     @classmethod
     def known(cls, model: nn.Module) -> StreamedParameters | None:
         """Those that were taken of a model; ``None`` if none were."""
-        found: StreamedParameters | None = _taken.get(model)
+        found: StreamedParameters | None = _streamed_models.get(model)
         return found
 
     def were_exchanged(self, model: nn.Module) -> bool:
@@ -197,7 +197,7 @@ class StreamedParameters:
         self.revision += 1
 
     @property
-    def weights(self) -> SingleStream:
+    def weights(self) -> UnbufferedStream:
         """The weights, a record at a time."""
         return self.window(self.store, "weights")
 
@@ -227,9 +227,9 @@ class StreamedParameters:
         """What changes when the weights do: autograd itself sees to changes in place."""
         return (self.store.generation,)
 
-    def taking_of(self, name: str) -> Taking:
+    def taking_of(self, name: str) -> GradientTransfer:
         """What it takes to take a parameter's gradient."""
-        own = self._sink if self._sink.takes(name) else _HostGradients(self)
+        own = self._sink if self._sink.takes(name) else _HostParameterSink(self)
         return own.taking(self._records[name])
 
     @property
@@ -241,7 +241,7 @@ class StreamedParameters:
     def taking(self, order: Sequence[int]) -> Iterator[BlockSink]:
         """What takes the gradients of a backward pass; what it began is undone when the pass fails."""
         with self._sink.opened(order) as sink:
-            yield sink if isinstance(self._sink, _HostGradients) else _Shared(self._sink, sink)
+            yield sink if isinstance(self._sink, _HostParameterSink) else _RoutingSink(self._sink, sink)
 
     def rebind(self) -> None:
         """Let the parameters be views of the current generation, each of a storage of its own."""
@@ -249,16 +249,16 @@ class StreamedParameters:
             layout = self.store.layouts[record]
             data = torch.from_numpy(self.store.record(record)[: layout.weight_bytes].numpy())
             param.data = layout.views(data, "weights")[name]
-            USED_ON[param] = self.device
+            COMPUTE_DEVICES[param] = self.device
 
     def close(self) -> None:
         """Close the store; the parameters are ordinary ones then, on the host."""
         for param in self.params.values():
             param.data = param.detach().clone()
-            del USED_ON[param]
+            del COMPUTE_DEVICES[param]
         self.store.close()
-        for model in [model for model, found in _taken.items() if found is self]:
-            del _taken[model]
+        for model in [model for model, found in _streamed_models.items() if found is self]:
+            del _streamed_models[model]
 
     # -- for optimizers ---------------------------------------------------------------------------------------------
 
@@ -279,7 +279,7 @@ class StreamedParameters:
         record = self._records[name]
         return self.store.layouts[record].views(self.store.record(record))[key]
 
-    def window(self, store: Store, part: Part, window_bytes: int | None = None) -> SingleStream:
+    def window(self, store: Store, part: RecordPart, window_bytes: int | None = None) -> UnbufferedStream:
         """A way to read a store of as many records.
 
         Raises:
@@ -287,7 +287,7 @@ class StreamedParameters:
         """
         if window_bytes is not None:
             raise InputError(f"window={window_bytes}: state of a compiled model is there one parameter at a time; leave window out")
-        return SingleStream(store, self.device, part=part)
+        return UnbufferedStream(store, self.device, part=part)
 
     def set_state(self, state: Mapping[str, Sequence[TensorSpec]], fill: Callable[[int, dict[str, Tensor]], None]) -> bool:
         """Make room in the records for what an optimizer keeps.
@@ -299,7 +299,7 @@ class StreamedParameters:
         Returns:
             Whether the records had this room before, with what it holds.
         """
-        layouts = [Layout.of([_spec(name, param), *state.get(name, ())]) for name, param in self.params.items()]
+        layouts = [RecordLayout.of([_tensor_spec(name, param), *state.get(name, ())]) for name, param in self.params.items()]
         if tuple(layouts) == tuple(self.store.layouts):
             return any(state.values())
         old = self.store
@@ -314,7 +314,7 @@ class StreamedParameters:
         self.rebind()
         return False
 
-    def _stored(self, layouts: Sequence[Layout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
+    def _stored(self, layouts: Sequence[RecordLayout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
         if self._file is not None:
             return DiskStore.create(self._file.path, layouts, fill, durable=self._file.durable)
         store = HostStore(layouts, pin=self._pin)
@@ -323,12 +323,12 @@ class StreamedParameters:
                 fill(record, layout.views(store.record(record)))
         return store
 
-    def _reopened(self, file: WeightsFile, layouts: Sequence[Layout]) -> Store:
-        check_resumed(file.path, resume=file.resume)
+    def _reopened(self, file: WeightsFile, layouts: Sequence[RecordLayout]) -> Store:
+        check_resume(file.path, resume=file.resume)
         store = DiskStore.open(file.path, durable=file.durable)
         own = [field.spec for layout in layouts for field in layout.fields]
         theirs = [field.spec for layout in store.layouts for field in layout.fields if not field.spec.is_state]
-        if other := difference(own, theirs):
+        if other := layout_difference(own, theirs):
             raise InputError(
                 f"{file.path} has the weights of another model: {other}; give another path, and load what fits with load_state_dict"
             )
@@ -336,10 +336,10 @@ class StreamedParameters:
 
 
 #: by model
-_taken: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_streamed_models: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class _HostGradients:
+class _HostParameterSink:
     """Gathers gradients in the host's memory, for autograd to put into ``.grad``."""
 
     def __init__(self, parameters: StreamedParameters) -> None:
@@ -357,23 +357,23 @@ class _HostGradients:
         """Nothing: all is on the host."""
         return 0
 
-    def taking(self, record: int) -> Taking:
+    def taking(self, record: int) -> GradientTransfer:
         """The gradient leaves."""
-        return Taking(down_bytes=self._parameters.store.layouts[record].weight_bytes)
+        return GradientTransfer(down_bytes=self._parameters.store.layouts[record].weight_bytes)
 
     @contextlib.contextmanager
     def opened(self, order: Sequence[int]) -> Iterator[BlockSink]:
         """For one pass."""
-        yield _Gathered()
+        yield _HostParameterGradients()
 
 
-class _Gathered:
+class _HostParameterGradients:
     def __init__(self) -> None:
         self._grads: dict[str, Tensor] = {}
 
     def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
         for name, value in grads.items():
-            room = host_bytes(value.numel() * value.element_size())  # the copy waits: locking its pages would take longer
+            room = allocate_host_bytes(value.numel() * value.element_size())  # the copy waits: locking its pages would take longer
             self._grads[name] = room.view(value.dtype).view(value.shape).copy_(value)
         return False
 
@@ -382,11 +382,11 @@ class _Gathered:
         return grads
 
 
-class _Shared:
+class _RoutingSink:
     """Gradients of an optimizer's parameters go to it, others are gathered."""
 
     def __init__(self, target: ParameterSink, sink: BlockSink) -> None:
-        self._target, self._sink, self._gathered = target, sink, _Gathered()
+        self._target, self._sink, self._gathered = target, sink, _HostParameterGradients()
 
     def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
         (name,) = grads
@@ -396,10 +396,10 @@ class _Shared:
         return {**self._sink.collect(), **self._gathered.collect()}
 
 
-def _spec(name: str, param: Tensor) -> TensorSpec:
+def _tensor_spec(name: str, param: Tensor) -> TensorSpec:
     return TensorSpec(name=name, shape=tuple(param.shape), dtype=param.dtype)
 
 
-def _copy(views: Mapping[str, Tensor], param: Tensor) -> None:
+def _copy_into_views(views: Mapping[str, Tensor], param: Tensor) -> None:
     for view in views.values():
         view.copy_(param.detach())

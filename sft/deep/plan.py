@@ -20,24 +20,34 @@ from typing import Literal
 from sft.deep.lowering import BlockPrograms
 from sft.errors import BudgetError, InputError
 from sft.plan.chain import optimal, revolve
-from sft.plan.chain.chain import Chain, Stage
-from sft.plan.chain.reversal import Decide, keep_all, reversal
+from sft.plan.chain.chain import StageChain, Stage
+from sft.plan.chain.reversal import DecisionFunction, keep_all, reversal
 from sft.plan.chain.schedule import Operation
 from sft.units import format_bytes
 
-__all__ = ["STRATEGIES", "Costs", "DeepPlan", "Strategy", "chain_of", "num_forwards", "peak_bytes", "plan_chain", "revolve_plan"]
+__all__ = [
+    "STRATEGIES",
+    "RepeatCosts",
+    "RepeatPlan",
+    "Strategy",
+    "to_stage_chain",
+    "count_forwards",
+    "schedule_peak_bytes",
+    "plan_chain",
+    "revolve_plan",
+]
 
 Strategy = Literal["auto", "none", "revolve", "bisect", "optimal"]
 STRATEGIES: tuple[Strategy, ...] = ("auto", "none", "revolve", "bisect", "optimal")
 
 #: The dynamic program's tables grow with the square of this.
-_MOST_OPTIMAL_BLOCKS = 64
+_MAX_OPTIMAL_BLOCKS = 64
 #: Up to here, schedules are tried to find the largest that fits; above, one is chosen by its formula.
-_MOST_TRIED_BLOCKS = 512
+_MAX_TRIED_BLOCKS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Costs:
+class RepeatCosts:
     """What the blocks of a chain hold, and what is held beside them.
 
     Attributes:
@@ -78,7 +88,7 @@ class Costs:
         input_copy_bytes: int = 0,
         forward_extra_bytes: int = 0,
         backward_extra_bytes: int = 0,
-    ) -> Costs:
+    ) -> RepeatCosts:
         """The costs of so many blocks with these programs."""
         return cls(
             num_blocks=num_blocks,
@@ -97,7 +107,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeepPlan:
+class RepeatPlan:
     """A schedule for a chain of equal blocks.
 
     Attributes:
@@ -133,7 +143,7 @@ class DeepPlan:
         )
 
 
-def chain_of(costs: Costs) -> Chain:
+def to_stage_chain(costs: RepeatCosts) -> StageChain:
     """The chain as solvers and the simulator know it. Times are counts of forwards; a backward counts as two."""
     made, kept = costs.output_bytes, costs.output_bytes + costs.saved_bytes
     stage = Stage(
@@ -146,10 +156,10 @@ def chain_of(costs: Costs) -> Chain:
         forward_workspace_bytes=max(0, costs.forward_bytes - made, costs.save_bytes - kept),
         backward_workspace_bytes=max(0, costs.backward_bytes - costs.grad_bytes),
     )
-    return Chain(input_bytes=costs.output_bytes, stages=(stage,) * costs.num_blocks, input_grad_bytes=costs.grad_bytes)
+    return StageChain(input_bytes=costs.output_bytes, stages=(stage,) * costs.num_blocks, input_grad_bytes=costs.grad_bytes)
 
 
-def plan_chain(costs: Costs, *, budget_bytes: int | None, strategy: Strategy = "auto") -> DeepPlan:
+def plan_chain(costs: RepeatCosts, *, budget_bytes: int | None, strategy: Strategy = "auto") -> RepeatPlan:
     """Choose a schedule.
 
     Args:
@@ -168,19 +178,19 @@ def plan_chain(costs: Costs, *, budget_bytes: int | None, strategy: Strategy = "
     limit = float("inf") if budget_bytes is None else budget_bytes
     match strategy:
         case "none":
-            candidates: Iterable[DeepPlan] = [_made(costs, "none", keep_all, 1, costs.num_blocks)]
+            candidates: Iterable[RepeatPlan] = [_reversal_plan(costs, "none", keep_all, 1, costs.num_blocks)]
         case "revolve":
-            candidates = _revolves(costs, limit, [1])
+            candidates = _max_slots_by_run(costs, limit, [1])
         case "bisect":
-            candidates = (_bisected(costs, base) for base in _halves(costs.num_blocks))
+            candidates = (_bisected(costs, base) for base in _halved_counts(costs.num_blocks))
         case "optimal":
             candidates = [_optimal(costs, budget_bytes)]
         case _:
-            candidates = _revolves(costs, limit, _halves(costs.num_blocks))
+            candidates = _max_slots_by_run(costs, limit, _halved_counts(costs.num_blocks))
     best, least = None, None
     for plan in candidates:
         least = plan.projected_peak_bytes if least is None else min(least, plan.projected_peak_bytes)
-        if plan.projected_peak_bytes <= limit and (best is None or _order(plan) < _order(best)):
+        if plan.projected_peak_bytes <= limit and (best is None or _plan_rank(plan) < _plan_rank(best)):
             best = plan
     if best is None:
         # Schedules that cannot fit are not written down above.
@@ -189,7 +199,7 @@ def plan_chain(costs: Costs, *, budget_bytes: int | None, strategy: Strategy = "
     return best
 
 
-def _too_small(costs: Costs, strategy: Strategy, needed_bytes: int, limit: float) -> BudgetError:
+def _too_small(costs: RepeatCosts, strategy: Strategy, needed_bytes: int, limit: float) -> BudgetError:
     return BudgetError(
         f"{costs.num_blocks} repeated blocks need {format_bytes(needed_bytes)} at least with strategy {strategy!r}, the budget is "
         f"{format_bytes(int(limit))}. Raise the budget to {needed_bytes} bytes, or make the blocks smaller.",
@@ -197,7 +207,7 @@ def _too_small(costs: Costs, strategy: Strategy, needed_bytes: int, limit: float
     )
 
 
-def revolve_plan(costs: Costs, slots: int, run: int) -> DeepPlan:
+def revolve_plan(costs: RepeatCosts, slots: int, run: int) -> RepeatPlan:
     """Revolve with so many slots and runs of so many blocks.
 
     Args:
@@ -211,67 +221,67 @@ def revolve_plan(costs: Costs, slots: int, run: int) -> DeepPlan:
             return i, free, free
         return i + _advance(j - i, free, run), max(1, free - 1), free
 
-    return _made(costs, "revolve" if run < costs.num_blocks or run == 1 else "none", decide, slots, run)
+    return _reversal_plan(costs, "revolve" if run < costs.num_blocks or run == 1 else "none", decide, slots, run)
 
 
-def _order(plan: DeepPlan) -> tuple[int, int]:
+def _plan_rank(plan: RepeatPlan) -> tuple[int, int]:
     return plan.num_forwards, plan.projected_peak_bytes
 
 
-def _halves(num_blocks: int) -> list[int]:
+def _halved_counts(num_blocks: int) -> list[int]:
     """n, n/2, n/4, ..., 1, rounded up."""
     return sorted({-(-num_blocks // 2**power) for power in range(num_blocks.bit_length() + 1)}, reverse=True)
 
 
-def _bisected(costs: Costs, base: int) -> DeepPlan:
+def _bisected(costs: RepeatCosts, base: int) -> RepeatPlan:
     def decide(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
         return (i if j - i <= base else (i + j) // 2), 0, 0
 
-    return _made(costs, "bisect", decide, 0, base)
+    return _reversal_plan(costs, "bisect", decide, 0, base)
 
 
-def _optimal(costs: Costs, budget_bytes: int | None) -> DeepPlan:
-    if costs.num_blocks > _MOST_OPTIMAL_BLOCKS:
+def _optimal(costs: RepeatCosts, budget_bytes: int | None) -> RepeatPlan:
+    if costs.num_blocks > _MAX_OPTIMAL_BLOCKS:
         raise InputError(
-            f"strategy 'optimal' takes up to {_MOST_OPTIMAL_BLOCKS} blocks, and there are {costs.num_blocks}; 'auto' takes any number"
+            f"strategy 'optimal' takes up to {_MAX_OPTIMAL_BLOCKS} blocks, and there are {costs.num_blocks}; 'auto' takes any number"
         )
-    chain = chain_of(costs)
+    chain = to_stage_chain(costs)
     # The solver holds the input and frees the output; here it is the other way round. The rest is held all the time.
-    beside = _pinned(costs) - costs.output_bytes + max(costs.forward_extra_bytes, costs.backward_extra_bytes)
-    whole = peak_bytes(costs, reversal(chain, keep_all)) + costs.output_bytes
+    beside = _external_bytes(costs) - costs.output_bytes + max(costs.forward_extra_bytes, costs.backward_extra_bytes)
+    whole = schedule_peak_bytes(costs, reversal(chain, keep_all)) + costs.output_bytes
     room = (whole if budget_bytes is None else min(budget_bytes, whole)) - beside
     try:
-        operations = optimal.solve(chain, budget_bytes=room).operations
+        operations = optimal.solve_optimal(chain, budget_bytes=room).operations
     except BudgetError as error:
         raise _too_small(costs, "optimal", error.needed_bytes + beside, room + beside) from error
-    return _written("optimal", costs, operations, 0, 0)
+    return _to_repeat_plan("optimal", costs, operations, 0, 0)
 
 
-def _pinned(costs: Costs) -> int:
+def _external_bytes(costs: RepeatCosts) -> int:
     return costs.output_bytes + costs.grad_bytes + costs.input_copy_bytes
 
 
-def _revolves(costs: Costs, limit: float, runs: list[int]) -> Iterator[DeepPlan]:
+def _max_slots_by_run(costs: RepeatCosts, limit: float, runs: list[int]) -> Iterator[RepeatPlan]:
     """For each length of runs the most slots that fit."""
     n = costs.num_blocks
     found: list[tuple[int, int, int]] = []
     for run in runs:
         groups = -(-n // run)
-        if _estimate(costs, 1, run) - _slack(costs, run) > limit:
+        if _estimate(costs, 1, run) - _estimate_slack(costs, run) > limit:
             continue
         slots = groups
         if _estimate(costs, slots, run) > limit:
             slots = max(1, min(groups, 1 + int((limit - _estimate(costs, 1, run)) // max(1, costs.output_bytes))))
-        found.append((num_forwards(n, slots, run), run, slots))
+        found.append((count_forwards(n, slots, run), run, slots))
     found.sort()
     for place, (forwards, run, slots) in enumerate(found):
-        if place and n > _MOST_TRIED_BLOCKS and forwards > found[0][0]:
+        if place and n > _MAX_TRIED_BLOCKS and forwards > found[0][0]:
             continue  # long lists are written for the best only, unless it does not fit
         plan = revolve_plan(costs, slots, run)
         while plan.projected_peak_bytes > limit and slots > 1:
             slots -= 1
             plan = revolve_plan(costs, slots, run)
-        while n <= _MOST_TRIED_BLOCKS and plan.projected_peak_bytes <= limit and slots < -(-n // run):
+        while n <= _MAX_TRIED_BLOCKS and plan.projected_peak_bytes <= limit and slots < -(-n // run):
             slots += 1
             larger = revolve_plan(costs, slots, run)
             if larger.projected_peak_bytes > limit:
@@ -280,14 +290,14 @@ def _revolves(costs: Costs, limit: float, runs: list[int]) -> Iterator[DeepPlan]
         yield plan
 
 
-def _smallest(costs: Costs) -> DeepPlan:
+def _smallest(costs: RepeatCosts) -> RepeatPlan:
     """The schedule of least memory; its peak does not depend on how long the chain is, if it is long."""
     few = min(costs.num_blocks, 8)
-    short = Costs(**{name: getattr(costs, name) for name in Costs.__slots__} | {"num_blocks": few})
+    short = RepeatCosts(**{name: getattr(costs, name) for name in RepeatCosts.__slots__} | {"num_blocks": few})
     return revolve_plan(short, 1, 1)
 
 
-def _estimate(costs: Costs, slots: int, run: int) -> int:
+def _estimate(costs: RepeatCosts, slots: int, run: int) -> int:
     """No less than the peak of such a schedule."""
     kept = costs.output_bytes + costs.saved_bytes
     last = max(
@@ -295,22 +305,22 @@ def _estimate(costs: Costs, slots: int, run: int) -> int:
         costs.grad_bytes + costs.save_bytes,
         costs.grad_bytes + kept + costs.backward_bytes,
     )
-    beside = _pinned(costs) + max(costs.forward_extra_bytes, costs.backward_extra_bytes)
+    beside = _external_bytes(costs) + max(costs.forward_extra_bytes, costs.backward_extra_bytes)
     return beside + (slots - 1) * costs.output_bytes + (run - 1) * kept + last
 
 
-def _slack(costs: Costs, run: int) -> int:
+def _estimate_slack(costs: RepeatCosts, run: int) -> int:
     """By how much the estimate may be above the peak: what is counted twice there."""
     return 2 * (costs.output_bytes + costs.grad_bytes) + costs.saved_bytes + costs.forward_extra_bytes + costs.backward_extra_bytes
 
 
 @cache
-def num_forwards(num_blocks: int, slots: int, run: int = 1) -> int:
+def count_forwards(num_blocks: int, slots: int, run: int = 1) -> int:
     """How many forwards Revolve runs with so many slots and runs of so many blocks, the first ones included.
 
     With runs of one block that is ``revolve.num_advances(n, slots) + n``.
 
-    >>> [num_forwards(n, s) for n, s in ((10, 3), (100, 10), (5, 5))], num_forwards(100, 1, 100)
+    >>> [count_forwards(n, s) for n, s in ((10, 3), (100, 10), (5, 5))], count_forwards(100, 1, 100)
     ([25, 322, 9], 100)
     """
 
@@ -328,26 +338,26 @@ def num_forwards(num_blocks: int, slots: int, run: int = 1) -> int:
 
 
 def _advance(length: int, slots: int, run: int) -> int:
-    return revolve.split(-(-length // run), slots) * run
+    return revolve.revolve_split(-(-length // run), slots) * run
 
 
-def _made(costs: Costs, strategy: Strategy, decide: Decide, slots: int, run: int) -> DeepPlan:
-    return _written(strategy, costs, reversal(chain_of(costs), decide, slots), slots, run)
+def _reversal_plan(costs: RepeatCosts, strategy: Strategy, decide: DecisionFunction, slots: int, run: int) -> RepeatPlan:
+    return _to_repeat_plan(strategy, costs, reversal(to_stage_chain(costs), decide, slots), slots, run)
 
 
-def _written(strategy: Strategy, costs: Costs, operations: tuple[Operation, ...], slots: int, run: int) -> DeepPlan:
-    return DeepPlan(
+def _to_repeat_plan(strategy: Strategy, costs: RepeatCosts, operations: tuple[Operation, ...], slots: int, run: int) -> RepeatPlan:
+    return RepeatPlan(
         strategy=strategy,
         num_blocks=costs.num_blocks,
         slots=slots,
         run_blocks=run,
         operations=operations,
         num_forwards=sum(operation.kind == "forward" for operation in operations),
-        projected_peak_bytes=peak_bytes(costs, operations),
+        projected_peak_bytes=schedule_peak_bytes(costs, operations),
     )
 
 
-def peak_bytes(costs: Costs, operations: Iterable[Operation]) -> int:
+def schedule_peak_bytes(costs: RepeatCosts, operations: Iterable[Operation]) -> int:
     """The most bytes that the executor holds at once while it runs the operations."""
     n, out, kept = costs.num_blocks, costs.output_bytes, costs.saved_bytes
     last_output, last_grad = f"x{n}", f"y{n}"

@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from sft.weights import SingleStream, Store, TensorSpec, WeightStream
-from sft.weights.layout import Part
+from sft.weights import UnbufferedStream, Store, TensorSpec, WeightStream
+from sft.weights.layout import RecordPart
 
 __all__ = ["RecordStream", "StreamedRecords"]
 
 #: How records are read: through a window, or one at a time.
-RecordStream = WeightStream | SingleStream
+RecordStream = WeightStream | UnbufferedStream
 
 
 class StreamedRecords(Protocol):
@@ -53,7 +53,7 @@ class StreamedRecords(Protocol):
         """A tensor of the current generation that belongs to a parameter, of all records that have a part of it."""
         ...
 
-    def window(self, store: Store, part: Part, window_bytes: int | None = None) -> RecordStream:
+    def window(self, store: Store, part: RecordPart, window_bytes: int | None = None) -> RecordStream:
         """A way to read a store of as many records."""
         ...
 

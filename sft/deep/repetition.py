@@ -21,20 +21,20 @@ import torch
 from torch import Tensor, nn
 
 from sft.deep.lowering import BlockPrograms, lower_block
-from sft.deep.plan import Costs, DeepPlan, Strategy, plan_chain
-from sft.deep.trace import Shape, trace_block
+from sft.deep.plan import RepeatCosts, RepeatPlan, Strategy, plan_chain
+from sft.deep.trace import TensorMeta, trace_block
 from sft.errors import BudgetError, UnsupportedError
 from sft.lower.program import Program
-from sft.plan.chain.schedule import Operation, activation, grad
+from sft.plan.chain.schedule import Operation, activation_name, grad_name
 
-__all__ = ["CallKind", "Half", "Repeated", "RepeatedCall", "halves"]
+__all__ = ["PassKind", "PassCost", "BlockRepeat", "RepeatSite", "pass_costs"]
 
 #: Without a backward pass behind it; and the two halves of a step.
-CallKind = Literal["inference", "forward", "backward"]
+PassKind = Literal["inference", "forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Half:
+class PassCost:
     """What one half of a schedule takes.
 
     Attributes:
@@ -48,17 +48,17 @@ class Half:
     flops: int
 
 
-def halves(programs: BlockPrograms, plan: DeepPlan, *, wants_input_grad: bool) -> tuple[Half, Half]:
+def pass_costs(programs: BlockPrograms, plan: RepeatPlan, *, wants_input_grad: bool) -> tuple[PassCost, PassCost]:
     """The two halves of a schedule; what the first leaves are the state and the output, what the second leaves is the input's gradient."""
-    first = _half(programs, plan, plan.operations[: plan.turn], 0, is_first=True, wants_input_grad=wants_input_grad)
+    first = _pass_cost(programs, plan, plan.operations[: plan.turn], 0, is_first=True, wants_input_grad=wants_input_grad)
     held = first.left_bytes - programs.output_bytes
-    return first, _half(programs, plan, plan.operations[plan.turn + 1 :], held, is_first=False, wants_input_grad=wants_input_grad)
+    return first, _pass_cost(programs, plan, plan.operations[plan.turn + 1 :], held, is_first=False, wants_input_grad=wants_input_grad)
 
 
-def _half(
-    programs: BlockPrograms, plan: DeepPlan, operations: Iterable[Operation], held: int, *, is_first: bool, wants_input_grad: bool
-) -> Half:
-    outside = (activation(0), activation(plan.num_blocks), grad(plan.num_blocks))
+def _pass_cost(
+    programs: BlockPrograms, plan: RepeatPlan, operations: Iterable[Operation], held: int, *, is_first: bool, wants_input_grad: bool
+) -> PassCost:
+    outside = (activation_name(0), activation_name(plan.num_blocks), grad_name(plan.num_blocks))
     out, kept = programs.output_bytes, programs.saved_bytes
     peak, flops = held, 0
     for operation in operations:
@@ -67,7 +67,7 @@ def _half(
             if name not in outside:
                 held -= kept if name[0] == "s" else programs.grad_bytes if name[0] == "y" else out
             continue
-        program = _program_of(programs, operation, is_first=is_first, wants_input_grad=wants_input_grad)
+        program = _operation_program(programs, operation, is_first=is_first, wants_input_grad=wants_input_grad)
         peak, flops = max(peak, held + program.peak_bytes), flops + program.flops
         if operation.kind == "forward":
             held += out + (kept if operation.save else 0)
@@ -75,10 +75,10 @@ def _half(
             held += programs.grad_bytes
     if not is_first and not wants_input_grad:
         held = 0
-    return Half(peak_bytes=peak, left_bytes=held, flops=flops)
+    return PassCost(peak_bytes=peak, left_bytes=held, flops=flops)
 
 
-def _program_of(programs: BlockPrograms, operation: Operation, *, is_first: bool, wants_input_grad: bool) -> Program:
+def _operation_program(programs: BlockPrograms, operation: Operation, *, is_first: bool, wants_input_grad: bool) -> Program:
     """What the executor runs for an operation."""
     if operation.kind == "backward":
         return programs.backward if operation.first > 1 or wants_input_grad else programs.backward_last
@@ -88,7 +88,7 @@ def _program_of(programs: BlockPrograms, operation: Operation, *, is_first: bool
 
 
 @dataclass(eq=False, kw_only=True)
-class Repeated:
+class BlockRepeat:
     """The blocks behind a node of a captured model.
 
     Attributes:
@@ -117,16 +117,16 @@ class Repeated:
     params: tuple[str, ...]
     fixed: tuple[str, ...]
     shared: tuple[str, ...]
-    make: Callable[[RepeatedCall, CallKind], Callable[..., Any]]
+    make: Callable[[RepeatSite, PassKind], Callable[..., Any]]
     updated: tuple[str, ...] = ()
     is_random: bool = False
     planned_bytes: int | None = None
     trace: Callable[[str], None] | None = None
     _programs: dict[Any, BlockPrograms] = field(default_factory=dict, repr=False)
-    _plans: dict[Costs, DeepPlan] = field(default_factory=dict, repr=False)
+    _plans: dict[RepeatCosts, RepeatPlan] = field(default_factory=dict, repr=False)
 
     @property
-    def plans(self) -> Mapping[Costs, DeepPlan]:
+    def plans(self) -> Mapping[RepeatCosts, RepeatPlan]:
         """The schedules so far, by what blocks hold."""
         return self._plans
 
@@ -135,18 +135,18 @@ class Repeated:
         """The limit that holds."""
         return self.planned_bytes if self.given_bytes is None else self.given_bytes
 
-    def within(self, num_bytes: int) -> Repeated:
+    def within(self, num_bytes: int) -> BlockRepeat:
         """The same blocks under a limit that the plan of the model sets."""
         return replace(self, planned_bytes=num_bytes, _plans={})
 
-    def at_hint(self, x: Tensor, tensors: Mapping[str, Tensor]) -> Repeated:
+    def at_hint(self, x: Tensor, tensors: Mapping[str, Tensor]) -> BlockRepeat:
         """The same blocks, with what a trace at the size of a captured input says of them: which buffers change, whether masks are drawn.
 
         Raises:
             UnsupportedError: the block cannot be traced, or buffers change that all blocks share.
         """
-        own = Shape(shape=tuple(_hint(size) for size in x.shape), dtype=x.dtype)
-        shapes = {name: Shape.of(tensor) for name, tensor in tensors.items()}
+        own = TensorMeta(shape=tuple(_size_hint(size) for size in x.shape), dtype=x.dtype)
+        shapes = {name: TensorMeta.of(tensor) for name, tensor in tensors.items()}
         # What a capture switches on for its thread, modes and a dispatcher of its own, must not see what is traced here.
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="sft-trace") as elsewhere:
             found = elsewhere.submit(self.programs, own, shapes).result()
@@ -156,7 +156,7 @@ class Repeated:
         fixed = tuple(name for name in self.fixed if name not in found.updated)
         return replace(self, fixed=fixed, updated=found.updated, is_random=found.is_random, _programs={}, _plans={})
 
-    def programs(self, x: Shape, tensors: Mapping[str, Shape]) -> BlockPrograms:
+    def programs(self, x: TensorMeta, tensors: Mapping[str, TensorMeta]) -> BlockPrograms:
         """The programs of a block.
 
         Args:
@@ -175,7 +175,7 @@ class Repeated:
             self._programs[key] = lower_block(trace_block(self.block, x, params, buffers, device=self.device, autocast=self.autocast))
         return self._programs[key]
 
-    def plan(self, programs: BlockPrograms, *, param_grad_bytes: int, updated_bytes: int, wants_input_grad: bool) -> DeepPlan:
+    def plan(self, programs: BlockPrograms, *, param_grad_bytes: int, updated_bytes: int, wants_input_grad: bool) -> RepeatPlan:
         """The schedule for these programs, by the blocks' own budget.
 
         Args:
@@ -187,7 +187,7 @@ class Repeated:
         Raises:
             BudgetError: none fits.
         """
-        costs = Costs.of(
+        costs = RepeatCosts.of(
             programs,
             self.num_blocks,
             wants_input_grad=wants_input_grad,
@@ -200,7 +200,7 @@ class Repeated:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class RepeatedCall:
+class RepeatSite:
     """One place in a model where blocks are repeated, at one size.
 
     Attributes:
@@ -211,16 +211,16 @@ class RepeatedCall:
         site: number of the repetition among the random operators of the model.
     """
 
-    repeated: Repeated
+    repeated: BlockRepeat
     programs: BlockPrograms
-    plan: DeepPlan
+    plan: RepeatPlan
     wants_input_grad: bool
     site: int
 
     @cached_property
-    def halves(self) -> tuple[Half, Half]:
+    def halves(self) -> tuple[PassCost, PassCost]:
         """What the two halves of the schedule take."""
-        return halves(self.programs, self.plan, wants_input_grad=self.wants_input_grad)
+        return pass_costs(self.programs, self.plan, wants_input_grad=self.wants_input_grad)
 
     @property
     def least_bytes(self) -> int:
@@ -236,13 +236,13 @@ class RepeatedCall:
         """What the forward pass leaves besides the output."""
         return self.halves[0].left_bytes - self.programs.output_bytes
 
-    def peak_bytes(self, kind: CallKind) -> int:
+    def peak_bytes(self, kind: PassKind) -> int:
         """Most bytes at once, above what is there before: not the input, weights, the buffers' next values and gradients of parameters."""
         if kind == "inference":
             return self.programs.first.peak_bytes + (self.programs.output_bytes if self.plan.num_blocks > 1 else 0)
         return self.halves[0].peak_bytes if kind == "forward" else self.halves[1].peak_bytes - self.state_bytes
 
-    def flops(self, kind: CallKind) -> int:
+    def flops(self, kind: PassKind) -> int:
         """Of all programs that run."""
         if kind == "inference":
             return self.plan.num_blocks * self.programs.first.flops
@@ -254,11 +254,11 @@ class RepeatedCall:
         again = sum(operation.kind == "forward" for operation in self.plan.operations[self.plan.turn :])
         return again * self.programs.again.flops
 
-    def function(self, kind: CallKind) -> Callable[..., Any]:
+    def function(self, kind: PassKind) -> Callable[..., Any]:
         """What runs it."""
         return self.repeated.make(self, kind)
 
 
-def _hint(size: int | torch.SymInt) -> int:
+def _size_hint(size: int | torch.SymInt) -> int:
     """A size as it was when the model was captured."""
     return size if isinstance(size, int) else int(size.node.hint)

@@ -17,13 +17,13 @@ from sft.deep.lowering import DRAW, GRAD_INPUT, GRAD_OUTPUT, INPUT, OUTPUT, Bloc
 from sft.errors import InternalError
 from sft.execute.machine import TorchMachine
 from sft.lower.program import Port, Program
-from sft.plan.chain.schedule import Operation, activation, grad, saved
-from sft.walk.machine import Saved
+from sft.plan.chain.schedule import Operation, activation_name, grad_name, saved_name
+from sft.walk.machine import Residuals
 
-__all__ = ["Access", "Executor", "Table"]
+__all__ = ["WeightAccess", "Executor", "Environment"]
 
 
-class Access(Protocol):
+class WeightAccess(Protocol):
     """Where blocks' parameters and buffers come from, and their gradients and next values go to."""
 
     def take(self, block: int) -> Mapping[str, Tensor]:
@@ -44,15 +44,15 @@ class Access(Protocol):
 
 
 @dataclass(slots=True)
-class Table:
+class Environment:
     """What is there: tensors by the schedule's names, and what blocks saved."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
-    saved: dict[str, Saved] = field(default_factory=dict)
+    saved: dict[str, Residuals] = field(default_factory=dict)
 
-    def copy(self) -> Table:
+    def copy(self) -> Environment:
         """The same tensors in a table of their own, for a backward pass that is to leave this one as it is."""
-        return Table(dict(self.values), {name: Saved(dict(kept.values)) for name, kept in self.saved.items()})
+        return Environment(dict(self.values), {name: Residuals(dict(kept.values)) for name, kept in self.saved.items()})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,12 +70,12 @@ class Executor:
 
     programs: BlockPrograms
     machine: TorchMachine
-    access: Access
+    access: WeightAccess
     seed: int = 0
     wants_input_grad: bool = True
     trace: Callable[[str], None] | None = None
 
-    def run(self, operations: Sequence[Operation], table: Table, *, is_first: bool) -> None:
+    def run(self, operations: Sequence[Operation], table: Environment, *, is_first: bool) -> None:
         """Run operations; ``is_first`` says that each forward is the block's first one."""
         for operation in operations:
             match operation.kind:
@@ -101,26 +101,26 @@ class Executor:
             x = results[OUTPUT]
         return x
 
-    def _forward(self, operation: Operation, table: Table, is_first: bool) -> None:
+    def _forward(self, operation: Operation, table: Environment, is_first: bool) -> None:
         stage, programs = operation.first, self.programs
         if operation.save:
             program = programs.first_save if is_first else programs.again_save
         else:
             program = programs.first if is_first else programs.again
-        results, kept = self._run(program, stage - 1, {INPUT: table.values[activation(stage - 1)]}, None)
-        table.values[activation(stage)] = results[OUTPUT]
+        results, kept = self._run(program, stage - 1, {INPUT: table.values[activation_name(stage - 1)]}, None)
+        table.values[activation_name(stage)] = results[OUTPUT]
         if operation.save:
-            table.saved[saved(stage)] = kept
+            table.saved[saved_name(stage)] = kept
 
-    def _backward(self, operation: Operation, table: Table) -> None:
+    def _backward(self, operation: Operation, table: Environment) -> None:
         stage = operation.first
         program = self.programs.backward if stage > 1 or self.wants_input_grad else self.programs.backward_last
-        bindings = {INPUT: table.values[activation(stage - 1)], GRAD_OUTPUT: table.values[grad(stage)]}
-        results, _ = self._run(program, stage - 1, bindings, table.saved.get(saved(stage), Saved({})))
+        bindings = {INPUT: table.values[activation_name(stage - 1)], GRAD_OUTPUT: table.values[grad_name(stage)]}
+        results, _ = self._run(program, stage - 1, bindings, table.saved.get(saved_name(stage), Residuals({})))
         if GRAD_INPUT in results:
-            table.values[grad(stage - 1)] = results[GRAD_INPUT]
+            table.values[grad_name(stage - 1)] = results[GRAD_INPUT]
 
-    def _run(self, program: Program, block: int, given: dict[Port, Tensor], kept: Saved | None) -> tuple[dict[Port, Tensor], Saved]:
+    def _run(self, program: Program, block: int, given: dict[Port, Tensor], kept: Residuals | None) -> tuple[dict[Port, Tensor], Residuals]:
         """Run a program of a block with its weights."""
         bindings: dict[Port, object] = {**given, **self.programs.constants, DRAW: (self.seed, block)}
         weights = self.access.take(block)

@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sft.weights.store import host_bytes
+from sft.weights.store import allocate_host_bytes
 
-__all__ = ["BlockSink", "GradientSink", "HostGradients", "Wanted"]
+__all__ = ["BlockSink", "GradientSink", "HostGradientSink", "RequestedGradients"]
 
 
 class BlockSink(Protocol):
@@ -53,7 +53,7 @@ class GradientSink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RequestedGradients:
     """Takes the gradients that a backward pass was asked for, and no others.
 
     Attributes:
@@ -74,7 +74,7 @@ class Wanted:
         return {} if self.sink is None else self.sink.collect()
 
 
-class HostGradients:
+class HostGradientSink:
     """Gathers gradients in the host's memory, for autograd to put into ``.grad``."""
 
     def __init__(self, num_blocks: int) -> None:
@@ -87,10 +87,10 @@ class HostGradients:
     @contextlib.contextmanager
     def opened(self, order: Sequence[int]) -> Iterator[BlockSink]:
         """For one pass."""
-        yield _Gathered(self._num_blocks)
+        yield _HostBlockGradients(self._num_blocks)
 
 
-class _Gathered:
+class _HostBlockGradients:
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._grads: dict[str, Tensor] = {}
@@ -100,7 +100,7 @@ class _Gathered:
             if name not in self._grads:
                 shape = (self._num_blocks, *value.shape)
                 size = torch.Size(shape).numel() * value.element_size()
-                self._grads[name] = host_bytes(size).view(value.dtype).view(shape)
+                self._grads[name] = allocate_host_bytes(size).view(value.dtype).view(shape)
             self._grads[name][block].copy_(value)
         return False
 

@@ -15,25 +15,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from sft.deep.sinks import BlockSink, GradientSink, HostGradients, Wanted
+from sft.deep.sinks import BlockSink, GradientSink, HostGradientSink, RequestedGradients
 from sft.errors import InputError
 from sft.plan.chain.schedule import Operation
-from sft.weights import DiskStore, HostStore, Layout, Reading, Store, TensorSpec, WeightStream
-from sft.weights.file import check_resumed
-from sft.weights.layout import Part, difference
+from sft.weights import DiskStore, HostStore, RecordLayout, StreamPass, Store, TensorSpec, WeightStream
+from sft.weights.file import check_resume
+from sft.weights.layout import RecordPart, layout_difference
 
-__all__ = ["StreamedAccess", "StreamedBlocks", "blocks_read"]
+__all__ = ["StreamedWeightAccess", "StreamedBlocks", "block_read_order"]
 
 
-def blocks_read(operations: Sequence[Operation]) -> list[int]:
+def block_read_order(operations: Sequence[Operation]) -> list[int]:
     """Which block each computation reads, from 0."""
     return [operation.first - 1 for operation in operations if operation.kind in ("forward", "backward")]
 
 
-class StreamedAccess:
+class StreamedWeightAccess:
     """The weights of one pass, through windows."""
 
-    def __init__(self, blocks: StreamedBlocks, weights: Reading, buffers: Reading | None, sink: BlockSink | None) -> None:
+    def __init__(self, blocks: StreamedBlocks, weights: StreamPass, buffers: StreamPass | None, sink: BlockSink | None) -> None:
         self._blocks, self._weights, self._buffers, self._sink = blocks, weights, buffers, sink
         self._shared = blocks.shared()
         self._changed: set[int] = set()
@@ -116,18 +116,18 @@ class StreamedBlocks:
     ) -> None:
         self.block, self.num_blocks, self.device = block, num_blocks, device
         self.window_bytes, self.prefetch, self.path, self.durable = window_bytes, prefetch, path, durable
-        self.sink: GradientSink = HostGradients(self.num_blocks)
+        self.sink: GradientSink = HostGradientSink(self.num_blocks)
         self._buffer_names = tuple(buffers)
         self._pin = torch.cuda.is_available()
         params = {name: param.detach() for name, param in block.named_parameters()}
         if not params:
             raise InputError("the block has no parameters, so there is nothing to stream")
-        layout = Layout.of(_spec(name, param[0]) for name, param in params.items())
+        layout = RecordLayout.of(_tensor_spec(name, param[0]) for name, param in params.items())
         self.store: Store
         if path is not None and (resume or path.exists()):
             self.store = self._reopened(path, layout, resume=resume)
         else:
-            self.store = self._stored([layout] * num_blocks, lambda number, views: _copy_into(views, params, number))
+            self.store = self._stored([layout] * num_blocks, lambda number, views: _copy_block(views, params, number))
         self.weights = self._window(self.store)
         self._buffer_store, self._buffer_window = self._stored_buffers()
         self.rebind()
@@ -142,9 +142,9 @@ class StreamedBlocks:
         return {name: buffer for name, buffer in self.block.named_buffers() if name not in self._buffer_names}
 
     @contextlib.contextmanager
-    def forward(self, operations: Sequence[Operation]) -> Iterator[StreamedAccess]:
+    def forward(self, operations: Sequence[Operation]) -> Iterator[StreamedWeightAccess]:
         """The weights for a forward pass; if it fails, buffers stay as they are."""
-        plan = blocks_read(operations)
+        plan = block_read_order(operations)
         with contextlib.ExitStack() as stack:
             weights = stack.enter_context(self.weights.reading(plan))
             buffers = None
@@ -152,19 +152,19 @@ class StreamedBlocks:
                 self._buffer_store.begin()
                 stack.callback(self._buffer_store.abort)
                 buffers = stack.enter_context(self._buffer_window.reading(plan))
-            yield StreamedAccess(self, weights, buffers, None)
+            yield StreamedWeightAccess(self, weights, buffers, None)
 
     @contextlib.contextmanager
-    def backward(self, operations: Sequence[Operation], unwanted: Collection[str] = ()) -> Iterator[StreamedAccess]:
+    def backward(self, operations: Sequence[Operation], unwanted: Collection[str] = ()) -> Iterator[StreamedWeightAccess]:
         """The weights for a backward pass, with the sink's own pass inside, which takes no gradients of parameters that are unwanted."""
-        plan = blocks_read(operations)
-        order = blocks_read([operation for operation in operations if operation.kind == "backward"])
+        plan = block_read_order(operations)
+        order = block_read_order([operation for operation in operations if operation.kind == "backward"])
         with contextlib.ExitStack() as stack:
             weights = stack.enter_context(self.weights.reading(plan))
             buffers = None if self._buffer_window is None else stack.enter_context(self._buffer_window.reading(plan))
             names = {name for name, _ in self.block.named_parameters()}.difference(unwanted)
-            sink = Wanted(stack.enter_context(self.sink.opened(order)) if names else None, names)
-            yield StreamedAccess(self, weights, buffers, sink)
+            sink = RequestedGradients(stack.enter_context(self.sink.opened(order)) if names else None, names)
+            yield StreamedWeightAccess(self, weights, buffers, sink)
 
     def commit_buffers(self) -> None:
         """Make the buffers' next values their values."""
@@ -207,7 +207,7 @@ class StreamedBlocks:
         """A tensor of the current generation, stacked."""
         return self.store.layouts[0].stacked(self.store.all_records(), self.num_blocks)[key]
 
-    def window(self, store: Store, part: Part, window_bytes: int | None = None) -> WeightStream:
+    def window(self, store: Store, part: RecordPart, window_bytes: int | None = None) -> WeightStream:
         """A window on a store of as many blocks; by default of two.
 
         Raises:
@@ -229,7 +229,7 @@ class StreamedBlocks:
         """
         weights = [field.spec for field in self.store.layouts[0].fields if not field.spec.is_state]
         specs = [spec for specs in state.values() for spec in specs]
-        layout = Layout.of([*weights, *specs])
+        layout = RecordLayout.of([*weights, *specs])
         if self.store.layouts[0] == layout:
             return bool(specs)
         old = self.store
@@ -269,7 +269,7 @@ class StreamedBlocks:
     def _window(self, store: Store) -> WeightStream:
         return WeightStream(store, self.device, window_bytes=self.window_bytes, prefetch=self.prefetch)
 
-    def _stored(self, layouts: Sequence[Layout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
+    def _stored(self, layouts: Sequence[RecordLayout], fill: Callable[[int, dict[str, Tensor]], None]) -> Store:
         if self.path is not None:
             return DiskStore.create(self.path, layouts, fill, durable=self.durable)
         store = HostStore(layouts, pin=self._pin)
@@ -277,12 +277,12 @@ class StreamedBlocks:
             fill(number, layout.views(store.record(number)))
         return store
 
-    def _reopened(self, path: Path, layout: Layout, *, resume: bool) -> Store:
-        check_resumed(path, resume=resume)
+    def _reopened(self, path: Path, layout: RecordLayout, *, resume: bool) -> Store:
+        check_resume(path, resume=resume)
         store = DiskStore.open(path, durable=self.durable)
         own = sorted((field.spec for field in layout.fields), key=str)
         theirs = sorted((field.spec for field in store.layouts[0].fields if not field.spec.is_state), key=str)
-        if other := difference(own, theirs):
+        if other := layout_difference(own, theirs):
             raise InputError(f"{path} has other blocks than those repeated here: {other}; give another path")
         if len(store.layouts) != self.num_blocks or any(other is not store.layouts[0] for other in store.layouts):
             raise InputError(f"{path} has {len(store.layouts)} blocks, and {self.num_blocks} are repeated here; give another path")
@@ -292,9 +292,11 @@ class StreamedBlocks:
         if not self._buffer_names:
             return None, None
         buffers = {name: self.block.get_buffer(name).detach() for name in self._buffer_names}
-        store = HostStore([Layout.of(_spec(name, buffer[0]) for name, buffer in buffers.items())] * self.num_blocks, pin=self._pin)
+        store = HostStore(
+            [RecordLayout.of(_tensor_spec(name, buffer[0]) for name, buffer in buffers.items())] * self.num_blocks, pin=self._pin
+        )
         for number, layout in enumerate(store.layouts):
-            _copy_into(layout.views(store.record(number)), buffers, number)
+            _copy_block(layout.views(store.record(number)), buffers, number)
         return store, self._window_of_buffers(store)
 
     def _window_of_buffers(self, store: HostStore) -> WeightStream:
@@ -303,10 +305,10 @@ class StreamedBlocks:
         return WeightStream(store, self.device, window_bytes=size * self.weights.num_slots, prefetch=self.prefetch)
 
 
-def _spec(name: str, tensor: Tensor) -> TensorSpec:
+def _tensor_spec(name: str, tensor: Tensor) -> TensorSpec:
     return TensorSpec(name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
 
-def _copy_into(views: Mapping[str, Tensor], stacked: Mapping[str, Tensor], number: int) -> None:
+def _copy_block(views: Mapping[str, Tensor], stacked: Mapping[str, Tensor], number: int) -> None:
     for name, stack in stacked.items():
         views[name].copy_(stack[number])

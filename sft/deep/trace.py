@@ -18,15 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sft.analysis.attributes import Changes, attributes_kept, attributes_set
-from sft.analysis.quiet import quiet
+from sft.analysis.attributes import AttributeChanges, preserve_attributes, override_attributes
+from sft.analysis.quiet import suppress_output
 from sft.errors import InputError, UnsupportedError
 
-__all__ = ["BlockTrace", "Shape", "trace_block"]
+__all__ = ["BlockTrace", "TensorMeta", "trace_block"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class TensorMeta:
     """A tensor without its content: its sizes, element type, and whether it wants a gradient."""
 
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class Shape:
     requires_grad: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Shape:
+    def of(cls, tensor: Tensor) -> TensorMeta:
         """That of a tensor."""
         return cls(shape=tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
 
@@ -55,9 +55,9 @@ class BlockTrace:
 
 def trace_block(
     block: nn.Module,
-    x: Shape,
-    params: Mapping[str, Shape],
-    buffers: Mapping[str, Shape],
+    x: TensorMeta,
+    params: Mapping[str, TensorMeta],
+    buffers: Mapping[str, TensorMeta],
     *,
     device: torch.device,
     autocast: torch.dtype | None,
@@ -88,7 +88,7 @@ def trace_block(
         leaf = value.detach().requires_grad_()
         leaves = {name: w.detach().requires_grad_(params[name].requires_grad) for name, w in zip(params, weights, strict=True)}
         clones = {name: state.clone() for name, state in zip(buffers, states, strict=True)}
-        with torch.enable_grad(), _autocast(device, autocast):
+        with torch.enable_grad(), _autocast_context(device, autocast):
             out = functional_call(block, {**leaves, **clones}, (leaf,))
         _check_output(out, x, device)
         wanted = [leaf, *(tensor for tensor in leaves.values() if tensor.requires_grad)]
@@ -104,19 +104,26 @@ def trace_block(
 
     off = torch.autocast(device.type, enabled=False) if torch.amp.is_autocast_available(device.type) else contextlib.nullcontext()
     try:
-        with torch.inference_mode(False), mode, torch.no_grad(), off, quiet():
-            with attributes_kept(block) as changes:
+        with torch.inference_mode(False), mode, torch.no_grad(), off, suppress_output():
+            with preserve_attributes(block) as changes:
                 first = make_fx(joint)(*given)
             if changes:
-                with attributes_kept(block), attributes_set(changes):
+                with preserve_attributes(block), override_attributes(changes):
                     later = make_fx(joint)(*given)
-                _refuse_next_call(first, later, changes)
+                _refuse_stateful_block(first, later, changes)
             graph = make_fx(functionalize(lambda *values: first(*values), remove="mutations"))(*given)
     except UnsupportedError:
         raise
     except Exception as error:
-        with torch.inference_mode(False), mode, torch.no_grad(), _autocast(device, autocast), attributes_kept(block), quiet():
-            refused = _refusal(lambda: functional_call(block, {**weights, **states}, (image,)))
+        with (
+            torch.inference_mode(False),
+            mode,
+            torch.no_grad(),
+            _autocast_context(device, autocast),
+            preserve_attributes(block),
+            suppress_output(),
+        ):
+            refused = _eager_error(lambda: functional_call(block, {**weights, **states}, (image,)))
         if refused is not None:
             raise InputError(f"the repeated block refuses an input of {x.dtype} and shape {x.shape}: {refused}") from error
         remedy = "Give it registered parameters and buffers alone, and let it take no decisions on their values"
@@ -130,7 +137,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(".")
 
 
-def _refusal(call: Callable[[], Any]) -> str | None:
+def _eager_error(call: Callable[[], Any]) -> str | None:
     """What eager PyTorch says to the input; ``None`` where it takes it."""
     try:
         call()
@@ -139,20 +146,20 @@ def _refusal(call: Callable[[], Any]) -> str | None:
     return None
 
 
-def _refuse_next_call(first: torch.fx.GraphModule, later: torch.fx.GraphModule, changes: Changes) -> None:
+def _refuse_stateful_block(first: torch.fx.GraphModule, later: torch.fx.GraphModule, changes: AttributeChanges) -> None:
     """Refuse a block that sets attributes and computes something else then: which of all blocks is the first one?"""
     if later.code != first.code:
         names = ", ".join(name for _, name in changes)
         raise UnsupportedError([f"(the repeated block): its `forward` sets {names}, and computes something else at the next call"])
 
 
-def _autocast(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+def _autocast_context(device: torch.device, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
     if dtype is None:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
 
 
-def _check_output(out: Any, x: Shape, device: torch.device) -> None:
+def _check_output(out: Any, x: TensorMeta, device: torch.device) -> None:
     if not isinstance(out, Tensor):
         raise UnsupportedError([f"(the repeated block): it returns a {type(out).__name__}; let it take and return one tensor"])
     if (tuple(out.shape), out.dtype, out.device.type) != (x.shape, x.dtype, device.type):

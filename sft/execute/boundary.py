@@ -19,13 +19,13 @@ from torch import Tensor
 
 from sft.analysis.axes import Axes
 from sft.analysis.interval import Interval
-from sft.analysis.repeats import Bools
+from sft.analysis.repeats import BoolArray
 from sft.execute.host import copy_in_order
-from sft.execute.reading import PassReading, SourceStrips
-from sft.execute.room import Bytes, HostRoom
+from sft.execute.reading import PassReading, SourceStripLoader
+from sft.execute.room import ByteArray, HostAllocator
 from sft.sources.source import check_rows, check_samples
 
-__all__ = ["CutStrips", "HostCut", "HostGradient"]
+__all__ = ["CutStripLoader", "HostCut", "HostGradient"]
 
 #: Rows are compared in pieces of so many bytes.
 _PIECE_BYTES = 1 << 20
@@ -41,10 +41,10 @@ class _HostImage:
         purpose: for error messages.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, room: HostRoom | None, purpose: str) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, room: HostAllocator | None, purpose: str) -> None:
         self._hold(np.zeros(0, np.uint8) if room is None else room.take(prod(shape) * dtype.itemsize, purpose), shape, dtype, room)
 
-    def _hold(self, data: Bytes, shape: tuple[int, ...], dtype: torch.dtype, room: HostRoom | None) -> None:
+    def _hold(self, data: ByteArray, shape: tuple[int, ...], dtype: torch.dtype, room: HostAllocator | None) -> None:
         self.dtype, self.trailing, self._room = dtype, shape[3:], room
         #: as an image with one axis beside the rows
         self.shape: tuple[int, int, int, int] = (shape[0], shape[1], shape[2], prod(shape[3:]))
@@ -56,7 +56,7 @@ class _HostImage:
         #: what the machine takes views of
         self.tensor = torch.from_numpy(data.reshape(-1)).view(dtype).view(shape[0], *shape[2:], shape[1]).movedim(-1, 1).detach()
 
-    def _part(self, batch: Interval) -> tuple[Bytes, tuple[int, ...]]:
+    def _part(self, batch: Interval) -> tuple[ByteArray, tuple[int, ...]]:
         check_samples(self, batch)
         _, channels, rows, _ = self.shape
         return self._data[batch.start : batch.stop], (len(batch), channels, rows, *self.trailing)
@@ -102,7 +102,7 @@ class HostCut(_HostImage):
                 out[sample].copy_(part.reshape(out[sample].shape))
             self._let_go(Interval(sample, sample + 1), interval)
 
-    def repeated_rows(self, columns: Interval) -> Bools:
+    def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether it equals the row above it; see `sft.sources.source.RepeatingSource`.
 
         Args:
@@ -131,7 +131,7 @@ class HostCut(_HostImage):
 class HostGradient(_HostImage):
     """The gradient of such a cut: zeros that strips are added to, from any reader, and that are fetched in strips."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, room: HostRoom | None, purpose: str) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, room: HostAllocator | None, purpose: str) -> None:
         super().__init__(shape, dtype, room, purpose)
         if room is not None and room.folder is None:
             self._data[:] = 0
@@ -152,7 +152,7 @@ class HostGradient(_HostImage):
         self._let_go(None, rows)
 
 
-class CutStrips(SourceStrips):
+class CutStripLoader(SourceStripLoader):
     """Strips of such a cut on a device, read ahead on the host.
 
     What they read is no input's, and in nobody's account.

@@ -28,10 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sft.execute.slab import Lease
-from sft.walk.copies import Copy, HostSpace
+from sft.execute.slab import SlabLease
+from sft.walk.copies import OffloadedValue, HostArena
 
-__all__ = ["HostCopies", "bytes_of", "up_stream"]
+__all__ = ["HostOffloader", "storage_as_bytes", "upload_stream"]
 
 _LIBRARY = torch.library.Library("sft", "FRAGMENT")
 _LIBRARY.define("resize_storage_(Tensor(a!) tensor, int num_bytes) -> ()")
@@ -45,23 +45,23 @@ _LIBRARY.impl("resize_storage_", _resize_storage, "CompositeExplicitAutograd")
 
 
 @dataclass(frozen=True, slots=True)
-class _Streams:
+class _CopyStreams:
     down: torch.cuda.Stream
     up: torch.cuda.Stream
 
 
 @cache
-def _streams_of(device: torch.device) -> _Streams:
-    return _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+def _copy_streams(device: torch.device) -> _CopyStreams:
+    return _CopyStreams(torch.cuda.Stream(device), torch.cuda.Stream(device))
 
 
-def up_stream(device: torch.device) -> torch.cuda.Stream:
+def upload_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream for copies from the host to a CUDA device."""
-    return _streams_of(device).up
+    return _copy_streams(device).up
 
 
 @dataclass(slots=True)
-class HostCopies:
+class HostOffloader:
     """What of a step is on the host.
 
     Attributes:
@@ -72,47 +72,47 @@ class HostCopies:
     """
 
     device: torch.device
-    lease: Lease
+    lease: SlabLease
     exceeds: bool = False
-    _space: HostSpace = field(default_factory=HostSpace)
+    _space: HostArena = field(default_factory=HostArena)
     _own: dict[int, Tensor] = field(default_factory=dict)
 
-    def offload(self, target: str, tensors: Sequence[Tensor]) -> Copy:
+    def offload(self, target: str, tensors: Sequence[Tensor]) -> OffloadedValue:
         """Begin to copy the storages of these tensors, each once."""
         # Torch keeps one Python object for each storage, for as long as that lives.
-        buffers = [bytes_of(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
+        buffers = [storage_as_bytes(tensor) for tensor in {id(tensor.untyped_storage()): tensor for tensor in tensors}.values()]
         sizes = tuple(buffer.numel() for buffer in buffers)
-        copy = Copy(target, buffers, sizes, self._space.take(sum(sizes)))
+        copy = OffloadedValue(target, buffers, sizes, self._space.take(sum(sizes)))
         if self.exceeds and self.device.type != "meta" and copy.start + copy.num_bytes > self.lease.data.numel():
             self._own[copy.start] = torch.empty(copy.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda")
         with self._beside("down") as stream:
             for buffer, part in self._pairs(copy):
                 part.copy_(buffer, non_blocking=True)
-            copy.down = _event(stream)
+            copy.down = _record_event(stream)
         return copy
 
-    def release(self, copy: Copy) -> None:
+    def release(self, copy: OffloadedValue) -> None:
         """Wait for the copy to the host (and for one from it, if that is going on), and empty the storages."""
         self._await(copy)
         for buffer in copy.buffers:
             torch.ops.sft.resize_storage_(buffer, 0)
         copy.is_away = True
 
-    def prefetch(self, copy: Copy) -> None:
+    def prefetch(self, copy: OffloadedValue) -> None:
         """Fill the storages again, and begin to copy back."""
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
             torch.ops.sft.resize_storage_(buffer, size)
         with self._beside("up") as stream:
             for buffer, part in self._pairs(copy):
                 buffer.copy_(part, non_blocking=True)
-            copy.up = _event(stream)
+            copy.up = _record_event(stream)
         copy.is_away, copy.is_arriving = False, True
 
-    def settle(self, copy: Copy) -> None:
+    def settle(self, copy: OffloadedValue) -> None:
         """Let the computation wait for the copy back."""
         self._await(copy)
 
-    def forget(self, copy: Copy) -> None:
+    def forget(self, copy: OffloadedValue) -> None:
         """End the use of a copy: what it touches may go."""
         self._await(copy)
         copy.buffers.clear()
@@ -122,11 +122,11 @@ class HostCopies:
     def quiesce(self) -> None:
         """Let the computation wait for everything, when a step has failed and buffers go that copies may still touch."""
         if self.device.type == "cuda":
-            compute, streams = torch.cuda.current_stream(self.device), _streams_of(self.device)
+            compute, streams = torch.cuda.current_stream(self.device), _copy_streams(self.device)
             compute.wait_stream(streams.down)
             compute.wait_stream(streams.up)
 
-    def _pairs(self, copy: Copy) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self, copy: OffloadedValue) -> Iterator[tuple[Tensor, Tensor]]:
         """Each buffer, and its part of the slab; in a dry run there is nothing to copy."""
         own, offset = self._own.get(copy.start), 0
         for buffer, size in zip(copy.buffers, copy.sizes, strict=True):
@@ -134,7 +134,7 @@ class HostCopies:
                 yield buffer, self.lease.part(copy.start + offset, size) if own is None else own[offset : offset + size]
             offset += size
 
-    def _await(self, copy: Copy) -> None:
+    def _await(self, copy: OffloadedValue) -> None:
         for event in (copy.down, copy.up):
             if event is not None:
                 torch.cuda.current_stream(self.device).wait_event(event)
@@ -147,18 +147,18 @@ class HostCopies:
         if self.device.type != "cuda":
             yield None
             return
-        stream = getattr(_streams_of(self.device), direction)
+        stream = getattr(_copy_streams(self.device), direction)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             yield stream
 
 
-def _event(stream: Any) -> Any:
+def _record_event(stream: Any) -> Any:
     """Something to wait for: all that the stream was asked so far."""
     return None if stream is None else stream.record_event()
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
+def storage_as_bytes(tensor: Tensor) -> Tensor:
     """All bytes of a tensor's storage, as a tensor on it."""
     size = tensor.untyped_storage().nbytes()
     return tensor.detach().as_strided((size // tensor.element_size(),), (1,), 0).view(torch.uint8)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["CACHE_VARIABLE", "Costs", "cache_folder", "environment_of", "open_costs", "table_folders"]
+__all__ = ["CACHE_VARIABLE", "TimingCache", "cache_folder", "timing_environment", "open_timing_cache", "table_folders"]
 
 CACHE_VARIABLE = "SFT_CACHE_DIR"
 _FORMAT = 2
@@ -32,7 +32,7 @@ _LOG = logging.getLogger("sft")
 _LINE = re.compile(r"([0-9a-f]{32}) (\d+(?:\.\d+)?(?:e[+-]?\d+)?) ([0-9a-f]{8})")
 
 
-class Costs:
+class TimingCache:
     """Seconds by key.
 
     Args:
@@ -42,7 +42,7 @@ class Costs:
 
     def __init__(self, path: Path | None = None, environment: str = "") -> None:
         self._path, self._environment = path, environment
-        self._known: dict[str, float] = {} if path is None else _read(path)
+        self._known: dict[str, float] = {} if path is None else _read_timings(path)
 
     def get(self, key: str) -> float | None:
         """Seconds, where they are known."""
@@ -65,13 +65,13 @@ class Costs:
             self._path = None
 
 
-def open_costs(device: torch.device) -> Costs:
+def open_timing_cache(device: torch.device) -> TimingCache:
     """The times that are known of a device in this environment."""
     folder = cache_folder()
     if folder is None:
-        return Costs()
-    environment = json.dumps(environment_of(device))
-    return Costs(folder / "costs" / f"{_digest(environment)}.txt", environment)
+        return TimingCache()
+    environment = json.dumps(timing_environment(device))
+    return TimingCache(folder / "costs" / f"{_digest(environment)}.txt", environment)
 
 
 def cache_folder() -> Path | None:
@@ -91,13 +91,13 @@ def table_folders() -> tuple[Path, ...]:
     return () if folder is None else (folder / "kernels",)
 
 
-def environment_of(device: torch.device) -> dict[str, str | int | bool]:
+def timing_environment(device: torch.device) -> dict[str, str | int | bool]:
     """What a time depends on besides the program."""
     return {
         "format": _FORMAT,
         "device": _device_name(device),
         "torch": torch.__version__,
-        "sft": _own_version(),
+        "sft": _sft_version(),
         "threads": torch.get_num_threads(),
         "matmul_precision": torch.backends.cuda.matmul.fp32_precision,
         "convolution_precision": torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # it makes itself an object
@@ -106,7 +106,7 @@ def environment_of(device: torch.device) -> dict[str, str | int | bool]:
     }
 
 
-def _own_version() -> str:
+def _sft_version() -> str:
     """Programs may change with it."""
     try:
         return importlib.metadata.version("sft-engine")
@@ -135,7 +135,7 @@ def _checksum(line: str) -> str:
     return f"{zlib.crc32(line.encode()):08x}"
 
 
-def _read(path: Path) -> dict[str, float]:
+def _read_timings(path: Path) -> dict[str, float]:
     """The lines that are whole; of several about one thing the first, so that a time does not change under a plan."""
     try:
         text = path.read_bytes().decode(errors="replace")

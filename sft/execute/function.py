@@ -22,25 +22,25 @@ from typing import Any
 import torch
 
 from sft.errors import UnsupportedError
-from sft.execute.copies import HostCopies
-from sft.execute.graphs import GraphStore, GraphTurn
+from sft.execute.copies import HostOffloader
+from sft.execute.graphs import GraphCache, ActiveGraphs
 from sft.execute.host import HostOutput
 from sft.execute.machine import TorchMachine
 from sft.execute.reading import Reading
-from sft.execute.room import HostRoom
+from sft.execute.room import HostAllocator
 from sft.execute.skipping import Skipping
-from sft.execute.slab import Slabs
-from sft.execute.task import keeps_graph, unwanted
+from sft.execute.slab import HostSlabPool
+from sft.execute.task import retains_graph, unneeded_grads
 from sft.execute.weights import BoundWeights, WeightPass
 from sft.sources.sink import RowSink
 from sft.sources.source import Source
-from sft.surroundings import refuse_batched, refuse_failed
+from sft.surroundings import refuse_batched_grads, refuse_after_failure
 from sft.walk.region import Region
 
-__all__ = ["Leaves", "autocast_off", "run_region"]
+__all__ = ["RegionInputs", "autocast_disabled", "run_region"]
 
 
-def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def autocast_disabled(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which autocast does not touch this device's operators."""
     if not torch.amp.is_autocast_available(device.type):
         return contextlib.nullcontext()
@@ -48,7 +48,7 @@ def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaves:
+class RegionInputs:
     """What a region runs on.
 
     Attributes:
@@ -80,11 +80,11 @@ class Leaves:
     sinks: Mapping[str, Callable[[], RowSink]] = field(default_factory=dict)
     reading: Reading = field(default_factory=Reading)
     skipping: Skipping = field(default_factory=Skipping)
-    slabs: Slabs | None = None
-    room: HostRoom = field(default_factory=HostRoom)
+    slabs: HostSlabPool | None = None
+    room: HostAllocator = field(default_factory=HostAllocator)
     make_machine: Callable[..., TorchMachine] = TorchMachine
-    graphs: GraphStore | None = None
-    turn: GraphTurn = field(default_factory=GraphTurn)
+    graphs: GraphCache | None = None
+    turn: ActiveGraphs = field(default_factory=ActiveGraphs)
     differentiating: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     retaining: Callable[[], None] = lambda: None
     weights: BoundWeights | None = None
@@ -97,7 +97,7 @@ class Leaves:
         """Those of a backward pass, which gain ``grads``; see :meth:`BoundWeights.backward`."""
         return contextlib.nullcontext() if self.weights is None else self.weights.backward(reached, grads)
 
-    def machine(self, *, backward: bool, copies: HostCopies | None = None, weights: WeightPass | None = None) -> TorchMachine:
+    def machine(self, *, backward: bool, copies: HostOffloader | None = None, weights: WeightPass | None = None) -> TorchMachine:
         """What runs a pass."""
         self.turn.take(self.graphs)
         account, skipping = (self.reading.backward, self.skipping.backward) if backward else (self.reading.forward, self.skipping.forward)
@@ -105,7 +105,7 @@ class Leaves:
         return self.make_machine(self.device, **parts)
 
 
-def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
+def run_region(region: Region, leaves: RegionInputs, hosts: Mapping[str, HostOutput] | None = None) -> dict[str, torch.Tensor]:
     """Run a region on tensors and sources; returns the outputs by value name.
 
     Args:
@@ -118,10 +118,10 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     given = dict(zip(leaves.names, tensors, strict=True))
     made = [name for name in region.outputs if name not in given]
     if not keep:
-        with torch.no_grad(), autocast_off(leaves.device), leaves.forward_weights() as weights:
+        with torch.no_grad(), autocast_disabled(leaves.device), leaves.forward_weights() as weights:
             machine = leaves.machine(backward=False, weights=weights)
             outputs, _ = region.forward(machine, {**given, **leaves.sources}, keep=False, hosts=hosts)
-        return {name: _tensor(output) for name, output in outputs.items()}
+        return {name: _output_tensor(output) for name, output in outputs.items()}
     # A sink is no tensor: without this one autograd might see nothing here that requires grad.
     extra = (torch.empty(0, requires_grad=True, device="cpu"),) if leaves.sinks else ()
     bare = replace(leaves, tensors=(), witnesses=())  # autograd's context must not keep what autograd is to watch
@@ -129,18 +129,18 @@ def run_region(region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput] |
     return {**{name: given[name] for name in region.outputs if name in given}, **dict(zip(made, results, strict=True))}
 
 
-def _tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
+def _output_tensor(output: torch.Tensor | HostOutput) -> torch.Tensor:
     return output.tensor if isinstance(output, HostOutput) else output
 
 
 class _RegionFunction(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, region: Region, leaves: Leaves, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
+        ctx: Any, region: Region, leaves: RegionInputs, hosts: Mapping[str, HostOutput], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         given = {name: tensor.detach() for name, tensor in zip(leaves.names, tensors, strict=False)}
-        copies = None if leaves.slabs is None else HostCopies(leaves.device, leaves.slabs.lease())
-        with autocast_off(leaves.device), _settled(copies), leaves.forward_weights() as weights:
+        copies = None if leaves.slabs is None else HostOffloader(leaves.device, leaves.slabs.lease())
+        with autocast_disabled(leaves.device), _quiesce_on_error(copies), leaves.forward_weights() as weights:
             machine = leaves.machine(backward=False, copies=copies, weights=weights)
             outputs, tape = region.forward(machine, {**given, **leaves.sources}, keep=True, hosts=hosts)
             # The graph may be dropped before its backward pass: no copy may then still fill a buffer that is somebody else's.
@@ -160,7 +160,7 @@ class _RegionFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.region, ctx.leaves, ctx.tape, ctx.copies = region, leaves, tape, copies
         ctx.made, ctx.num_tensors = made, len(tensors)
-        results = tuple(_tensor(outputs[name]) for name in made)
+        results = tuple(_output_tensor(outputs[name]) for name in made)
         fixed = [result for name, result in zip(made, results, strict=True) if name not in region.requires_grad]
         ctx.mark_non_differentiable(*fixed)
         return results
@@ -171,7 +171,7 @@ class _RegionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        refuse_batched(grads)
+        refuse_batched_grads(grads)
         arriving = list(grads)
         # What a second derivative could be asked for: all that the gradients are a function of.
         watched = [t for t in (*grads, *ctx.saved_tensors) if t is not None and t.requires_grad] if torch.is_grad_enabled() else []
@@ -182,11 +182,11 @@ class _RegionFunction(torch.autograd.Function):
             return (None, None, None, *found)
         # create_graph=True. Torch's own once_differentiable lets gradients through as constants where the incoming gradient is one.
         leaves = [None if grad is None else grad.detach().requires_grad_() for grad in found]
-        given: Any = _Once.apply(len(leaves), *leaves, *watched)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        given: Any = _OnceDifferentiable.apply(len(leaves), *leaves, *watched)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
         return (None, None, None, *given)
 
 
-class _Once(torch.autograd.Function):
+class _OnceDifferentiable(torch.autograd.Function):
     """Gradients as they are, which cannot be differentiated again."""
 
     @staticmethod
@@ -207,10 +207,10 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     """The gradients of the function's tensors, given those of its results (the list is emptied)."""
     tensors = ctx.saved_tensors
     region: Region = ctx.region
-    leaves: Leaves = ctx.leaves
-    consume = not keeps_graph()
+    leaves: RegionInputs = ctx.leaves
+    consume = not retains_graph()
     tape = ctx.tape
-    refuse_failed(tape)
+    refuse_after_failure(tape)
     for name, version in ctx.versions.items():
         if tape.values.by_name[name]._version != version:
             raise RuntimeError(
@@ -230,9 +230,9 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     tape.values.by_name.update(given)
     tape.values.by_name.update(leaves.sources)
     by_output = {name: grad for name, grad in zip(ctx.made, grads, strict=True) if name in region.requires_grad}
-    reached = _reached(region, [name for name, grad in by_output.items() if grad is not None])
+    reached = _reachable_values(region, [name for name, grad in by_output.items() if grad is not None])
     wanted = {
-        name: _materialized(grad, region, name, torch.device("cpu") if name in region.host_outputs else leaves.device)
+        name: _materialize_grad(grad, region, name, torch.device("cpu") if name in region.host_outputs else leaves.device)
         for name, grad in by_output.items()
     }
     grads.clear()
@@ -241,11 +241,11 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
     if copies is not None:
         copies.exceeds = not consume
     if leaves.weights is not None:  # their gradients are used here and now
-        reached -= unwanted(ctx, leaves.names)
+        reached -= unneeded_grads(ctx, leaves.names)
     handed_on: dict[str, torch.Tensor] = {}
     with leaves.backward_weights(reached, handed_on) as weights:
         machine = leaves.machine(backward=True, copies=copies, weights=weights)
-        with autocast_off(leaves.device), _settled(copies):
+        with autocast_disabled(leaves.device), _quiesce_on_error(copies):
             found = region.backward(machine, tape, wanted, sinks=sinks, consume=consume)
         for sink in sinks.values():
             sink.finish()
@@ -259,7 +259,7 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor | None]) -> list[torch.Ten
 
 
 @contextlib.contextmanager
-def _settled(copies: HostCopies | None) -> Iterator[None]:
+def _quiesce_on_error(copies: HostOffloader | None) -> Iterator[None]:
     """Where a pass fails, copies that are under way end before their buffers are somebody else's."""
     try:
         yield
@@ -269,7 +269,7 @@ def _settled(copies: HostCopies | None) -> Iterator[None]:
         raise
 
 
-def _reached(region: Region, outputs: Collection[str]) -> frozenset[str]:
+def _reachable_values(region: Region, outputs: Collection[str]) -> frozenset[str]:
     """The values that a gradient of these outputs flows to."""
     found = set(outputs)
     for node in reversed(region.graph.nodes):
@@ -278,7 +278,7 @@ def _reached(region: Region, outputs: Collection[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _materialized(grad: torch.Tensor | None, region: Region, name: str, device: torch.device) -> torch.Tensor:
+def _materialize_grad(grad: torch.Tensor | None, region: Region, name: str, device: torch.device) -> torch.Tensor:
     """An output that the loss does not use has a zero gradient; it costs no memory."""
     if grad is not None:
         return grad

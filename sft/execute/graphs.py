@@ -23,26 +23,26 @@ from torch import Tensor
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
-from sft.backends.calls import call_of
+from sft.backends.calls import kernel_call_of
 from sft.lower.program import Port, Program, Slot, carried_dim, load_rows
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
 
-__all__ = ["CudaRecorder", "GraphStore", "GraphTurn", "Recorder", "buffer_bytes", "repeated_programs"]
+__all__ = ["CudaGraphRecorder", "GraphCache", "ActiveGraphs", "GraphRecorder", "buffer_bytes", "recordable_programs"]
 
 #: Ports whose tensors are written.
 _WRITTEN = frozenset({"out", "grad_source", "partial", "grad_side"})
 #: A program that runs less often in a step is not worth its memory.
-_LEAST_RUNS = 4
+_MIN_RUNS = 4
 #: The allocator takes memory for a pool in segments; one for large blocks and one for small ones may be nearly empty.
 _SEGMENTS_BYTES = 22 * 2**20
 
-Bindings = Mapping[Port, Any]
+PortBindings = Mapping[Port, Any]
 #: Runs a program on tensors; its results by port.
-Run = Callable[[Program, Bindings], dict[Port, Tensor]]
+RunProgram = Callable[[Program, PortBindings], dict[Port, Tensor]]
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """Records what is done on a device."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
@@ -50,7 +50,7 @@ class Recorder(Protocol):
 
 
 @dataclass(slots=True)
-class CudaRecorder:
+class CudaGraphRecorder:
     """Records CUDA graphs, all on one stream (libraries keep workspaces for each stream that they have run on) and in one pool of memory.
 
     Attributes:
@@ -79,16 +79,16 @@ class CudaRecorder:
 
 def buffer_bytes(program: Program, weights: Collection[str]) -> int:
     """Bytes of a recording's buffers: for all that a program reads but the model's weights, and for its results."""
-    ports = sum(slot.num_bytes for port, slot in program.ports.items() if not _stays(port, weights))
+    ports = sum(slot.num_bytes for port, slot in program.ports.items() if not _has_fixed_address(port, weights))
     return ports + sum(program.result_bytes.values())
 
 
-def _stays(port: Port, weights: Collection[str]) -> bool:
+def _has_fixed_address(port: Port, weights: Collection[str]) -> bool:
     """Whether a port's tensor is where it is in all steps."""
     return port.role == "side" and port.name in weights
 
 
-def repeated_programs(region: Region, *, training: bool) -> list[Program]:
+def recordable_programs(region: Region, *, training: bool) -> list[Program]:
     """Programs that run often in a step and can be recorded, those that run most often first."""
     runs: dict[int, int] = {}
     programs: dict[int, Program] = {}
@@ -104,18 +104,18 @@ def repeated_programs(region: Region, *, training: bool) -> list[Program]:
                     program = segment.program(kind, int(index), walk)
                     programs[id(program)] = program
                     runs[id(program)] = runs.get(id(program), 0) + count
-    often = sorted((key for key, count in runs.items() if count >= _LEAST_RUNS), key=lambda key: -runs[key])
+    often = sorted((key for key, count in runs.items() if count >= _MIN_RUNS), key=lambda key: -runs[key])
     return [programs[key] for key in often if _is_recordable(programs[key])]
 
 
 def _is_recordable(program: Program) -> bool:
-    calls = (call_of(instruction.function) for instruction in program.instructions)
+    calls = (kernel_call_of(instruction.function) for instruction in program.instructions)
     is_fixed = not any(call is not None and call.uploads for call in calls)
     return is_fixed and not program.saved and all(port.role != "origin" for port in program.ports)
 
 
 @dataclass(slots=True)
-class _Recording:
+class _RecordedGraph:
     """A recorded program.
 
     Attributes:
@@ -132,7 +132,7 @@ class _Recording:
 
 
 @dataclass(slots=True)
-class GraphStore:
+class GraphCache:
     """Recordings of some programs.
 
     Attributes:
@@ -144,11 +144,11 @@ class GraphStore:
     """
 
     programs: tuple[Program, ...]
-    recorder: Recorder
+    recorder: GraphRecorder
     weights: frozenset[str] = frozenset()
     num_bytes: int = 0
     num_replays: int = 0
-    _recordings: dict[int, _Recording] = field(default_factory=dict, repr=False)
+    _recordings: dict[int, _RecordedGraph] = field(default_factory=dict, repr=False)
     _known: frozenset[int] = field(default_factory=frozenset, repr=False)
 
     def __post_init__(self) -> None:
@@ -159,10 +159,10 @@ class GraphStore:
         cls,
         programs: Iterable[Program],
         spare_bytes: int,
-        recorder: Recorder,
+        recorder: GraphRecorder,
         weights: frozenset[str] = frozenset(),
         working_bytes: Callable[[Program], int] = attrgetter("peak_bytes"),
-    ) -> GraphStore:
+    ) -> GraphCache:
         """Recordings of as many of these programs, the first ones first, as so many bytes have room for.
 
         Args:
@@ -181,11 +181,11 @@ class GraphStore:
                 buffers, pool = buffers + own, shared
         return cls(programs=tuple(chosen), recorder=recorder, weights=weights, num_bytes=buffers + pool)
 
-    def run(self, program: Program, bindings: Bindings, run: Run) -> dict[Port, Tensor] | None:
+    def run(self, program: Program, bindings: PortBindings, run: RunProgram) -> dict[Port, Tensor] | None:
         """Run a program by its recording; None where it has none."""
         if id(program) not in self._known:
             return None
-        fixed = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if _stays(port, self.weights))
+        fixed = tuple((port, tensor.data_ptr()) for port, tensor in bindings.items() if _has_fixed_address(port, self.weights))
         recording = self._recordings.get(id(program))
         if recording is None or recording.fixed != fixed:
             recording = self._recorded(program, bindings, fixed, run)
@@ -197,16 +197,16 @@ class GraphStore:
                 bindings[port].copy_(buffer)
         return {port: result.clone() for port, result in recording.results.items()}
 
-    def _recorded(self, program: Program, bindings: Bindings, fixed: tuple[tuple[Port, int], ...], run: Run) -> _Recording:
+    def _recorded(self, program: Program, bindings: PortBindings, fixed: tuple[tuple[Port, int], ...], run: RunProgram) -> _RecordedGraph:
         """Record a program."""
         self._recordings.pop(id(program), None)  # the old one's memory first
         device = next(tensor.device for tensor in _tensors(bindings.values()))
         buffers = {
-            port: _empty(slot, device) if port.role == "carry" else torch.empty_like(bindings[port])
+            port: _empty_buffer(slot, device) if port.role == "carry" else torch.empty_like(bindings[port])
             for port, slot in program.ports.items()
-            if port in bindings and not _stays(port, self.weights)
+            if port in bindings and not _has_fixed_address(port, self.weights)
         }
-        results = {port: _empty(slot, device) for port, slot in program.results.items()}
+        results = {port: _empty_buffer(slot, device) for port, slot in program.results.items()}
         self._load(program, bindings, buffers)
         given = {**bindings, **buffers}
         for port in (port for port in buffers if port.role == "carry"):
@@ -217,7 +217,7 @@ class GraphStore:
             for port, result in run(program, given).items():
                 results[port].copy_(result)
 
-        recording = _Recording(fixed=fixed, buffers=buffers, results=results, replay=self.recorder.record(work))
+        recording = _RecordedGraph(fixed=fixed, buffers=buffers, results=results, replay=self.recorder.record(work))
         self._recordings[id(program)] = recording
         return recording
 
@@ -226,7 +226,7 @@ class GraphStore:
         self._recordings.clear()
 
     @staticmethod
-    def _load(program: Program, bindings: Bindings, buffers: Mapping[Port, Tensor]) -> None:
+    def _load(program: Program, bindings: PortBindings, buffers: Mapping[Port, Tensor]) -> None:
         """Copy what moves into its buffers; of what is only written, nothing."""
         for port, buffer in buffers.items():
             if port.role == "carry":
@@ -236,16 +236,16 @@ class GraphStore:
 
 
 @dataclass(slots=True)
-class GraphTurn:
+class ActiveGraphs:
     """Whose recordings are alive: each plan counts its own and no others, so there are those of one plan at a time.
 
     Attributes:
         store: the plan's recordings whose pass ran last; None where it has none.
     """
 
-    store: GraphStore | None = None
+    store: GraphCache | None = None
 
-    def take(self, store: GraphStore | None) -> None:
+    def take(self, store: GraphCache | None) -> None:
         """A pass begins: recordings of another plan are forgotten, and their memory is given back."""
         if self.store is not None and self.store is not store:
             self.store.clear()
@@ -256,7 +256,7 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
     return (value for value in values if isinstance(value, Tensor))
 
 
-def _empty(slot: Slot, device: torch.device) -> Tensor:
+def _empty_buffer(slot: Slot, device: torch.device) -> Tensor:
     layout = CHANNELS_LAST.get(len(slot.shape), torch.contiguous_format)
     return torch.empty(slot.shape, dtype=slot.dtype, device=device, memory_format=layout)
 

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-__all__ = ["TRIM_AFTER_BYTES", "Heap"]
+__all__ = ["TRIM_AFTER_BYTES", "HeapTrimmer"]
 
 #: Bytes of freed buffers that may pile up before the heap is trimmed; making them takes far longer than the trim.
 TRIM_AFTER_BYTES = 256 * 2**20
 
 
 @cache
-def _system_trim() -> Callable[[], None] | None:
+def _find_malloc_trim() -> Callable[[], None] | None:
     """The C library's call, `None` where it has none."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
@@ -31,7 +31,7 @@ def _system_trim() -> Callable[[], None] | None:
 
 
 @dataclass(slots=True)
-class Heap:
+class HeapTrimmer:
     """Trims the heap each time that programs have made and freed enough."""
 
     freed_bytes: int = 0
@@ -41,6 +41,6 @@ class Heap:
         self.freed_bytes += num_bytes
         if self.freed_bytes >= TRIM_AFTER_BYTES:
             self.freed_bytes = 0
-            trim = _system_trim()
+            trim = _find_malloc_trim()
             if trim is not None:
                 trim()

@@ -20,7 +20,7 @@ from sft.errors import InputError
 from sft.sources.npy import NpyFile
 from sft.units import format_bytes
 
-__all__ = ["HostOutput", "copied_to", "copy_in_order", "ram_output"]
+__all__ = ["HostOutput", "copy_to_host", "copy_in_order", "allocate_host_output"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class HostOutput:
             self.file.discard()
 
 
-def ram_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool, is_dry: bool) -> HostOutput:
+def allocate_host_output(shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool, is_dry: bool) -> HostOutput:
     """An output in host memory; of a dry run on the meta device one number, expanded.
 
     Raises:
@@ -102,13 +102,13 @@ def copy_in_order(target: Tensor, source: Tensor, dense: Tensor) -> None:
     target.permute(order).copy_(source.permute(order))
 
 
-def copied_to(host: HostOutput, tensor: Tensor) -> Tensor:
+def copy_to_host(host: HostOutput, tensor: Tensor) -> Tensor:
     """The tensor's content in an output on the host; its gradient is the tensor's."""
-    copy: Tensor = _Copy.apply(tensor, host)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    copy: Tensor = _CopyToHost.apply(tensor, host)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
     return copy
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToHost(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, host: HostOutput) -> Tensor:
         ctx.device = tensor.device

@@ -12,24 +12,24 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
-from sft.analysis.repeats import Bools
-from sft.execute.boundary import CutStrips, HostCut, HostGradient
-from sft.execute.copies import HostCopies
-from sft.execute.graphs import GraphStore
-from sft.execute.heap import Heap
+from sft.analysis.repeats import BoolArray
+from sft.execute.boundary import CutStripLoader, HostCut, HostGradient
+from sft.execute.copies import HostOffloader
+from sft.execute.graphs import GraphCache
+from sft.execute.heap import HeapTrimmer
 from sft.execute.host import copy_in_order
-from sft.execute.reading import PassReading, SourceStrips, load_whole
-from sft.execute.repeats import repeated_rows, repeated_rows_of
-from sft.execute.room import HostRoom
+from sft.execute.reading import PassReading, SourceStripLoader, load_source
+from sft.execute.repeats import equal_rows_on_device, source_equal_rows
+from sft.execute.room import HostAllocator
 from sft.execute.skipping import PassSkipping
 from sft.execute.weights import WeightPass
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot
-from sft.lower.rules.base import Additive
+from sft.lower.rules.base import AdditivePart
 from sft.sources.source import select_samples
-from sft.walk.copies import Copy
-from sft.walk.machine import Bundle, Handle, Saved
-from sft.walk.order import Move
-from sft.walk.weights import Taking
+from sft.walk.copies import OffloadedValue
+from sft.walk.machine import OpaqueTensors, Buffer, Residuals
+from sft.walk.order import ScheduleOp
+from sft.walk.weights import GradientTransfer
 
 __all__ = ["TorchMachine"]
 
@@ -55,14 +55,14 @@ class TorchMachine:
     device: torch.device
     trace: Callable[[Instruction], None] | None = None
     account: PassReading = field(default_factory=PassReading)
-    heap: Heap = field(default_factory=Heap)
-    copies: HostCopies | None = None
-    room: HostRoom = field(default_factory=HostRoom)
-    graphs: GraphStore | None = None
+    heap: HeapTrimmer = field(default_factory=HeapTrimmer)
+    copies: HostOffloader | None = None
+    room: HostAllocator = field(default_factory=HostAllocator)
+    graphs: GraphCache | None = None
     skipping: PassSkipping = field(default_factory=PassSkipping)
     weights: WeightPass | None = None
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: ScheduleOp) -> None:
         pass
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> torch.Tensor:
@@ -70,16 +70,16 @@ class TorchMachine:
         out = torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
         return out.zero_() if zero else out
 
-    def fill(self, handle: Handle, value: float) -> None:
+    def fill(self, handle: Buffer, value: float) -> None:
         handle.fill_(value)
 
-    def zeros_like(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def zeros_like(self, handle: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         if handle is None:
             return self.allocate(shape, dtype, zero=True)
         return torch.zeros_like(handle, dtype=dtype)
 
     def view(
-        self, handle: Handle, batch: Interval | None, rows: Interval | None, columns: Interval | None = None, *, axes: Axes = _AXES
+        self, handle: Buffer, batch: Interval | None, rows: Interval | None, columns: Interval | None = None, *, axes: Axes = _AXES
     ) -> torch.Tensor:
         view: torch.Tensor = handle
         rank = view.dim()
@@ -88,13 +88,13 @@ class TorchMachine:
                 view = view.narrow(dim, part.start, len(part))
         return view
 
-    def add(self, target: Handle, source: Handle) -> None:
+    def add(self, target: Buffer, source: Buffer) -> None:
         target.add_(source)
 
-    def copy(self, target: Handle, source: Handle) -> None:
+    def copy(self, target: Buffer, source: Buffer) -> None:
         target.copy_(source)
 
-    def weigh(self, handle: Handle, additive: Additive, count: int, *, down: bool) -> None:
+    def weigh(self, handle: Buffer, additive: AdditivePart, count: int, *, down: bool) -> None:
         parts = [handle] if additive.columns is None else [handle.select(-1, column) for column in additive.columns]
         for part in parts:
             if additive.is_logarithm:
@@ -102,14 +102,14 @@ class TorchMachine:
             else:
                 part.div_(count) if down else part.mul_(count)
 
-    def repeated_rows(self, handle: Handle, batch: Interval, columns: Interval, *, axes: Axes) -> Bools | None:
+    def repeated_rows(self, handle: Buffer, batch: Interval, columns: Interval, *, axes: Axes) -> BoolArray | None:
         if self.device.type == "meta":
             return None
         if isinstance(handle, HostGradient):
             handle = handle.tensor
         if isinstance(handle, torch.Tensor):
-            return repeated_rows(self.view(handle, batch, None, columns, axes=axes), axes)
-        return repeated_rows_of(handle, batch, columns)
+            return equal_rows_on_device(self.view(handle, batch, None, columns, axes=axes), axes)
+        return source_equal_rows(handle, batch, columns)
 
     def reserve(self, num_bytes: int) -> None:
         return None
@@ -117,26 +117,26 @@ class TorchMachine:
     def note_strips(self, program: Program, *, num_run: int, num_skipped: int) -> None:
         self.skipping.note(num_run=num_run, num_skipped=num_skipped, flops=program.flops)
 
-    def read(self, source: Handle, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStrips:
+    def read(self, source: Buffer, batch: Interval, order: Sequence[Interval], row_bytes: int) -> SourceStripLoader:
         if isinstance(source, HostCut):
-            return CutStrips(source, batch, order, self.device)
-        return SourceStrips(source, batch, order, self.device, self.account)
+            return CutStripLoader(source, batch, order, self.device)
+        return SourceStripLoader(source, batch, order, self.device, self.account)
 
-    def load(self, source: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def load(self, source: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         out = self.allocate(shape, dtype, zero=False)
         if isinstance(source, HostCut):
             source.load(out)
         else:
-            load_whole(source, out, self.account)
+            load_source(source, out, self.account)
         return out
 
-    def give(self, sink: Handle, batch: Interval, rows: Interval, gradient: Handle) -> None:
+    def give(self, sink: Buffer, batch: Interval, rows: Interval, gradient: Buffer) -> None:
         select_samples(sink, batch).add(rows, gradient)
 
     def put(
         self,
-        host: Handle,
-        part: Handle,
+        host: Buffer,
+        part: Buffer,
         batch: Interval | None = None,
         rows: Interval | None = None,
         columns: Interval | None = None,
@@ -147,8 +147,8 @@ class TorchMachine:
 
     def fetch(
         self,
-        host: Handle,
-        part: Handle,
+        host: Buffer,
+        part: Buffer,
         batch: Interval | None = None,
         rows: Interval | None = None,
         columns: Interval | None = None,
@@ -166,25 +166,27 @@ class TorchMachine:
         return HostGradient(shape, dtype, self._room_for_cuts, "the gradient of a cut on the host")
 
     @property
-    def _room_for_cuts(self) -> HostRoom | None:
+    def _room_for_cuts(self) -> HostAllocator | None:
         return None if self.device.type == "meta" else self.room
 
-    def cast(self, handle: Handle, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def cast(self, handle: Buffer, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         out: torch.Tensor = handle.to(dtype)
         return out
 
-    def channels_first(self, handle: Handle) -> torch.Tensor:
+    def channels_first(self, handle: Buffer) -> torch.Tensor:
         out: torch.Tensor = handle.contiguous()
         return out
 
-    def run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+    def run(
+        self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None = None
+    ) -> tuple[dict[Port, Buffer], Residuals]:
         if self.graphs is not None and saved is None:
             found = self.graphs.run(program, bindings, lambda one, given: self._run(one, given, None)[0])
             if found is not None:
-                return found, Saved({})
+                return found, Residuals({})
         return self._run(program, bindings, saved)
 
-    def _run(self, program: Program, bindings: Mapping[Port, Handle], saved: Saved | None) -> tuple[dict[Port, Handle], Saved]:
+    def _run(self, program: Program, bindings: Mapping[Port, Buffer], saved: Residuals | None) -> tuple[dict[Port, Buffer], Residuals]:
         tensors: dict[int, Any] = {} if saved is None else saved.values
         for port, slot in program.ports.items():
             if port in bindings:
@@ -196,30 +198,30 @@ class TorchMachine:
         tensors.clear()
         if self.device.type == "cpu":
             self.heap.note(program.peak_bytes)
-        return results, Saved(left)
+        return results, Residuals(left)
 
-    def buffers_of(self, saved: Saved, slots: Sequence[int]) -> list[torch.Tensor]:
+    def buffers_of(self, saved: Residuals, slots: Sequence[int]) -> list[torch.Tensor]:
         values = (saved.values[slot] for slot in slots)
-        return [tensor for value in values for tensor in (value.buffers if isinstance(value, Bundle) else (value,))]
+        return [tensor for value in values for tensor in (value.buffers if isinstance(value, OpaqueTensors) else (value,))]
 
     @property
-    def _host(self) -> HostCopies:
+    def _host(self) -> HostOffloader:
         assert self.copies is not None, "the order copies to the host, and the machine has no room there"
         return self.copies
 
-    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
+    def offload(self, target: str, handles: Sequence[Buffer]) -> OffloadedValue:
         return self._host.offload(target, handles)
 
-    def release(self, copy: Copy) -> None:
+    def release(self, copy: OffloadedValue) -> None:
         self._host.release(copy)
 
-    def prefetch(self, copy: Copy) -> None:
+    def prefetch(self, copy: OffloadedValue) -> None:
         self._host.prefetch(copy)
 
-    def settle(self, copy: Copy) -> None:
+    def settle(self, copy: OffloadedValue) -> None:
         self._host.settle(copy)
 
-    def forget(self, copy: Copy) -> None:
+    def forget(self, copy: OffloadedValue) -> None:
         self._host.forget(copy)
 
     @property
@@ -238,7 +240,7 @@ class TorchMachine:
     def release_weight(self, name: str, handle: torch.Tensor) -> None:
         self._weights.release(name, handle)
 
-    def take_gradient(self, name: str, gradient: torch.Tensor, weight: torch.Tensor, taking: Taking) -> None:
+    def take_gradient(self, name: str, gradient: torch.Tensor, weight: torch.Tensor, taking: GradientTransfer) -> None:
         self._weights.take(name, gradient, weight)
 
     def _execute(self, instruction: Instruction, tensors: dict[int, Any]) -> None:

@@ -25,27 +25,27 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sft.errors import BudgetError
-from sft.execute.costs import Costs
-from sft.execute.trial import Halved, Trial, first_half, key_of, on_autograd_thread
+from sft.execute.costs import TimingCache
+from sft.execute.trial import SimulatedResiduals, ProgramBenchmark, producer_program, timing_key, run_on_autograd_thread
 from sft.lower.program import Port, Program
 from sft.memory import measure_peak
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import run_step
 from sft.units import format_bytes
-from sft.walk.machine import Handle, Meter, PhantomMachine, Saved
+from sft.walk.machine import Buffer, MemoryCounter, SimulatedMachine, Residuals
 from sft.walk.region import Region
 
-__all__ = ["BlockMachine", "Blocks", "Overheads", "blas_workspace_bytes", "peak_in_blocks"]
+__all__ = ["AllocatorMachine", "AllocatorRounding", "OverheadEstimator", "blas_workspace_bytes", "simulate_allocator"]
 
 #: Operators that cuBLAS computes; others are made of these.
-_PRODUCTS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
-_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_MATMUL_OPS = frozenset({"mm", "addmm", "_addmm_activation", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "vdot", "linear", "matmul"})
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _KIB = 2**10
 _MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class AllocatorRounding:
     """How PyTorch's CUDA allocator rounds.
 
     Attributes:
@@ -55,9 +55,9 @@ class Blocks:
     splits_finely: bool = False
 
     @classmethod
-    def of_settings(cls) -> Blocks:
+    def of_settings(cls) -> AllocatorRounding:
         """As the environment sets the allocator."""
-        settings = " ".join(os.environ.get(name, "") for name in _SETTINGS)
+        settings = " ".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
         return cls(re.search(r"expandable_segments\s*:\s*true", settings, re.IGNORECASE) is not None)
 
     def size(self, num_bytes: int) -> int:
@@ -67,7 +67,7 @@ class Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _InBlocks:
+class _AllocatorMemory:
     """A program's bytes, its storages being blocks.
 
     Attributes:
@@ -79,7 +79,7 @@ class _InBlocks:
     end_slack_bytes: int
 
 
-def peak_in_blocks(program: Program, blocks: Blocks) -> _InBlocks:
+def simulate_allocator(program: Program, blocks: AllocatorRounding) -> _AllocatorMemory:
     """Walk a program's allocations and frees as the emitter summed them up, with blocks in the place of storages."""
     slack: dict[int, int] = {}
     now = slack_now = peak = 0
@@ -96,11 +96,11 @@ def peak_in_blocks(program: Program, blocks: Blocks) -> _InBlocks:
         peak = max(peak, now + slack_now + blocks.size(instruction.scratch_bytes))
         now -= instruction.freed_bytes
         slack_now -= sum(slack.pop(number, 0) for number in instruction.frees)
-    return _InBlocks(peak, slack_now)
+    return _AllocatorMemory(peak, slack_now)
 
 
 @dataclass(slots=True)
-class BlockMachine(PhantomMachine):
+class AllocatorMachine(SimulatedMachine):
     """A machine of byte counts whose buffers are blocks, and whose programs take more than their tensors.
 
     Attributes:
@@ -108,29 +108,29 @@ class BlockMachine(PhantomMachine):
         workspace: bytes that a program takes besides, given its first half where it has one.
     """
 
-    blocks: Blocks = field(default_factory=Blocks)
+    blocks: AllocatorRounding = field(default_factory=AllocatorRounding)
     workspace: Callable[[Program, Program | None], int] = lambda _program, _first: 0
-    _known: dict[int, tuple[Program, _InBlocks]] = field(default_factory=dict)
+    _known: dict[int, tuple[Program, _AllocatorMemory]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.meter = Meter(self.blocks.size)
+        self.meter = MemoryCounter(self.blocks.size)
 
-    def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+    def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
         found = self._in_blocks(program)
-        workspace_bytes = self.workspace(program, first_half(saved))
+        workspace_bytes = self.workspace(program, producer_program(saved))
         self.meter.spike(found.peak_bytes + self.blocks.size(workspace_bytes))
-        results, left = PhantomMachine.run(self, program, bindings, saved)
+        results, left = SimulatedMachine.run(self, program, bindings, saved)
         if program.saved:
             left.values.resize(left.values.num_bytes + found.end_slack_bytes)
-        return results, Halved(left.values, left.loaded, first=program if program.saved else None)
+        return results, SimulatedResiduals(left.values, left.loaded, first=program if program.saved else None)
 
-    def _in_blocks(self, program: Program) -> _InBlocks:
+    def _in_blocks(self, program: Program) -> _AllocatorMemory:
         if id(program) not in self._known:
-            self._known[id(program)] = (program, peak_in_blocks(program, self.blocks))  # held, so that no other gets its identity
+            self._known[id(program)] = (program, simulate_allocator(program, self.blocks))  # held, so that no other gets its identity
         return self._known[id(program)][1]
 
 
-class _Products(TorchDispatchMode):
+class _MatmulDetector(TorchDispatchMode):
     """Looks whether matrices are multiplied."""
 
     def __init__(self) -> None:
@@ -140,12 +140,12 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.found = self.found or func.__name__.partition(".")[0] in _PRODUCTS
+        self.found = self.found or func.__name__.partition(".")[0] in _MATMUL_OPS
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True)
-class Overheads:
+class OverheadEstimator:
     """Finds the overhead of plans on one device.
 
     Attributes:
@@ -158,15 +158,15 @@ class Overheads:
     """
 
     device: torch.device
-    costs: Costs
+    costs: TimingCache
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     num_streams: int = 1
     is_training: bool = False
-    blocks: Blocks = field(default_factory=Blocks.of_settings)
+    blocks: AllocatorRounding = field(default_factory=AllocatorRounding.of_settings)
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
     _multiplies: bool = False
 
-    def of(self, problem: Problem, region: Region, projected_bytes: int) -> int:
+    def of(self, problem: PlanningProblem, region: Region, projected_bytes: int) -> int:
         """Bytes that a step takes more than it is projected to take.
 
         Args:
@@ -178,7 +178,7 @@ class Overheads:
             BudgetError: a program does not fit on the device beside what is there.
         """
         self._multiplies = False
-        machine = BlockMachine(on_host=problem.on_host, blocks=self.blocks, workspace=self._workspace_bytes)
+        machine = AllocatorMachine(on_host=problem.on_host, blocks=self.blocks, workspace=self._workspace_bytes)
         run_step(problem, region, machine)
         peak_bytes = machine.meter.peak_bytes
         if self._multiplies:
@@ -188,11 +188,11 @@ class Overheads:
 
     def working_bytes(self, program: Program) -> int:
         """Bytes that a program takes above what is bound to it, results included."""
-        return peak_in_blocks(program, self.blocks).peak_bytes + self.blocks.size(self._workspace_bytes(program, None))
+        return simulate_allocator(program, self.blocks).peak_bytes + self.blocks.size(self._workspace_bytes(program, None))
 
     def _workspace_bytes(self, program: Program, first: Program | None) -> int:
         if id(program) not in self._keys:
-            name, is_lasting = key_of(program, first)
+            name, is_lasting = timing_key(program, first)
             # A search for the fastest algorithm is made anew in each process, and takes what it finds free.
             is_lasting = is_lasting and not torch.backends.cudnn.benchmark
             threads = "two threads" if self.is_training else "one thread"
@@ -209,10 +209,10 @@ class Overheads:
     def _measured(self, program: Program, first: Program | None) -> tuple[float, float]:
         """Bytes of workspaces, and whether matrices are multiplied, wherever it may run: libraries choose algorithms for each thread."""
         try:
-            trial = Trial(program, first, self.device, self.weights)
+            trial = ProgramBenchmark(program, first, self.device, self.weights)
             found = [self._workspace_of(trial)] if first is None else []
             if self.is_training:
-                on_autograd_thread(self.device, lambda: found.append(self._workspace_of(trial)))
+                run_on_autograd_thread(self.device, lambda: found.append(self._workspace_of(trial)))
         except torch.OutOfMemoryError as error:
             raise BudgetError(
                 f"the plan fits the budget, and {self.device} has less free: a program of it that takes {format_bytes(program.peak_bytes)} "
@@ -222,13 +222,13 @@ class Overheads:
         workspaces, products = zip(*found, strict=True)
         return float(max(workspaces)), float(any(products))
 
-    def _workspace_of(self, trial: Trial) -> tuple[int, bool]:
+    def _workspace_of(self, trial: ProgramBenchmark) -> tuple[int, bool]:
         """The same where this thread runs a program. The first run makes what stays, and chooses algorithms."""
-        with _Products() as products:
+        with _MatmulDetector() as products:
             trial.run()
         with measure_peak(self.device) as peak:
             trial.run(is_last=True)
-        in_blocks = peak_in_blocks(trial.program, self.blocks).peak_bytes
+        in_blocks = simulate_allocator(trial.program, self.blocks).peak_bytes
         return max(0, peak.requested_bytes - trial.program.peak_bytes, peak.num_bytes - in_blocks), products.found
 
 

@@ -13,7 +13,7 @@ from sft.execute.host import copy_in_order
 from sft.sources.source import Source, select_samples
 from sft.sources.strips import StripReader, source_error
 
-__all__ = ["PassReading", "Reading", "SourceStrips", "load_whole"]
+__all__ = ["PassReading", "Reading", "SourceStripLoader", "load_source"]
 
 #: A whole image is read in pieces of about so many bytes: what lies behind it (a decoder, pages of a file) is then never whole.
 _PIECE_BYTES = 8 * 2**20
@@ -67,7 +67,7 @@ class Reading:
         return f"forward: {self.forward}\nbackward: {self.backward}"
 
 
-class SourceStrips:
+class SourceStripLoader:
     """Strips of a source on a device, read ahead on the host.
 
     Args:
@@ -107,7 +107,7 @@ class SourceStrips:
         self._account.read_bytes += reader.read_bytes
 
 
-def load_whole(source: Source, out: torch.Tensor, account: PassReading) -> None:
+def load_source(source: Source, out: torch.Tensor, account: PassReading) -> None:
     """Fill a tensor on any device with all rows of a source.
 
     Raises:
@@ -117,7 +117,7 @@ def load_whole(source: Source, out: torch.Tensor, account: PassReading) -> None:
     piece_rows = max(1, _PIECE_BYTES // (num * channels * width * source.dtype.itemsize))
     pieces = [Interval(top, min(top + piece_rows, height)) for top in range(0, height, piece_rows)]
     if out.device.type != "cpu":
-        strips = SourceStrips(source, Interval(0, num), pieces, torch.device("cpu"), account)
+        strips = SourceStripLoader(source, Interval(0, num), pieces, torch.device("cpu"), account)
         try:
             for rows in pieces:
                 piece = strips.take(rows)

@@ -1,7 +1,7 @@
 """Which rows of an image equal the row above them, bit for bit: of tensors by looking, of sources by asking.
 
 Bits are compared, not numbers: a program makes the same of the same bits, while it may tell 0 from -0, and a NaN is no number that equals
-itself. Rows are compared in pieces, so that what that takes besides is known beforehand (``sft.walk.repeats.comparing_bytes``).
+itself. Rows are compared in pieces, so that what that takes besides is known beforehand (``sft.walk.repeats.comparison_bytes``).
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from sft.analysis.axes import ROWS, Axes
 from sft.analysis.interval import Interval
-from sft.analysis.repeats import Bools
+from sft.analysis.repeats import BoolArray
 from sft.errors import SftError, SourceError
 from sft.sources.source import RepeatingSource, Source, select_samples
-from sft.walk.repeats import piece_rows
+from sft.walk.repeats import comparison_chunk_rows
 
-__all__ = ["repeated_rows", "repeated_rows_of"]
+__all__ = ["equal_rows_on_device", "source_equal_rows"]
 
 #: Types of as many bytes whose equality is that of bits.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def repeated_rows(image: Tensor, axes: Axes) -> Bools | None:
+def equal_rows_on_device(image: Tensor, axes: Axes) -> BoolArray | None:
     """For each row of an image on any device whether it equals the row above it; ``None`` for a type whose bits cannot be compared."""
     dim = axes.dim(image.dim(), ROWS)
     bits = _BITS.get(image.element_size())
@@ -33,17 +33,17 @@ def repeated_rows(image: Tensor, axes: Axes) -> Bools | None:
     numbers = image.detach().view(bits)
     others = [axis for axis in range(image.dim()) if axis != dim]
     differs = torch.ones(extent, dtype=torch.bool, device=image.device)
-    step = piece_rows(image.numel() // max(1, extent))
+    step = comparison_chunk_rows(image.numel() // max(1, extent))
     for top in range(1, extent, step):
         count = min(step, extent - top)
         piece = torch.ne(numbers.narrow(dim, top, count), numbers.narrow(dim, top - 1, count))
         differs[top : top + count] = piece.any(others)
         del piece
-    same: Bools = np.logical_not(differs.cpu().numpy())
+    same: BoolArray = np.logical_not(differs.cpu().numpy())
     return same
 
 
-def repeated_rows_of(source: Source, batch: Interval, columns: Interval) -> Bools | None:
+def source_equal_rows(source: Source, batch: Interval, columns: Interval) -> BoolArray | None:
     """What a source says of the same; ``None`` for one that says nothing.
 
     Raises:

@@ -19,16 +19,16 @@ import numpy.typing as npt
 
 from sft.errors import BudgetError, InputError, SourceError
 from sft.sources.host import release_pages
-from sft.sources.npy import allocate_blocks, room_on
+from sft.sources.npy import allocate_blocks, free_space_text
 from sft.units import format_bytes
 
-__all__ = ["Bytes", "HostRoom"]
+__all__ = ["ByteArray", "HostAllocator"]
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class HostRoom:
+class HostAllocator:
     """Where bytes on the host come from.
 
     Attributes:
@@ -37,7 +37,7 @@ class HostRoom:
 
     folder: Path | None = None
 
-    def take(self, num_bytes: int, purpose: str) -> Bytes:
+    def take(self, num_bytes: int, purpose: str) -> ByteArray:
         """Bytes, of which nobody knows what is in them (in a file zeros); gone when the last array on them is.
 
         Args:
@@ -61,15 +61,15 @@ class HostRoom:
         try:
             with tempfile.TemporaryFile(prefix=".sft-", dir=self.folder) as file:
                 allocate_blocks(file.fileno(), 0, num_bytes)
-                found: Bytes = np.memmap(file, np.uint8, "r+", shape=(num_bytes,))
+                found: ByteArray = np.memmap(file, np.uint8, "r+", shape=(num_bytes,))
                 return found
         except OSError as error:
             wanted = f"cannot put {purpose} ({format_bytes(num_bytes)}) into a file in {os.fspath(self.folder)!r}: {error.strerror}"
             if isinstance(error, (FileNotFoundError, NotADirectoryError, PermissionError)):
                 raise InputError(f"{wanted}. Give a folder that exists and may be written to.") from error
-            raise SourceError(error.errno, f"{wanted}{room_on(self.folder)}. Make room, or choose another disk.") from error
+            raise SourceError(error.errno, f"{wanted}{free_space_text(self.folder)}. Make room, or choose another disk.") from error
 
-    def let_go(self, part: Bytes) -> None:
+    def let_go(self, part: ByteArray) -> None:
         """Hand pages of a file back to the kernel: what is in them stays in the file."""
         if self.folder is not None:
             release_pages(part.reshape(-1, 1, 1))

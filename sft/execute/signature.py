@@ -14,51 +14,51 @@ import torch
 
 from sft.lower.program import DEVICE, Program, Slot
 
-__all__ = ["signature"]
+__all__ = ["program_hash"]
 
 
-class _NameError(Exception):
+class _UnnamedFunctionError(Exception):
     """Something has no name that another process would give it."""
 
 
-def signature(program: Program) -> str | None:
+def program_hash(program: Program) -> str | None:
     """The digest; ``None`` where there is none."""
     digest = hashlib.sha256()
     # Slots by the order in which they appear: what numbers they have depends on what else was lowered.
     numbers: dict[int, int] = {}
     try:
         for port, slot in program.ports.items():
-            digest.update(f"{port.role} {_text(slot, numbers)}\n".encode())
+            digest.update(f"{port.role} {_canonical_text(slot, numbers)}\n".encode())
         for instruction in program.instructions:
             values = (instruction.arguments, tuple(sorted(instruction.keywords.items())), instruction.outputs)
-            texts = " ".join((_name(instruction.function), *(_text(value, numbers) for value in values)))
+            texts = " ".join((_function_name(instruction.function), *(_canonical_text(value, numbers) for value in values)))
             frees = sorted(numbers.setdefault(number, len(numbers)) for number in instruction.frees)
             digest.update(f"{texts} {frees}\n".encode())
-    except _NameError:
+    except _UnnamedFunctionError:
         return None
     return digest.hexdigest()[:32]
 
 
-def _name(function: Callable[..., Any]) -> str:
+def _function_name(function: Callable[..., Any]) -> str:
     if isinstance(function, torch._ops.OpOverload):
         return str(function)
     owner = getattr(function, "__self__", None)
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if name is None or "<" in name:  # made inside a function, or a lambda
-        raise _NameError
-    bound = "" if owner is None or isinstance(owner, type(torch)) else _text(owner, {})
+        raise _UnnamedFunctionError
+    bound = "" if owner is None or isinstance(owner, type(torch)) else _canonical_text(owner, {})
     return f"{module or ''}.{name}{bound}"
 
 
-def _text(value: Any, numbers: dict[int, int]) -> str:
+def _canonical_text(value: Any, numbers: dict[int, int]) -> str:
     if isinstance(value, Slot):
         number, root = (numbers.setdefault(each, len(numbers)) for each in (value.number, value.root))
         return f"%{number}/{root}:{value.shape}:{value.dtype}"
     if isinstance(value, (tuple, list)):
-        return f"({','.join(_text(item, numbers) for item in value)})"
+        return f"({','.join(_canonical_text(item, numbers) for item in value)})"
     if value is DEVICE:
         return "device"
     found = repr(value)
     if " at 0x" in found:
-        raise _NameError
+        raise _UnnamedFunctionError
     return found

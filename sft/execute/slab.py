@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from sft.errors import InternalError
-from sft.execute.room import HostRoom
+from sft.execute.room import HostAllocator
 from sft.weights.pinned import lock_pages
 
-__all__ = ["Lease", "Slabs"]
+__all__ = ["SlabLease", "HostSlabPool"]
 
 
-class Slabs:
+class HostSlabPool:
     """The slabs of one plan.
 
     Args:
@@ -31,17 +31,17 @@ class Slabs:
         room: where their bytes come from.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device, room: HostRoom) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, room: HostAllocator) -> None:
         self.num_bytes, self._device, self._room = num_bytes, device, room
         self._free: list[Tensor] = []
 
-    def lease(self) -> Lease:
+    def lease(self) -> SlabLease:
         """A slab that is given back when nobody holds the lease any more.
 
-        Raises: as :meth:`HostRoom.take`.
+        Raises: as :meth:`HostAllocator.take`.
         """
         slab = self._free.pop() if self._free else self._made()
-        lease = Lease(slab)
+        lease = SlabLease(slab)
         weakref.finalize(lease, self._free.append, slab)
         return lease
 
@@ -55,7 +55,7 @@ class Slabs:
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
-class Lease:
+class SlabLease:
     """The use of a slab.
 
     Attributes:

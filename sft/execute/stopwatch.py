@@ -28,19 +28,19 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from sft.execute.costs import Costs, open_costs
+from sft.execute.costs import TimingCache, open_timing_cache
 from sft.execute.machine import TorchMachine
-from sft.execute.trial import Halved, Trial, first_half, key_of, wait_for
+from sft.execute.trial import SimulatedResiduals, ProgramBenchmark, producer_program, timing_key, synchronize_device
 from sft.lower.program import Port, Program
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import run_step
 from sft.plan.rates import LARGE_BUFFER_BYTES
-from sft.walk.copies import Copy
-from sft.walk.machine import Handle, Phantom, PhantomMachine, Saved
-from sft.walk.order import Move
+from sft.walk.copies import OffloadedValue
+from sft.walk.machine import Buffer, SimulatedBuffer, SimulatedMachine, Residuals
+from sft.walk.order import ScheduleOp
 from sft.walk.region import Region
 
-__all__ = ["Stopwatch", "time_step"]
+__all__ = ["TimingMachine", "time_step"]
 
 _NUM_RUNS = 3
 #: A program that takes so long is run no more than twice: once to warm up (kernels are chosen, memory is mapped), once to be timed.
@@ -49,12 +49,12 @@ _LONG_SECONDS = 0.25
 _PAGES_BYTES = 64 * 2**20
 
 
-def _no_one() -> None:
+def _no_advance() -> None:
     pass
 
 
 @dataclass(slots=True)
-class Stopwatch(PhantomMachine):
+class TimingMachine(SimulatedMachine):
     """A machine of byte counts that adds up the seconds of what it is asked to run.
 
     Attributes:
@@ -68,8 +68,8 @@ class Stopwatch(PhantomMachine):
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    costs: Costs = field(default_factory=Costs)
-    advance: Callable[[], None] = _no_one
+    costs: TimingCache = field(default_factory=TimingCache)
+    advance: Callable[[], None] = _no_advance
     seconds: float = 0.0
     most_seconds: float = math.inf
     num_timed: int = 0
@@ -78,16 +78,16 @@ class Stopwatch(PhantomMachine):
     _fresh_byte_seconds: float | None = None
     _keys: dict[int, tuple[Program, str, bool]] = field(default_factory=dict)
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: ScheduleOp) -> None:
         self.laps.append(self.seconds)
 
     def end(self) -> None:
         self.laps.append(self.seconds)
         if self.seconds >= self.most_seconds:
-            raise _SlowerError
+            raise _TimeLimitError
 
-    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> Phantom:
-        handle = PhantomMachine.allocate(self, shape, dtype, zero=zero, contiguous=contiguous)
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, *, zero: bool, contiguous: bool = False) -> SimulatedBuffer:
+        handle = SimulatedMachine.allocate(self, shape, dtype, zero=zero, contiguous=contiguous)
         if zero:
             buffer = partial(self._real.allocate, shape, dtype, zero=True, contiguous=contiguous)
             self.seconds += self._once(f"fill {shape} {dtype} {contiguous}", lambda: buffer().zero_)
@@ -122,21 +122,21 @@ class Stopwatch(PhantomMachine):
         if known is None:
             call = prepare()
             call()
-            wait_for(self.device)
+            synchronize_device(self.device)
             started = time.perf_counter()
             call()
-            wait_for(self.device)
+            synchronize_device(self.device)
             known = time.perf_counter() - started
             self.costs.add(key, known)
         return known
 
-    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
-        copy = PhantomMachine.offload(self, target, handles)
+    def offload(self, target: str, handles: Sequence[Buffer]) -> OffloadedValue:
+        copy = SimulatedMachine.offload(self, target, handles)
         self.seconds += self._copying(copy.num_bytes, to_host=True)
         return copy
 
-    def prefetch(self, copy: Copy) -> None:
-        PhantomMachine.prefetch(self, copy)
+    def prefetch(self, copy: OffloadedValue) -> None:
+        SimulatedMachine.prefetch(self, copy)
         self.seconds += self._copying(copy.num_bytes, to_host=False)
 
     def _copying(self, num_bytes: int, *, to_host: bool) -> float:
@@ -153,20 +153,20 @@ class Stopwatch(PhantomMachine):
     def _real(self) -> TorchMachine:
         return TorchMachine(self.device)
 
-    def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
-        first = first_half(saved)
-        results, left = PhantomMachine.run(self, program, bindings, saved)
+    def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
+        first = producer_program(saved)
+        results, left = SimulatedMachine.run(self, program, bindings, saved)
         self.seconds += self._seconds(program, first)
         # What is large was new whenever the program was timed.
-        self._touch((handle.num_bytes for handle in results.values() if isinstance(handle, Phantom)), recycled_only=True)
+        self._touch((handle.num_bytes for handle in results.values() if isinstance(handle, SimulatedBuffer)), recycled_only=True)
         if self.seconds >= self.most_seconds:
-            raise _SlowerError
-        return results, Halved(left.values, left.loaded, first=program if program.saved else None)
+            raise _TimeLimitError
+        return results, SimulatedResiduals(left.values, left.loaded, first=program if program.saved else None)
 
     def _seconds(self, program: Program, first: Program | None) -> float:
         """Seconds of a program; a second half is timed on what its first half leaves."""
         if id(program) not in self._keys:
-            self._keys[id(program)] = (program, *key_of(program, first))  # held, so that no other program gets its identity
+            self._keys[id(program)] = (program, *timing_key(program, first))  # held, so that no other program gets its identity
             self.advance()
         _, key, lasting = self._keys[id(program)]
         known = self.costs.get(key)
@@ -178,10 +178,10 @@ class Stopwatch(PhantomMachine):
 
     def _time(self, program: Program, first: Program | None) -> float:
         """Seconds of a program."""
-        trial = Trial(program, first, self.device)
+        trial = ProgramBenchmark(program, first, self.device)
 
         def once(*, is_last: bool = False) -> float:
-            wait_for(self.device)
+            synchronize_device(self.device)
             started = time.perf_counter()
             trial.run(is_last=is_last)
             return time.perf_counter() - started
@@ -191,18 +191,18 @@ class Stopwatch(PhantomMachine):
         return median([once(is_last=run == _NUM_RUNS - 1) for run in range(_NUM_RUNS)])
 
 
-class _SlowerError(Exception):
+class _TimeLimitError(Exception):
     """A step takes longer than anybody wants to know."""
 
 
 @overload
-def time_step(problem: Problem, region: Region, device: torch.device, *, progress: bool = False) -> tuple[float, ...]: ...
+def time_step(problem: PlanningProblem, region: Region, device: torch.device, *, progress: bool = False) -> tuple[float, ...]: ...
 @overload
 def time_step(
-    problem: Problem, region: Region, device: torch.device, *, most_seconds: float, progress: bool = False
+    problem: PlanningProblem, region: Region, device: torch.device, *, most_seconds: float, progress: bool = False
 ) -> tuple[float, ...] | None: ...
 def time_step(
-    problem: Problem, region: Region, device: torch.device, *, most_seconds: float = math.inf, progress: bool = False
+    problem: PlanningProblem, region: Region, device: torch.device, *, most_seconds: float = math.inf, progress: bool = False
 ) -> tuple[float, ...] | None:
     """Seconds of each move of a step on this device, as far as its programs tell; `None` where they are ``most_seconds`` or more.
 
@@ -216,47 +216,47 @@ def time_step(
         progress: whether to show a bar on the terminal meanwhile.
     """
     # The walk itself takes time, too: looking up programs and binding what they run on. Byte counts make it do nothing else.
-    walk = _Walk(on_host=problem.on_host)
+    walk = _TimestampMachine(on_host=problem.on_host)
     run_step(problem, region, walk)
-    with _bar(len(walk.programs), progress) as advance:
-        stopwatch = Stopwatch(on_host=problem.on_host, device=device, costs=open_costs(device), advance=advance)
-        stopwatch.most_seconds = most_seconds - sum(_differences(walk.moments))
+    with _progress_bar(len(walk.programs), progress) as advance:
+        stopwatch = TimingMachine(on_host=problem.on_host, device=device, costs=open_timing_cache(device), advance=advance)
+        stopwatch.most_seconds = most_seconds - sum(_durations(walk.moments))
         try:
             run_step(problem, region, stopwatch)
-        except _SlowerError:
+        except _TimeLimitError:
             return None
     # The time of a new buffer is a difference of two measured ones, which may fall below nothing.
-    return tuple(max(0.0, sum(both)) for both in zip(_differences(stopwatch.laps), _differences(walk.moments), strict=True))
+    return tuple(max(0.0, sum(both)) for both in zip(_durations(stopwatch.laps), _durations(walk.moments), strict=True))
 
 
-def _differences(moments: Sequence[float]) -> tuple[float, ...]:
+def _durations(moments: Sequence[float]) -> tuple[float, ...]:
     return tuple(stop - start for start, stop in pairwise(moments))
 
 
 @dataclass(slots=True)
-class _Walk(PhantomMachine):
+class _TimestampMachine(SimulatedMachine):
     """A machine of byte counts that looks at the clock between moves, and remembers the programs that it ran."""
 
     moments: list[float] = field(default_factory=list)
     programs: dict[int, Program] = field(default_factory=dict)
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: ScheduleOp) -> None:
         self.moments.append(time.perf_counter())
 
     def end(self) -> None:
         self.moments.append(time.perf_counter())
 
-    def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+    def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
         self.programs[id(program)] = program
-        return PhantomMachine.run(self, program, bindings, saved)
+        return SimulatedMachine.run(self, program, bindings, saved)
 
 
 @contextmanager
-def _bar(num_programs: int, is_shown: bool) -> Iterator[Callable[[], None]]:
+def _progress_bar(num_programs: int, is_shown: bool) -> Iterator[Callable[[], None]]:
     """A bar on the terminal, if there is one."""
     console = Console(stderr=True)
     if not is_shown or not console.is_terminal:
-        yield _no_one
+        yield _no_advance
         return
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("timing programs", total=num_programs)

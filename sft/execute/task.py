@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["is_wanted", "keeps_graph", "unwanted"]
+__all__ = ["engine_will_execute", "retains_graph", "unneeded_grads"]
 
 
-def keeps_graph() -> bool:
+def retains_graph() -> bool:
     """Whether it was asked to retain the graph."""
     query = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
     return bool(query()) if query is not None else True
 
 
-def is_wanted(node: Any) -> bool:
+def engine_will_execute(node: Any) -> bool:
     """Whether it computes what flows into a node of the graph (``None``: into nothing).
 
     It does not where ``torch.autograd.grad(y, x)`` or ``backward(inputs=[x])`` leaves the node out. Whoever hands a gradient on is not
@@ -30,7 +30,7 @@ def is_wanted(node: Any) -> bool:
         return True
 
 
-def unwanted(context: Any, names: Iterable[str], first: int = 0) -> frozenset[str]:
+def unneeded_grads(context: Any, names: Iterable[str], first: int = 0) -> frozenset[str]:
     """Of the tensors that a function was given those whose gradients nobody asks for.
 
     Args:
@@ -39,4 +39,4 @@ def unwanted(context: Any, names: Iterable[str], first: int = 0) -> frozenset[st
         first: the place of the first of them.
     """
     nodes = [node for node, _ in context.next_functions[first:]]
-    return frozenset(name for name, node in zip(names, nodes, strict=False) if not is_wanted(node))
+    return frozenset(name for name, node in zip(names, nodes, strict=False) if not engine_will_execute(node))

@@ -14,38 +14,38 @@ import torch
 
 from sft.analysis.interval import Interval
 from sft.execute.machine import TorchMachine
-from sft.execute.signature import signature
+from sft.execute.signature import program_hash
 from sft.lower.program import Port, Program, Slot, carried_dim
-from sft.walk.machine import Saved
+from sft.walk.machine import Residuals
 
-__all__ = ["Halved", "Trial", "first_half", "key_of", "on_autograd_thread", "wait_for"]
+__all__ = ["SimulatedResiduals", "ProgramBenchmark", "producer_program", "timing_key", "run_on_autograd_thread", "synchronize_device"]
 
 
 @dataclass(slots=True)
-class Halved(Saved):
+class SimulatedResiduals(Residuals):
     """What a first half leaves on a machine of byte counts: its bytes, and the program, as trials of the second half begin with it."""
 
     first: Program | None = None
 
 
-def first_half(saved: Saved | None) -> Program | None:
+def producer_program(saved: Residuals | None) -> Program | None:
     """The program that left this."""
-    return saved.first if isinstance(saved, Halved) else None
+    return saved.first if isinstance(saved, SimulatedResiduals) else None
 
 
-def key_of(program: Program, first: Program | None) -> tuple[str, bool]:
+def timing_key(program: Program, first: Program | None) -> tuple[str, bool]:
     """A name for what is found out about a program, and whether it means the same in another process."""
-    names = [signature(one) for one in (program, first) if one is not None]
+    names = [program_hash(one) for one in (program, first) if one is not None]
     return (f"program {id(program)}", False) if None in names else (" ".join(map(str, names)), True)
 
 
-def wait_for(device: torch.device) -> None:
+def synchronize_device(device: torch.device) -> None:
     """Wait until a device has done what it was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-class _Backward(torch.autograd.Function):
+class _WorkInBackward(torch.autograd.Function):
     """Does some work in its backward pass."""
 
     @staticmethod
@@ -59,14 +59,14 @@ class _Backward(torch.autograd.Function):
         return grad, None
 
 
-def on_autograd_thread(device: torch.device, work: Callable[[], None]) -> None:
+def run_on_autograd_thread(device: torch.device, work: Callable[[], None]) -> None:
     """Do some work where backward passes of a device run: what libraries remember for a thread is then there when a step comes."""
     with torch.enable_grad():
-        _Backward.apply(torch.zeros((), device=device, requires_grad=True), work).backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        _WorkInBackward.apply(torch.zeros((), device=device, requires_grad=True), work).backward()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
 
 
 @dataclass(slots=True)
-class Trial:
+class ProgramBenchmark:
     """One program and what it runs on.
 
     Attributes:
@@ -94,10 +94,10 @@ class Trial:
 
     def run(self, *, is_last: bool = False) -> None:
         """Run it, and wait for the device. The last time what the first half left goes while it is read, as it does in a step."""
-        held = None if not self._saved else Saved(self._saved) if is_last else Saved(self._saved).fork()
+        held = None if not self._saved else Residuals(self._saved) if is_last else Residuals(self._saved).fork()
         with torch.no_grad():
             self._machine.run(self.program, self._bindings, held)
-        wait_for(self.device)
+        synchronize_device(self.device)
 
     def _bound(self, program: Program) -> dict[Port, Any]:
         return {port: self._made(program, port, slot) for port, slot in program.ports.items()}

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from sft.errors import SourceError
-from sft.execute.copies import bytes_of, up_stream
-from sft.weights import Counters, Store
+from sft.execute.copies import storage_as_bytes, upload_stream
+from sft.weights import StreamCounters, Store
 
-__all__ = ["BoundWeights", "GradientTaker", "WeightOwner", "WeightPass"]
+__all__ = ["BoundWeights", "GradientReceiver", "WeightProvider", "WeightPass"]
 
 
-class GradientTaker(Protocol):
+class GradientReceiver(Protocol):
     """Takes the gradients of one backward pass, a parameter at a time."""
 
     def put(self, block: int, grads: dict[str, Tensor], weights: Mapping[str, Tensor]) -> bool:
@@ -39,12 +39,12 @@ class GradientTaker(Protocol):
         ...
 
 
-class WeightOwner(Protocol):
+class WeightProvider(Protocol):
     """The streamed parameters of a model."""
 
     device: torch.device
     store: Store
-    counters: Counters
+    counters: StreamCounters
 
     def record_of(self, path: str) -> int:
         """The number of a parameter's record."""
@@ -54,7 +54,7 @@ class WeightOwner(Protocol):
         """What changes when the weights do."""
         ...
 
-    def taking(self, order: Sequence[int]) -> AbstractContextManager[GradientTaker]:
+    def taking(self, order: Sequence[int]) -> AbstractContextManager[GradientReceiver]:
         """What takes the gradients of a backward pass, whose records are updated in this order."""
         ...
 
@@ -69,12 +69,12 @@ class BoundWeights:
         versions: of the weights that the call computes with.
     """
 
-    owner: WeightOwner
+    owner: WeightProvider
     paths: Mapping[str, str]
     versions: Any
 
     @classmethod
-    def of(cls, owner: WeightOwner, paths: Mapping[str, str]) -> BoundWeights:
+    def of(cls, owner: WeightProvider, paths: Mapping[str, str]) -> BoundWeights:
         """For a call that begins now."""
         return cls(owner, paths, owner.versions())
 
@@ -104,7 +104,7 @@ class BoundWeights:
             collected = {} if sink is None else sink.collect()
             grads.update((name, collected[path]) for name, path in self.paths.items() if path in collected)
 
-    def _taking(self, reached: Collection[str]) -> AbstractContextManager[GradientTaker | None]:
+    def _taking(self, reached: Collection[str]) -> AbstractContextManager[GradientReceiver | None]:
         """What takes the gradients; nothing where none is made of weights: the pass is then no step of theirs."""
         if not any(name in reached for name in self.paths):
             return contextlib.nullcontext()
@@ -122,7 +122,7 @@ class BoundWeights:
                 "were; call backward before step()"
             )
 
-    def _pass(self, sink: GradientTaker | None = None, reached: Collection[str] = ()) -> WeightPass:
+    def _pass(self, sink: GradientReceiver | None = None, reached: Collection[str] = ()) -> WeightPass:
         owner = self.owner
         records = {name: owner.record_of(path) for name, path in self.paths.items()}
         return WeightPass(
@@ -148,8 +148,8 @@ class WeightPass:
     store: Store
     records: Mapping[str, int]
     paths: Mapping[str, str]
-    counters: Counters
-    sink: GradientTaker | None = None
+    counters: StreamCounters
+    sink: GradientReceiver | None = None
     reached: Collection[str] = ()
     _arriving: dict[str, Future[Any]] = field(default_factory=dict)
     _missing: set[str] = field(default_factory=set)
@@ -163,7 +163,7 @@ class WeightPass:
         else:
             torch.ops.sft.resize_storage_(handle, num_bytes)
         if self.device.type != "meta":
-            self._arriving[name] = self._begin(bytes_of(handle), self.store.record(self.records[name])[:num_bytes])
+            self._arriving[name] = self._begin(storage_as_bytes(handle), self.store.record(self.records[name])[:num_bytes])
             self.counters.num_copies += 1
             self.counters.copied_bytes += num_bytes
             if not ahead:
@@ -214,7 +214,7 @@ class WeightPass:
             assert self.sink is not None, "a backward pass that reaches weights has a sink"
             record, path = self.records[name], self.paths[name]
             if self.sink.put(record, {path: gradient}, {path: weight}):
-                data = bytes_of(weight)
+                data = storage_as_bytes(weight)
                 self.store.write(record, data, "weights")
                 self.counters.written_bytes += data.numel()
 
@@ -225,7 +225,7 @@ class WeightPass:
             self._thread = None
         self._arriving.clear()
         if self.device.type == "cuda":
-            up_stream(self.device).synchronize()
+            upload_stream(self.device).synchronize()
 
     def _begin(self, target: Tensor, source: Tensor) -> Future[Any]:
         """Begin a copy; the future's result is a CUDA event to wait for, if there is one."""
@@ -247,7 +247,7 @@ class WeightPass:
                 ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel())
 
             return copy_here
-        stream, taken = up_stream(self.device), torch.cuda.current_stream(self.device).record_event()
+        stream, taken = upload_stream(self.device), torch.cuda.current_stream(self.device).record_event()
 
         def copy() -> Any:
             with torch.cuda.stream(stream):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from sft.lower.emitter import Emitter
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Port
 
 __all__ = ["Backend"]
@@ -18,7 +18,7 @@ __all__ = ["Backend"]
 class Backend(Protocol):
     """Replaces instructions of a program."""
 
-    def rewrite(self, emitter: Emitter, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
+    def rewrite(self, emitter: ProgramBuilder, laid_out: Collection[Port], *, training: bool, turn: int | None = None) -> int | None:
         """Exchange instructions of the emitter.
 
         Args:

@@ -19,16 +19,16 @@ from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.analysis.graph import Graph, Node, Ref, refs_in
 from sft.analysis.interval import Interval
 from sft.analysis.operators import Operator, Window, window_of
-from sft.analysis.steps import NodeRows, Read, Step
+from sft.analysis.steps import NodeRows, OperandRead, StripStep
 from sft.lower.backend import Backend
-from sft.lower.emitter import Emitter
-from sft.lower.pieces import Span, spans_of
+from sft.lower.emitter import ProgramBuilder
+from sft.lower.pieces import DimSlice, dim_slices
 from sft.lower.program import Slot
 
-__all__ = ["NodeContext", "Patch", "Scope", "grad_dtype_of", "sum_dtype"]
+__all__ = ["NodeContext", "GradContribution", "SegmentInfo", "grad_dtype_of", "accumulation_dtype"]
 
 
-class Patch(NamedTuple):
+class GradContribution(NamedTuple):
     """A contribution to the gradient of a value.
 
     Attributes:
@@ -46,7 +46,7 @@ class Patch(NamedTuple):
     channels: Interval | None = None
 
 
-def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """In what sums over the image are kept: a half type would round each strip's share."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
@@ -62,11 +62,11 @@ def grad_dtype_of(graph: Graph, streamed: Collection[str], name: str) -> torch.d
     dtype = getattr(torch, graph[name].dtype)
     assert isinstance(dtype, torch.dtype)
     is_norm_input = dtype == torch.float16 and any(graph[user].target == "sft.moments" for user in graph.users[name])
-    return dtype if name in streamed and not is_norm_input else sum_dtype(dtype)
+    return dtype if name in streamed and not is_norm_input else accumulation_dtype(dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scope:
+class SegmentInfo:
     """What does not change from step to step of a segment.
 
     Attributes:
@@ -84,7 +84,7 @@ class Scope:
         per_sample: global values with an entry for each batch element, in their first dimension.
         columns: what the panel computes and reads along the width, for every streamed value and operator of the segment. A panel
             carries nothing: it computes its own halo.
-        leaves_layouts: whether images are laid out as torch lays them; else all are made channels last. Of segments that run whole.
+        keeps_torch_layouts: whether images are laid out as torch lays them; else all are made channels last. Of segments that run whole.
         backend: runs parts of programs in its own way; ``None`` for ATen alone.
         deterministic: whether sums must be made in an order that ATen's own derivatives do not keep on the device.
     """
@@ -101,13 +101,13 @@ class Scope:
     batch: int
     columns: Mapping[str, NodeRows]
     per_sample: frozenset[str] = frozenset()
-    leaves_layouts: bool = False
+    keeps_torch_layouts: bool = False
     backend: Backend | None = None
     deterministic: bool = False
     _windows: dict[str, tuple[Window, ...]] = field(default_factory=dict, repr=False, compare=False)
     _dtypes: dict[str, torch.dtype] = field(default_factory=dict, repr=False, compare=False)
     #: of these columns alone, so it must not be handed on by `replace`
-    _columns_read: dict[str, dict[str, Read]] = field(init=False, default_factory=dict, repr=False, compare=False)
+    _columns_read: dict[str, dict[str, OperandRead]] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def windows(self, name: str) -> tuple[Window, ...]:
         """The sliding window of a convolution or a pool, for each axis."""
@@ -139,7 +139,7 @@ class Scope:
         """Whether an operator has anything to do in this panel; one far from all that the panel is for has not."""
         return bool(self.columns[name].new) if name in self.streamed else bool(self.columns[name].reads)
 
-    def rows_read(self, step: Step) -> dict[str, Interval]:
+    def rows_read(self, step: StripStep) -> dict[str, Interval]:
         """The rows of each operand that a step reads."""
         found: dict[str, Interval] = {}
         for rows in step.nodes:
@@ -161,7 +161,7 @@ class Scope:
             assert isinstance(dtype, torch.dtype)
         return dtype
 
-    def columns_read(self, name: str) -> dict[str, Read]:
+    def columns_read(self, name: str) -> dict[str, OperandRead]:
         """Which columns an operator reads of each streamed operand."""
         found = self._columns_read.get(name)
         if found is None:
@@ -177,8 +177,8 @@ class Scope:
 class NodeContext:
     """One operator in one step, as its lowering rule sees it; ``keeps`` says whether a backward pass of the step follows."""
 
-    scope: Scope
-    emitter: Emitter
+    scope: SegmentInfo
+    emitter: ProgramBuilder
     node: Node
     step: NodeRows
     values: dict[str, tuple[Slot, int]]
@@ -188,8 +188,8 @@ class NodeContext:
     overwrite: Slot | None
     keeps: bool = False
     saved: dict[str, Any] = field(default_factory=dict)
-    contributions: list[tuple[str, Patch]] = field(default_factory=list)
-    _rows_read: dict[str, Read] = field(init=False, repr=False)
+    contributions: list[tuple[str, GradContribution]] = field(default_factory=list)
+    _rows_read: dict[str, OperandRead] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._rows_read = _by_operand(self.step.reads)
@@ -221,11 +221,11 @@ class NodeContext:
             name not in scope.streamed or len(part.new) == scope.extent(name, axis)
         )
 
-    def read_of(self, operand: str) -> Read:
+    def read_of(self, operand: str) -> OperandRead:
         """Which rows of a streamed operand are read."""
         return self._rows_read[operand]
 
-    def columns_of(self, operand: str) -> Read:
+    def columns_of(self, operand: str) -> OperandRead:
         """Which columns of a streamed operand are read."""
         return self.scope.columns_read(self.node.name)[operand]
 
@@ -248,7 +248,7 @@ class NodeContext:
             slot = self.emitter.narrow(slot, *span)
         return slot
 
-    def part(self, operand: str) -> tuple[Slot, tuple[Span, ...]]:
+    def part(self, operand: str) -> tuple[Slot, tuple[DimSlice, ...]]:
         """The buffer of a streamed operand, and where in it the rows and columns lie that are read."""
         scope = self.scope
         rows, columns = self._rows_read[operand].rows, scope.columns_read(self.node.name)[operand].rows
@@ -257,7 +257,7 @@ class NodeContext:
             return self.emitter.empty(scope.part_shape(operand, len(rows), len(columns)), scope.dtype_of(operand)), ()
         slot, first_row = self.values[operand]
         first_column = columns.start - scope.columns[operand].new.start
-        return slot, spans_of(scope.graph.axes, slot, rows.start - first_row, num_rows, first_column, num_columns)
+        return slot, dim_slices(scope.graph.axes, slot, rows.start - first_row, num_rows, first_column, num_columns)
 
     def narrow(self, slot: Slot, axis: int, start: int, length: int) -> Slot:
         """A view of part of a streamed value along an axis."""
@@ -325,8 +325,8 @@ class NodeContext:
         rows = columns = None
         if name in self.scope.streamed:
             rows, columns = self.read_of(name).rows, self.columns_of(name).rows
-        self.contributions.append((name, Patch(slot, rows, columns, owned, channels)))
+        self.contributions.append((name, GradContribution(slot, rows, columns, owned, channels)))
 
 
-def _by_operand(reads: Sequence[Read]) -> dict[str, Read]:
+def _by_operand(reads: Sequence[OperandRead]) -> dict[str, OperandRead]:
     return {read.operand: read for read in reads}

@@ -12,23 +12,23 @@ from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
 from sft.analysis.axes import Axes
-from sft.analysis.capture import CHANNELS_LAST, is_in_layout
+from sft.analysis.capture import CHANNELS_LAST, is_in_program_layout
 from sft.errors import InternalError
 from sft.lower.program import DEVICE, Instruction, Port, Program, Slot, live_instructions, slots_of
 
-__all__ = ["Emitter", "laid_out_like", "restride_like"]
+__all__ = ["ProgramBuilder", "copy_with_strides", "restride_as"]
 
 _SLICE = torch.ops.aten.slice.Tensor
 
 
 @dataclass
-class Emitter:
+class ProgramBuilder:
     """Collects instructions, then drops dead ones and places the frees.
 
     Attributes:
         dtype: element type of new slots, unless told otherwise; that of the owner's value.
         owner: the operator of the graph that the next instructions belong to.
-        leaves_layouts: whether images are laid out as torch lays them, in order unless they are made of others that are not; else channels
+        keeps_torch_layouts: whether images are laid out as torch lays them, in order unless they are made of others that are not; else channels
             last.
         makes_gradients: whether gradients of side tensors are made where they are first added to, and come out as results; else they are
             ports.
@@ -36,7 +36,7 @@ class Emitter:
 
     dtype: torch.dtype
     owner: str = ""
-    leaves_layouts: bool = False
+    keeps_torch_layouts: bool = False
     makes_gradients: bool = False
     instructions: list[Instruction] = field(default_factory=list)
     ports: dict[Port, Slot] = field(default_factory=dict)
@@ -73,10 +73,10 @@ class Emitter:
             self.results[key] = first
             if len(first.shape) in CHANNELS_LAST and 1 in first.shape:
                 like = self.port("side", name, first.shape, value_dtype)
-                self.call(restride_like, first, like, writes=first)
+                self.call(restride_as, first, like, writes=first)
             return
         like = self.port("side", name, first.shape, value_dtype)
-        self.results[key] = self.call(laid_out_like, first, like, shape=first.shape, dtype=first.dtype)
+        self.results[key] = self.call(copy_with_strides, first, like, shape=first.shape, dtype=first.dtype)
 
     def result(self, role: str, name: str, slot: Slot) -> None:
         """Hand a slot to the caller."""
@@ -144,7 +144,7 @@ class Emitter:
     def empty(self, shape: Iterable[int], dtype: torch.dtype | None = None) -> Slot:
         """An uninitialised buffer, of images channels last unless layouts are left to torch."""
         shape = tuple(shape)
-        layout = torch.contiguous_format if self.leaves_layouts else CHANNELS_LAST.get(len(shape), torch.contiguous_format)
+        layout = torch.contiguous_format if self.keeps_torch_layouts else CHANNELS_LAST.get(len(shape), torch.contiguous_format)
         keywords = {"dtype": dtype or self.dtype, "device": DEVICE, "memory_format": layout}
         return self.call(torch.empty, shape, shape=shape, dtype=dtype, keywords=keywords)
 
@@ -195,7 +195,7 @@ class Emitter:
         for out in outputs:
             if out is not None and out.root == out.number:
                 num_bytes += out.num_bytes
-        flops = _flops(function, arguments, keywords, outputs)
+        flops = _count_flops(function, arguments, keywords, outputs)
         instruction = Instruction(function, arguments, keywords, outputs, writes, flops, num_bytes, scratch_bytes, self.owner)
         self.instructions.append(instruction)
 
@@ -256,27 +256,27 @@ class Emitter:
             made = {out.number for i in placed[:turn] for out in i.outputs if out is not None}
             # A view keeps its storage; so does the root that a later free forgets.
             saved = tuple(sorted(made & {slot.number for used in slots[turn:] for slot in used}))
-        first = _program(placed[:turn], slots[:turn], self.ports, self.results, saved)
-        return first, _program(placed[turn:], slots[turn:], self.ports, self.results, ())
+        first = _build_program(placed[:turn], slots[:turn], self.ports, self.results, saved)
+        return first, _build_program(placed[turn:], slots[turn:], self.ports, self.results, ())
 
 
-def laid_out_like(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def copy_with_strides(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy with the strides of another tensor."""
     return torch.empty_like(like, dtype=value.dtype).copy_(value)
 
 
-def restride_like(value: torch.Tensor, like: torch.Tensor) -> None:
+def restride_as(value: torch.Tensor, like: torch.Tensor) -> None:
     """Give a tensor the strides of another that has its elements in the same places.
 
     Extents of 1 may have any stride, and kernels give them others than parameters have: autograd takes it for the same layout, but
     ``DistributedDataParallel`` warns of it.
     """
     strides = like.stride()
-    if value.stride() != strides and is_in_layout(value) and is_in_layout(like):
+    if value.stride() != strides and is_in_program_layout(value) and is_in_program_layout(like):
         value.as_strided_(value.shape, strides)
 
 
-def _program(
+def _build_program(
     instructions: list[Instruction],
     slots: list[list[Slot]],
     ports: dict[Port, Slot],
@@ -303,9 +303,11 @@ def _program(
     )
 
 
-def _flops(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], outputs: tuple[Slot | None, ...]) -> int:
+def _count_flops(
+    function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any], outputs: tuple[Slot | None, ...]
+) -> int:
     """What ``torch.utils.flop_counter`` counts for the operation: its own formulas, on our shapes."""
-    formula = _formula_of(function) if type(function) is OpOverload else None
+    formula = _flop_formula(function) if type(function) is OpOverload else None
     if formula is None:
         return 0
     # The registered formula takes tensors; what it wraps takes shapes.
@@ -315,7 +317,7 @@ def _flops(function: Callable[..., Any], arguments: tuple[Any, ...], keywords: d
 
 
 @cache
-def _formula_of(overload: OpOverload) -> Callable[..., int] | None:
+def _flop_formula(overload: OpOverload) -> Callable[..., int] | None:
     registered: Any = flop_registry.get(overload.overloadpacket)
     formula: Callable[..., int] | None = None if registered is None else registered.__wrapped__
     return formula

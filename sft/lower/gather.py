@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Gather", "Run"]
+__all__ = ["RowGather", "RowRun"]
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """Rows that are next to each other.
 
     Attributes:
@@ -38,33 +38,33 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class RowGather:
     """Which rows of a strip make another.
 
     Attributes:
         runs: in the order of the rows made.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[RowRun, ...]
 
     @classmethod
-    def of(cls, index: Iterable[int]) -> Gather:
+    def of(cls, index: Iterable[int]) -> RowGather:
         """The runs of an index.
 
-        >>> [(run.first, run.count, run.step) for run in Gather.of([2, 1, 0, 1, 2, 3, 3, 3]).runs]
+        >>> [(run.first, run.count, run.step) for run in RowGather.of([2, 1, 0, 1, 2, 3, 3, 3]).runs]
         [(2, 3, -1), (1, 3, 1), (3, 2, 0)]
         """
-        runs: list[Run] = []
+        runs: list[RowRun] = []
         for row in index:
             if runs:
                 first, count, step = runs[-1].first, runs[-1].count, runs[-1].step
                 if count == 1 and abs(row - first) <= 1:
-                    runs[-1] = Run(first, 2, row - first)
+                    runs[-1] = RowRun(first, 2, row - first)
                     continue
                 if count > 1 and row == first + step * count:
-                    runs[-1] = Run(first, count + 1, step)
+                    runs[-1] = RowRun(first, count + 1, step)
                     continue
-            runs.append(Run(row, 1, 1))
+            runs.append(RowRun(row, 1, 1))
         return cls(tuple(runs))
 
     @property
@@ -79,11 +79,11 @@ class Gather:
 
     def takes_all_of(self, count: int) -> bool:
         """Whether it makes just what it reads, of so many rows."""
-        return self.runs == (Run(0, count, 1),)
+        return self.runs == (RowRun(0, count, 1),)
 
     def made(self, value: Tensor, dim: int) -> Tensor:
         """The rows made, in the layout of those read."""
-        out = _like(value, dim, self.length)
+        out = _empty_rows_like(value, dim, self.length)
         start = 0
         for run in self.runs:
             part = value.narrow(dim, *run.rows)
@@ -93,7 +93,7 @@ class Gather:
 
     def adjoint(self, grad: Tensor, dim: int, length: int) -> Tensor:
         """The gradient of ``length`` rows read, given that of the rows made."""
-        out = _like(grad, dim, length).zero_()
+        out = _empty_rows_like(grad, dim, length).zero_()
         start = 0
         for run in self.runs:
             part = grad.narrow(dim, start, run.count)
@@ -104,7 +104,7 @@ class Gather:
         return out
 
 
-def _like(value: Tensor, dim: int, length: int) -> Tensor:
+def _empty_rows_like(value: Tensor, dim: int, length: int) -> Tensor:
     """Room for so many rows, in the layout of a strip."""
     if value.dim() > 3 and value.shape[1] > 1 and value.stride(1) == 1:
         shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])

@@ -1,6 +1,6 @@
 """Programs put together from parts: the instructions of one operator in one pass.
 
-What :meth:`sft.lower.emitter.Emitter.finish` does for one list of instructions is done here for lists that have most parts in common:
+What :meth:`sft.lower.emitter.ProgramBuilder.finish` does for one list of instructions is done here for lists that have most parts in common:
 dead instructions dropped, frees placed, bytes summed up. Which instructions of a part are dead depends on the rest of the program through
 one thing alone: which storages that the part writes are needed behind it. Where storages are freed depends on which of those that the part
 touches nobody touches behind it. A part remembers what it came to for each of these; so a program costs a few sets for each operator,
@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from sft.lower.emitter import Emitter
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Instruction, Port, Program, Slot, live_instructions, slots_of
 
-__all__ = ["Part", "PartEmitter", "joined", "listed"]
+__all__ = ["ProgramFragment", "FragmentBuilder", "link_fragments", "concatenate_fragments"]
 
 
 @dataclass
-class PartEmitter(Emitter):
+class FragmentBuilder(ProgramBuilder):
     """Collects the instructions of a part.
 
     Attributes:
@@ -41,7 +41,7 @@ class PartEmitter(Emitter):
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
+class _FragmentWithFrees:
     """Instructions with their frees, the most bytes that they hold above what was there before, and the bytes that stay."""
 
     instructions: tuple[Instruction, ...]
@@ -49,7 +49,7 @@ class _Placed:
     more_bytes: int
 
 
-class _Live:
+class _LiveFragment:
     """The instructions of a part that are not dead, given what is needed behind it.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Live:
     def __init__(self, instructions: Sequence[Instruction], slots: Sequence[Sequence[Slot]]) -> None:
         self._instructions = tuple(instructions)
         self._last: dict[int, int] = {}
-        self._placed: dict[tuple[tuple[int, int, tuple[int, ...]], ...], _Placed] = {}
+        self._placed: dict[tuple[tuple[int, int, tuple[int, ...]], ...], _FragmentWithFrees] = {}
         members: dict[int, list[int]] = {}
         self.sizes: dict[int, int] = {}
         for position, (instruction, used) in enumerate(zip(instructions, slots, strict=True)):
@@ -80,7 +80,7 @@ class _Live:
         self.members = tuple((root, tuple(numbers)) for root, numbers in members.items())
         self.flops = sum(instruction.flops for instruction in instructions)
 
-    def placed(self, dying: Sequence[int], members: Mapping[int, tuple[int, ...]], sizes: Mapping[int, int]) -> _Placed:
+    def placed(self, dying: Sequence[int], members: Mapping[int, tuple[int, ...]], sizes: Mapping[int, int]) -> _FragmentWithFrees:
         """The same with frees of the storages that are touched here last."""
         key = tuple([(root, sizes.get(root, 0), members[root]) for root in dying])
         found = self._placed.get(key)
@@ -88,7 +88,7 @@ class _Live:
             found = self._placed[key] = self._new_placed(key)
         return found
 
-    def _new_placed(self, dying: Iterable[tuple[int, int, tuple[int, ...]]]) -> _Placed:
+    def _new_placed(self, dying: Iterable[tuple[int, int, tuple[int, ...]]]) -> _FragmentWithFrees:
         instructions = list(self._instructions)
         frees: dict[int, tuple[int, tuple[int, ...]]] = {}
         for root, num_bytes, numbers in dying:
@@ -101,10 +101,10 @@ class _Live:
             now += instruction.num_bytes
             peak = max(peak, now + instruction.scratch_bytes)
             now -= instruction.freed_bytes
-        return _Placed(tuple(instructions), peak, now)
+        return _FragmentWithFrees(tuple(instructions), peak, now)
 
 
-class Part:
+class ProgramFragment:
     """What an operator does in one pass of a strip, with what lies outside as slots.
 
     Attributes:
@@ -116,27 +116,27 @@ class Part:
 
     __slots__ = ("_live", "_slots", "instructions", "ports", "results", "written")
 
-    def __init__(self, emitter: Emitter) -> None:
+    def __init__(self, emitter: ProgramBuilder) -> None:
         self.instructions = tuple(emitter.instructions)
         self.ports, self.results = emitter.ports, emitter.results
         self._slots = [slots_of(instruction) for instruction in self.instructions]
         made = (out.root for i in self.instructions for out in i.outputs if out is not None)
         self.written = frozenset((*made, *(slot.root for i in self.instructions for slot in i.writes)))
-        self._live: dict[frozenset[int], _Live | None] = {}
+        self._live: dict[frozenset[int], _LiveFragment | None] = {}
 
-    def live(self, wanted: frozenset[int]) -> _Live | None:
+    def live(self, wanted: frozenset[int]) -> _LiveFragment | None:
         """The instructions that matter, given which of the storages written here are needed behind; ``None`` where there are none."""
         if wanted not in self._live:
             keep = live_instructions(self.instructions, self._slots, wanted)
             chosen = [i for i, kept in enumerate(keep) if kept]
-            live = _Live([self.instructions[i] for i in chosen], [self._slots[i] for i in chosen]) if chosen else None
+            live = _LiveFragment([self.instructions[i] for i in chosen], [self._slots[i] for i in chosen]) if chosen else None
             self._live[wanted] = live
         return self._live[wanted]
 
 
-def listed(parts: Sequence[Part], dtype: torch.dtype) -> Emitter:
+def concatenate_fragments(parts: Sequence[ProgramFragment], dtype: torch.dtype) -> ProgramBuilder:
     """All instructions of the parts, as if they had been emitted one after the other."""
-    emitter = Emitter(dtype=dtype)
+    emitter = ProgramBuilder(dtype=dtype)
     for part in parts:
         emitter.instructions += part.instructions
         emitter.ports.update(part.ports)
@@ -147,7 +147,7 @@ def listed(parts: Sequence[Part], dtype: torch.dtype) -> Emitter:
     return emitter
 
 
-def joined(parts: Sequence[Part]) -> Program:
+def link_fragments(parts: Sequence[ProgramFragment]) -> Program:
     """The program of the parts in a row: dead instructions dropped, frees placed."""
     ports: dict[Port, Slot] = {}
     results: dict[Port, Slot] = {}
@@ -159,7 +159,7 @@ def joined(parts: Sequence[Part]) -> Program:
     lasting = {slot.root for slot in ports.values()}
     lasting.update(slot.root for slot in results.values())
     needed = set(lasting)  # what is touched behind, and what lasts
-    alive: list[tuple[_Live, list[int]]] = []
+    alive: list[tuple[_LiveFragment, list[int]]] = []
     for part in reversed(parts):
         live = part.live(part.written & needed)
         if live is not None:

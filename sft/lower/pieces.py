@@ -14,10 +14,10 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS, Axes
 from sft.lower.program import Slot
 
-__all__ = ["Span", "add_parts", "cat_parts", "cat_parts_into", "spans_of"]
+__all__ = ["DimSlice", "add_slices", "cat_slices", "cat_slices_into", "dim_slices"]
 
 
-class Span(NamedTuple):
+class DimSlice(NamedTuple):
     """Some indices of a tensor along a dimension."""
 
     dim: int
@@ -25,19 +25,19 @@ class Span(NamedTuple):
     length: int
 
 
-def spans_of(axes: Axes, slot: Slot, first_row: int, num_rows: int, first_column: int, num_columns: int) -> tuple[Span, ...]:
+def dim_slices(axes: Axes, slot: Slot, first_row: int, num_rows: int, first_column: int, num_columns: int) -> tuple[DimSlice, ...]:
     """Where rows and columns lie in a slot, counted from its first ones; of an axis that is meant as a whole there is no span."""
     shape = slot.shape
     rows, columns = axes.dim(len(shape), ROWS), axes.dim(len(shape), COLUMNS)
-    found: tuple[Span, ...] = ()
+    found: tuple[DimSlice, ...] = ()
     if rows is not None and (first_row or num_rows != shape[rows]):
-        found = (Span(rows, first_row, num_rows),)
+        found = (DimSlice(rows, first_row, num_rows),)
     if columns is not None and (first_column or num_columns != shape[columns]):
-        found += (Span(columns, first_column, num_columns),)
+        found += (DimSlice(columns, first_column, num_columns),)
     return found
 
 
-def cat_parts(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]], dim: int) -> torch.Tensor:
+def cat_slices(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]], dim: int) -> torch.Tensor:
     """Concatenate a part of each tensor.
 
     Args:
@@ -45,16 +45,16 @@ def cat_parts(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]], 
         spans: where each lies in its tensor; of dimensions that are not named all.
         dim: along which they are concatenated.
     """
-    return torch.cat(_parts(tensors, spans), dim)
+    return torch.cat(_narrow_each(tensors, spans), dim)
 
 
-def cat_parts_into(out: torch.Tensor, tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]], dim: int) -> None:
+def cat_slices_into(out: torch.Tensor, tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]], dim: int) -> None:
     """The same into a tensor."""
-    torch.cat(_parts(tensors, spans), dim, out=out)
+    torch.cat(_narrow_each(tensors, spans), dim, out=out)
 
 
-def add_parts(
-    total: torch.Tensor, places: Sequence[Sequence[Span]], tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]]
+def add_slices(
+    total: torch.Tensor, places: Sequence[Sequence[DimSlice]], tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]]
 ) -> None:
     """Add a part of each tensor to a part of ``total``, in order.
 
@@ -65,14 +65,14 @@ def add_parts(
         spans: where each lies in its tensor.
     """
     for place, tensor, part in zip(places, tensors, spans, strict=True):
-        _part(total, place).add_(_part(tensor, part))
+        _narrow(total, place).add_(_narrow(tensor, part))
 
 
-def _parts(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[Span]]) -> list[torch.Tensor]:
-    return [_part(tensor, part) for tensor, part in zip(tensors, spans, strict=True)]
+def _narrow_each(tensors: Sequence[torch.Tensor], spans: Sequence[Sequence[DimSlice]]) -> list[torch.Tensor]:
+    return [_narrow(tensor, part) for tensor, part in zip(tensors, spans, strict=True)]
 
 
-def _part(tensor: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+def _narrow(tensor: torch.Tensor, spans: Sequence[DimSlice]) -> torch.Tensor:
     for dim, start, length in spans:
         tensor = tensor.narrow(dim, start, length)
     return tensor

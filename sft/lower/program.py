@@ -21,7 +21,18 @@ import torch
 
 from sft.analysis.interval import Interval
 
-__all__ = ["DEVICE", "Instruction", "Port", "Positional", "Program", "Slot", "carried_dim", "live_instructions", "load_rows", "slots_of"]
+__all__ = [
+    "DEVICE",
+    "Instruction",
+    "Port",
+    "PositionalFunction",
+    "Program",
+    "Slot",
+    "carried_dim",
+    "live_instructions",
+    "load_rows",
+    "slots_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ class Port(NamedTuple):
 
 
 @runtime_checkable
-class Positional(Protocol):
+class PositionalFunction(Protocol):
     """A function of a program that is told where the strip lies (an ``origin`` port), and can say what it makes of that."""
 
     def is_same_at(self, here: tuple[int, int, int], there: tuple[int, int, int]) -> bool:
@@ -62,14 +73,14 @@ class Positional(Protocol):
         ...
 
 
-class _Device:
+class _DevicePlaceholder:
     """Stands in an instruction for the device that the program runs on."""
 
     def __repr__(self) -> str:
         return "DEVICE"
 
 
-DEVICE = _Device()
+DEVICE = _DevicePlaceholder()
 
 
 def load_rows(destination: torch.Tensor, dim: int, pieces: list[tuple[int, Interval, torch.Tensor]]) -> None:

@@ -15,14 +15,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Recorded", "Recording", "record"]
+__all__ = ["RecordedOp", "OpRecording", "record_ops"]
 
 #: Questions that fake tensors answer by a call.
-_QUESTIONS = frozenset({torch.ops.prim.device.default})
+_METADATA_OPS = frozenset({torch.ops.prim.device.default})
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedOp:
     """One call, with its tensors as they are.
 
     Attributes:
@@ -49,11 +49,11 @@ class Recorded:
     @property
     def listed(self) -> tuple[torch.Tensor | None, ...]:
         """What is made, as a list."""
-        return _listed(self.made)
+        return _as_tuple(self.made)
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class OpRecording:
     """A function's calls.
 
     Attributes:
@@ -66,40 +66,40 @@ class Recording:
 
     inputs: tuple[torch.Tensor, ...]
     grad: torch.Tensor
-    calls: tuple[Recorded, ...]
+    calls: tuple[RecordedOp, ...]
     output: torch.Tensor
     gradients: tuple[torch.Tensor | None, ...]
 
 
-class _Recorder(TorchDispatchMode):
+class _OpRecorder(TorchDispatchMode):
     """Notes calls; autograd has taken apart those that are compositions of others."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Recorded] = []
+        self.calls: list[RecordedOp] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords = kwargs or {}
         given = tuple(args[0].shape) if args and isinstance(args[0], torch.Tensor) else ()
         made = func(*args, **keywords)
-        if func not in _QUESTIONS:
-            shapes = tuple(() if tensor is None else tuple(tensor.shape) for tensor in _listed(made))
-            self.calls.append(Recorded(func, tuple(args), keywords, made, given, shapes))
+        if func not in _METADATA_OPS:
+            shapes = tuple(() if tensor is None else tuple(tensor.shape) for tensor in _as_tuple(made))
+            self.calls.append(RecordedOp(func, tuple(args), keywords, made, given, shapes))
         return made
 
 
-def _listed(made: Any) -> tuple[torch.Tensor | None, ...]:
+def _as_tuple(made: Any) -> tuple[torch.Tensor | None, ...]:
     return tuple(made) if isinstance(made, (list, tuple)) else () if made is None else (made,)
 
 
-def record(
+def record_ops(
     function: Callable[..., torch.Tensor],
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     needs_grad: Sequence[bool],
     *,
     by_shape: bool = False,
-) -> Recording:
+) -> OpRecording:
     """What a function calls for contiguous tensors of these shapes, and its derivative by those that need a gradient.
 
     Whole numbers have no gradient, and what is cut off from its operands has none either.
@@ -119,7 +119,7 @@ def record(
         for leaf, need in zip(inputs, needs_grad, strict=True):
             if need and (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
                 wanted.append(leaf.requires_grad_())
-        recorder = _Recorder()
+        recorder = _OpRecorder()
         with recorder, torch.enable_grad():
             output = function(*inputs)
         grad = torch.empty_like(output, requires_grad=False)
@@ -127,4 +127,4 @@ def record(
         if wanted and output.requires_grad:
             with recorder:
                 found = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad, allow_unused=True), strict=True))
-    return Recording(inputs, grad, tuple(recorder.calls), output, tuple(found.get(id(leaf)) for leaf in inputs))
+    return OpRecording(inputs, grad, tuple(recorder.calls), output, tuple(found.get(id(leaf)) for leaf in inputs))

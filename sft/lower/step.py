@@ -11,20 +11,20 @@ from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import Node
 from sft.analysis.interval import Interval
-from sft.analysis.steps import NodeRows, Step
-from sft.lower.context import NodeContext, Patch, Scope
-from sft.lower.emitter import Emitter
-from sft.lower.patches import add_patches, patch_slot, sum_of_patches, sum_of_wholes
+from sft.analysis.steps import NodeRows, StripStep
+from sft.lower.context import NodeContext, GradContribution, SegmentInfo
+from sft.lower.emitter import ProgramBuilder
+from sft.lower.patches import add_contributions, contribution_slot, sum_contributions, sum_whole_gradients
 from sft.lower.program import Program, Slot, load_rows
 from sft.lower.rules import rule_of
 from sft.lower.rules.base import Rule
-from sft.lower.rules.windowed import Convolution, column_padding
+from sft.lower.rules.windowed import ConvolutionRule, column_padding
 
 __all__ = [
-    "StepLowering",
+    "StripLowering",
     "StripKind",
     "emit_strip",
-    "hand_to_backend",
+    "apply_backend",
     "lower_strip",
 ]
 
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 StripKind = Literal["forward", "restore", "joint"]
 
 
-def lower_strip(scope: Scope, step: Step, kind: StripKind) -> Program:
+def lower_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> Program:
     """The program of one strip.
 
     ``forward`` computes outputs and the rows for the next state, ``restore`` only the latter, ``joint`` recomputes the strip and
@@ -43,17 +43,17 @@ def lower_strip(scope: Scope, step: Step, kind: StripKind) -> Program:
     return emit_strip(scope, step, kind).finish()
 
 
-def emit_strip(scope: Scope, step: Step, kind: StripKind) -> Emitter:
+def emit_strip(scope: SegmentInfo, step: StripStep, kind: StripKind) -> ProgramBuilder:
     """The same before dead instructions are dropped and frees placed."""
-    lowering = StepLowering.of(scope, step)
+    lowering = StripLowering.of(scope, step)
     lowering.forward(write_outputs=kind == "forward", write_rows=kind != "joint")
     if kind == "joint":
         lowering.backward()
-    hand_to_backend(scope, lowering.emitter)
+    apply_backend(scope, lowering.emitter)
     return lowering.emitter
 
 
-def hand_to_backend(scope: Scope, emitter: Emitter, turn: int | None = None) -> int | None:
+def apply_backend(scope: SegmentInfo, emitter: ProgramBuilder, turn: int | None = None) -> int | None:
     """Let the backend, where there is one, replace what it does in its own way; ``turn`` as :meth:`Backend.rewrite` has it."""
     if scope.backend is None:
         return turn
@@ -65,7 +65,7 @@ def hand_to_backend(scope: Scope, emitter: Emitter, turn: int | None = None) -> 
     return scope.backend.rewrite(emitter, laid_out, training=bool(scope.requires_grad), turn=turn)
 
 
-class StepLowering:
+class StripLowering:
     """Lowers one step, operator by operator.
 
     Attributes:
@@ -81,11 +81,11 @@ class StepLowering:
     #: Whether the step is all of a segment that runs whole (``sft.lower.wholes``).
     whole: ClassVar[bool] = False
 
-    def __init__(self, scope: Scope, *, keeps: bool = False) -> None:
+    def __init__(self, scope: SegmentInfo, *, keeps: bool = False) -> None:
         self.scope, self.keeps = scope, keeps
         self.write_outputs = self.write_rows = False
         dtype = scope.dtype_of(scope.names[0])
-        self.emitter = Emitter(dtype, leaves_layouts=scope.leaves_layouts, makes_gradients=self.whole)
+        self.emitter = ProgramBuilder(dtype, keeps_torch_layouts=scope.keeps_torch_layouts, makes_gradients=self.whole)
         self.rows: dict[str, NodeRows] = {}
         self.read: Mapping[str, Interval] = {}
         self.borders: Mapping[str, tuple[int, int]] = {}
@@ -96,7 +96,7 @@ class StepLowering:
         self._inside = frozenset(scope.names)
 
     @classmethod
-    def of(cls, scope: Scope, step: Step, *, keeps: bool = False) -> Self:
+    def of(cls, scope: SegmentInfo, step: StripStep, *, keeps: bool = False) -> Self:
         """For all operators of a step."""
         lowering = cls(scope, keeps=keeps)
         lowering.rows = {rows.name: rows for rows in step.nodes if scope.has_columns(rows.name)}
@@ -118,7 +118,7 @@ class StepLowering:
     def paddings(self, name: str) -> tuple[tuple[str, int, int], ...]:
         """Of the operands of a convolution those that are better padded where they are, with the rows of padding above and below."""
         scope, node = self.scope, self.scope.graph[name]
-        if name not in self.rows or not isinstance(self._rule(node), Convolution):
+        if name not in self.rows or not isinstance(self._rule(node), ConvolutionRule):
             return ()
         found = []
         for read in self.rows[name].reads:
@@ -165,7 +165,7 @@ class StepLowering:
         slot = e.port("source", name, shape, self.scope.dtype_of(name))
         # A panel's columns of a wider image are no strip of memory either.
         layout = CHANNELS_LAST.get(len(shape))
-        if self.scope.leaves_layouts:
+        if self.scope.keeps_torch_layouts:
             layout = None
             if self.scope.graph[name].kind == "input":  # some views are in no layout at all; of what lies in order nothing is copied
                 slot = e.call(aten.contiguous.default, slot, shape=shape, dtype=slot.dtype)
@@ -291,17 +291,17 @@ class StepLowering:
     def backward(self) -> None:
         """Differentiate the step: gradients of parameters, of sources, and of the rows carried in."""
         scope = self.scope
-        gradients: dict[str, list[Patch]] = {}
+        gradients: dict[str, list[GradContribution]] = {}
         for name in reversed(scope.names):
             if name in scope.requires_grad:
                 for operand, patch in self.backward_of(name, gradients.pop(name, [])):
                     gradients.setdefault(operand, []).append(patch)
         self.give_gradients(gradients)
 
-    def give_gradients(self, gradients: Mapping[str, Sequence[Patch]]) -> None:
+    def give_gradients(self, gradients: Mapping[str, Sequence[GradContribution]]) -> None:
         """Hand gradients of sources to the caller; strips have added theirs to the caller's by now."""
 
-    def backward_of(self, name: str, patches: list[Patch]) -> list[tuple[str, Patch]]:
+    def backward_of(self, name: str, patches: list[GradContribution]) -> list[tuple[str, GradContribution]]:
         """Differentiate one operator, given gradients of its value; returns those of the values inside that it reads."""
         scope = self.scope
         self._enter(name)
@@ -310,7 +310,7 @@ class StepLowering:
         elif name in self.contexts:
             self._backward_whole(scope.graph[name], patches)
         ctx = self.contexts.get(name)
-        inside: list[tuple[str, Patch]] = []
+        inside: list[tuple[str, GradContribution]] = []
         for operand, patch in () if ctx is None else ctx.contributions:
             if operand in self._inside or (operand in scope.streamed and self.whole):
                 inside.append((operand, patch))
@@ -321,16 +321,16 @@ class StepLowering:
                 self.add_to_side(ctx, operand, patch)
         return inside
 
-    def add_to_side(self, ctx: NodeContext, name: str, patch: Patch) -> None:
+    def add_to_side(self, ctx: NodeContext, name: str, patch: GradContribution) -> None:
         """Add to the gradient of a tensor from outside that is not streamed."""
-        self.emitter.add_into(ctx.side_gradient(name), patch_slot(self.emitter, patch))
+        self.emitter.add_into(ctx.side_gradient(name), contribution_slot(self.emitter, patch))
 
-    def _add_to_source(self, name: str, patch: Patch) -> None:
+    def _add_to_source(self, name: str, patch: GradContribution) -> None:
         read = self.read[name]
         target = self.emitter.port("grad_source", name, self.scope.strip_shape(name, len(read)), self.scope.grad_dtype(name))
-        add_patches(self.scope, self.emitter, name, target, read, [patch])
+        add_contributions(self.scope, self.emitter, name, target, read, [patch])
 
-    def _backward_streamed(self, node: Node, patches: list[Patch]) -> None:
+    def _backward_streamed(self, node: Node, patches: list[GradContribution]) -> None:
         scope, e, rows = self.scope, self.emitter, self.rows.get(node.name)
         if rows is None or not rows.held:
             return
@@ -338,16 +338,16 @@ class StepLowering:
         patches = [patch for patch in patches if patch.rows and patch.columns]
         if rows.kept and not self.whole:
             port = e.port("grad_carry", node.name, scope.strip_shape(node.name, len(rows.kept)))
-            patches.append(Patch(port, rows.kept, columns.new, False))
+            patches.append(GradContribution(port, rows.kept, columns.new, False))
         if node.name in scope.outputs and self._is_wanted(rows):
             port = e.port("grad_out", node.name, self._wanted_shape(rows), scope.grad_dtype(node.name))
             # The gradient of a cut is read once, here; that of an output is the caller's.
-            patches.append(Patch(port, rows.wanted, columns.wanted, self.whole and node.name not in scope.graph.results))
+            patches.append(GradContribution(port, rows.wanted, columns.wanted, self.whole and node.name not in scope.graph.results))
         if not patches:
             if rows.carried:
                 e.result("grad_carry", node.name, e.zeros(scope.strip_shape(node.name, len(rows.carried))))
             return
-        total, owned = sum_of_patches(scope, e, node.name, rows.held, patches, scope.dtype_of(node.name))
+        total, owned = sum_contributions(scope, e, node.name, rows.held, patches, scope.dtype_of(node.name))
         if rows.carried:
             block = e.empty(scope.strip_shape(node.name, len(rows.carried)))
             e.copy(block, self._rows_of(total, 0, len(rows.carried)))
@@ -357,15 +357,15 @@ class StepLowering:
             new = self._rows_of(total, len(rows.carried), len(rows.new))
             self._rule(node).backward(ctx, new, owned)
 
-    def _backward_whole(self, node: Node, patches: list[Patch]) -> None:
+    def _backward_whole(self, node: Node, patches: list[GradContribution]) -> None:
         e, scope = self.emitter, self.scope
-        parts = [(patch_slot(self.emitter, patch), patch.owned) for patch in patches]
+        parts = [(contribution_slot(self.emitter, patch), patch.owned) for patch in patches]
         if node.name in scope.outputs:
             shape = scope.shapes[node.name] if self.whole else scope.side_shape(node.name)
             parts.append((e.port("grad_out", node.name, shape, scope.grad_dtype(node.name)), False))
         if not parts:
             return
-        total, owned = sum_of_wholes(self.emitter, parts)
+        total, owned = sum_whole_gradients(self.emitter, parts)
         rule = self._rule(node)
         if not rule.takes_wide_grad and total.dtype != scope.dtype_of(node.name):
             total, owned = e.cast(total, scope.dtype_of(node.name)), True

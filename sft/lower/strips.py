@@ -15,22 +15,22 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Schedule
+from sft.analysis.schedule import StripSchedule
 from sft.analysis.steps import NodeRows
 from sft.analysis.tile import TileSchedule
-from sft.lower.context import NodeContext, Patch, Scope
-from sft.lower.emitter import Emitter
-from sft.lower.parts import Part, PartEmitter, joined, listed
+from sft.lower.context import NodeContext, GradContribution, SegmentInfo
+from sft.lower.emitter import ProgramBuilder
+from sft.lower.parts import ProgramFragment, FragmentBuilder, link_fragments, concatenate_fragments
 from sft.lower.program import Port, Program, Slot
-from sft.lower.step import StepLowering, StripKind, hand_to_backend
-from sft.lower.variants import BackwardPart, ForwardPart, Numbers, OperatorParts, RowsOf, StepOf
+from sft.lower.step import StripLowering, StripKind, apply_backend
+from sft.lower.variants import BackwardFragment, ForwardFragment, Interner, OperatorFragments, ValueStripKey, StripKey
 
 __all__ = ["StripPrograms"]
 
-Ints = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
 #: The parts of an operator in one pass have fewer slots than this.
-_SLOTS = 1 << 20
+_SLOTS_PER_FRAGMENT = 1 << 20
 
 
 class StripPrograms:
@@ -41,20 +41,20 @@ class StripPrograms:
         schedule: the strips.
     """
 
-    def __init__(self, scope: Scope, schedule: Schedule | TileSchedule) -> None:
+    def __init__(self, scope: SegmentInfo, schedule: StripSchedule | TileSchedule) -> None:
         self.scope, self.schedule = scope, schedule
         inside = frozenset(scope.names)
         self._operators = [self._operator(name, inside) for name in scope.names]
         self._place = {name: place for place, name in enumerate((*scope.names, *scope.sources))}
         self._ports: dict[Port, int] = {}
-        self._rows: dict[str, dict[Hashable, RowsOf]] = {name: {} for name in schedule.names}
+        self._rows: dict[str, dict[Hashable, ValueStripKey]] = {name: {} for name in schedule.names}
         #: what is remembered by number: what operators do, buffers with the place of their first row, and gradients
-        self._works, self._values, self._patches = Numbers(), Numbers(), Numbers()
-        self._sources: dict[tuple[str, int, int], tuple[Part, int]] = {}
+        self._works, self._values, self._patches = Interner(), Interner(), Interner()
+        self._sources: dict[tuple[str, int, int], tuple[ProgramFragment, int]] = {}
         self._num_rows = self._num_forward = 0
-        self._lowering = StepLowering(scope)
-        self._steps: dict[int, StepOf] = {}
-        self._spans: dict[str, tuple[Ints, Ints]] = {}
+        self._lowering = StripLowering(scope)
+        self._steps: dict[int, StripKey] = {}
+        self._spans: dict[str, tuple[IntArray, IntArray]] = {}
 
     @property
     def num_parts(self) -> int:
@@ -62,7 +62,7 @@ class StripPrograms:
         own = (len(operator.forward) + len(operator.append) + len(operator.backward) for operator in self._operators)
         return len(self._sources) + sum(own)
 
-    def rows_read(self, name: str) -> tuple[Ints, Ints]:
+    def rows_read(self, name: str) -> tuple[IntArray, IntArray]:
         """First row, and the one behind the last, that each step reads of a source."""
         if name not in self._spans:
             self._spans[name] = self.schedule.rows_read(name, [reader for reader in self.scope.names if self.scope.has_columns(reader)])
@@ -72,10 +72,10 @@ class StripPrograms:
         """The program of a strip; see :func:`sft.lower.step.lower_strip`, which makes the same of one alone."""
         step = self._step(index)
         outputs, rows = kind == "forward", kind != "joint"
-        parts: list[Part] = []
+        parts: list[ProgramFragment] = []
         values: dict[str, int] = {}
         wholes: dict[str, Slot] = {}
-        done: dict[str, ForwardPart] = {}
+        done: dict[str, ForwardFragment] = {}
         for name in self.scope.sources:
             part, values[name] = self._source(step, name)
             parts.append(part)
@@ -103,13 +103,18 @@ class StripPrograms:
         if kind == "joint":
             self._differentiate(step, parts, values, wholes, done)
         if self.scope.backend is None:
-            return joined(parts)
-        emitter = listed(parts, self.scope.dtype_of(self.scope.names[0]))
-        hand_to_backend(self.scope, emitter)
+            return link_fragments(parts)
+        emitter = concatenate_fragments(parts, self.scope.dtype_of(self.scope.names[0]))
+        apply_backend(self.scope, emitter)
         return emitter.finish()
 
     def _differentiate(
-        self, step: StepOf, parts: list[Part], values: Mapping[str, int], wholes: Mapping[str, Slot], done: Mapping[str, ForwardPart]
+        self,
+        step: StripKey,
+        parts: list[ProgramFragment],
+        values: Mapping[str, int],
+        wholes: Mapping[str, Slot],
+        done: Mapping[str, ForwardFragment],
     ) -> None:
         """Add the backward parts."""
         gradients: dict[str, list[int]] = {}
@@ -132,10 +137,10 @@ class StripPrograms:
 
     # -- what strips have in common -----------------------------------------------------------------------------------
 
-    def _operator(self, name: str, inside: frozenset[str]) -> OperatorParts:
+    def _operator(self, name: str, inside: frozenset[str]) -> OperatorFragments:
         scope = self.scope
         operands = tuple(dict.fromkeys(scope.graph[name].operands))
-        return OperatorParts(
+        return OperatorFragments(
             name=name,
             reads=tuple(operand for operand in operands if operand in scope.streamed),
             reduced=tuple(operand for operand in operands if operand in inside and operand not in scope.streamed),
@@ -144,14 +149,14 @@ class StripPrograms:
             does_nothing=not scope.has_columns(name),
         )
 
-    def _step(self, index: int) -> StepOf:
+    def _step(self, index: int) -> StripKey:
         step = self._steps.get(index)
         if step is None:
             step = self._steps[index] = self._new_step(index)
         return step
 
-    def _new_step(self, index: int) -> StepOf:
-        rows: dict[str, RowsOf] = {}
+    def _new_step(self, index: int) -> StripKey:
+        rows: dict[str, ValueStripKey] = {}
         nodes: dict[str, NodeRows] = {}
         borders: dict[str, tuple[int, int]] = {}
         for name, signature in zip(self.schedule.names, self.schedule.signatures(index), strict=True):
@@ -161,7 +166,7 @@ class StripPrograms:
                 found = self._rows[name][signature] = self._new_rows(nodes[name])
             rows[name] = found
             if found.paddings:
-                StepLowering.widen_borders(borders, found.paddings)
+                StripLowering.widen_borders(borders, found.paddings)
         keys: dict[str, int] = {}
         for operator in self._operators:
             own = rows[operator.name]
@@ -170,19 +175,19 @@ class StripPrograms:
                 if borders:
                     work += tuple([borders.get(name) for name in (operator.name, *operator.reads)])
                 keys[operator.name] = self._works.of(work)
-        return StepOf(index=index, rows=rows, borders=borders, read=self._read(index), keys=keys, nodes=nodes)
+        return StripKey(index=index, rows=rows, borders=borders, read=self._read(index), keys=keys, nodes=nodes)
 
-    def _new_rows(self, rows: NodeRows) -> RowsOf:
+    def _new_rows(self, rows: NodeRows) -> ValueStripKey:
         name, place = rows.name, self._place[rows.name]
         self._num_rows += 1
         if place >= len(self._operators):
-            return RowsOf(self._num_rows, False, False, ())
+            return ValueStripKey(self._num_rows, False, False, ())
         operator = self._operators[place]
         is_streamed = name in self.scope.streamed
         is_idle = operator.does_nothing or not (rows.held if is_streamed else rows.reads)
         lowering = self._lowering
         lowering.rows = {} if operator.does_nothing else {name: rows}
-        return RowsOf(self._num_rows, is_idle, bool(rows.appended), lowering.paddings(name))
+        return ValueStripKey(self._num_rows, is_idle, bool(rows.appended), lowering.paddings(name))
 
     def _read(self, index: int) -> dict[str, Interval]:
         """The rows of each source that a step reads."""
@@ -191,7 +196,7 @@ class StripPrograms:
 
     # -- new parts ----------------------------------------------------------------------------------------------------
 
-    def _source(self, step: StepOf, name: str) -> tuple[Part, int]:
+    def _source(self, step: StripKey, name: str) -> tuple[ProgramFragment, int]:
         """The part that brings the rows of a source, and the number of its buffer."""
         read, first = step.read[name], self._first(step, name)
         key = (name, read.start - first, read.stop - first)
@@ -200,12 +205,12 @@ class StripPrograms:
             lowering = self._enter(step, self.scope.names[0], self._place[name], backward=False)
             lowering.load_source(name)
             slot, row = lowering.values[name]
-            found = self._sources[key] = (Part(lowering.emitter), self._values.of((slot, row - first)))
+            found = self._sources[key] = (ProgramFragment(lowering.emitter), self._values.of((slot, row - first)))
         return found
 
     def _new_forward(
-        self, step: StepOf, operator: OperatorParts, writes: bool, values: Mapping[str, int], wholes: Mapping[str, Slot]
-    ) -> ForwardPart:
+        self, step: StripKey, operator: OperatorFragments, writes: bool, values: Mapping[str, int], wholes: Mapping[str, Slot]
+    ) -> ForwardFragment:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=False)
         self._give(lowering, step, operator, operator.reads, values, wholes)
@@ -213,36 +218,36 @@ class StripPrograms:
         lowering.forward_of(name)
         self._num_forward += 1
         value, ctx = lowering.values.get(name), lowering.contexts.get(name)
-        return ForwardPart(
+        return ForwardFragment(
             number=self._num_forward,
-            part=_part(lowering.emitter),
+            part=_built_fragment(lowering.emitter),
             value=None if value is None else self._values.of((value[0], value[1] - self._first(step, name))),
             whole=lowering.wholes.get(name),
             context=None if ctx is None else (ctx.saved, ctx.destination, ctx.overwrite),
         )
 
-    def _append(self, step: StepOf, operator: OperatorParts, value: int) -> Part:
+    def _append(self, step: StripKey, operator: OperatorFragments, value: int) -> ProgramFragment:
         """The part that hands over the rows that later strips need: what computes them is the same where none are handed over."""
         key = (step.keys[operator.name], value)
         found = operator.append.get(key)
         if found is None:
             name = operator.name
             lowering = self._enter(step, name, self._place[name], backward=False)
-            lowering.emitter._num_slots += _SLOTS // 2
+            lowering.emitter._num_slots += _SLOTS_PER_FRAGMENT // 2
             self._give(lowering, step, operator, (name,), {name: value}, {})
             lowering.append(name)
-            found = operator.append[key] = Part(lowering.emitter)
+            found = operator.append[key] = ProgramFragment(lowering.emitter)
         return found
 
     def _new_backward(
         self,
-        step: StepOf,
-        operator: OperatorParts,
+        step: StripKey,
+        operator: OperatorFragments,
         patches: Sequence[int],
         values: Mapping[str, int],
         wholes: Mapping[str, Slot],
-        forward: ForwardPart,
-    ) -> BackwardPart:
+        forward: ForwardFragment,
+    ) -> BackwardFragment:
         name = operator.name
         lowering = self._enter(step, name, self._place[name], backward=True)
         self._give(lowering, step, operator, (name, *operator.reads), values, wholes)
@@ -252,7 +257,7 @@ class StripPrograms:
                 scope=self.scope,
                 emitter=lowering.emitter,
                 node=self.scope.graph[name],
-                step=lowering.rows.get(name) or _nothing(name),
+                step=lowering.rows.get(name) or _empty_rows(name),
                 values=lowering.values,
                 wholes=lowering.wholes,
                 borders=lowering.borders,
@@ -262,24 +267,26 @@ class StripPrograms:
                 saved={key: dict(value) if isinstance(value, dict) else value for key, value in saved.items()},
             )
         found = lowering.backward_of(name, [self._patch(step, name, number) for number in patches])
-        return BackwardPart(
-            part=_part(lowering.emitter),
+        return BackwardFragment(
+            part=_built_fragment(lowering.emitter),
             patches=tuple((operand, self._patch_number(step, operand, patch)) for operand, patch in found),
         )
 
-    def _enter(self, step: StepOf, owner: str, place: int, *, backward: bool) -> StepLowering:
+    def _enter(self, step: StripKey, owner: str, place: int, *, backward: bool) -> StripLowering:
         """The lowering, ready for one operator."""
         lowering, dtype = self._lowering, self.scope.dtype_of(owner)
-        lowering.emitter = PartEmitter(dtype=dtype, owner=owner, port_numbers=self._ports, _num_slots=(2 * place + 1 + backward) * _SLOTS)
+        lowering.emitter = FragmentBuilder(
+            dtype=dtype, owner=owner, port_numbers=self._ports, _num_slots=(2 * place + 1 + backward) * _SLOTS_PER_FRAGMENT
+        )
         lowering.rows, lowering.values, lowering.wholes, lowering.contexts = {}, {}, {}, {}
         lowering.read, lowering.borders = step.read, step.borders
         return lowering
 
     def _give(
         self,
-        lowering: StepLowering,
-        step: StepOf,
-        operator: OperatorParts,
+        lowering: StripLowering,
+        step: StripKey,
+        operator: OperatorFragments,
         names: Sequence[str],
         values: Mapping[str, int],
         wholes: Mapping[str, Slot],
@@ -295,36 +302,38 @@ class StripPrograms:
                 lowering.values[name] = (slot, offset + self._first(step, name))
         lowering.wholes.update({name: wholes[name] for name in operator.reduced if name in wholes})
 
-    def _node(self, step: StepOf, name: str) -> NodeRows:
+    def _node(self, step: StripKey, name: str) -> NodeRows:
         """What a value does in a step."""
         rows = step.nodes.get(name)
         if rows is None:
             rows = step.nodes[name] = self.schedule.node_rows(name, step.index)
         return rows
 
-    def _first(self, step: StepOf, name: str) -> int:
+    def _first(self, step: StripKey, name: str) -> int:
         """The first row that is held of a value."""
         return self.schedule.first_row(name, step.index)
 
-    def _patch_number(self, step: StepOf, name: str, patch: Patch) -> int:
+    def _patch_number(self, step: StripKey, name: str, patch: GradContribution) -> int:
         """The number of a gradient, its rows counted from the first that is held."""
         if patch.rows is None:
             return self._patches.of(patch)
-        return self._patches.of(Patch(patch.slot, patch.rows.shift(-self._first(step, name)), patch.columns, patch.owned, patch.channels))
+        return self._patches.of(
+            GradContribution(patch.slot, patch.rows.shift(-self._first(step, name)), patch.columns, patch.owned, patch.channels)
+        )
 
-    def _patch(self, step: StepOf, name: str, number: int) -> Patch:
+    def _patch(self, step: StripKey, name: str, number: int) -> GradContribution:
         """The gradient of that number in this step."""
-        patch: Patch = self._patches.things[number]
+        patch: GradContribution = self._patches.things[number]
         if patch.rows is None:
             return patch
-        return Patch(patch.slot, patch.rows.shift(self._first(step, name)), patch.columns, patch.owned, patch.channels)
+        return GradContribution(patch.slot, patch.rows.shift(self._first(step, name)), patch.columns, patch.owned, patch.channels)
 
 
-def _nothing(name: str) -> NodeRows:
+def _empty_rows(name: str) -> NodeRows:
     none = Interval(0, 0)
     return NodeRows(name, none, none, none, none, ())
 
 
-def _part(emitter: Emitter) -> Part | None:
+def _built_fragment(emitter: ProgramBuilder) -> ProgramFragment | None:
     """What was emitted, if anything was."""
-    return Part(emitter) if emitter.instructions or emitter.results or emitter.ports else None
+    return ProgramFragment(emitter) if emitter.instructions or emitter.results or emitter.ports else None

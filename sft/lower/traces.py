@@ -19,26 +19,36 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from sft.analysis.attributes import told_apart
+from sft.analysis.attributes import exact_key
 from sft.analysis.graph import map_refs
-from sft.analysis.quiet import plain_autograd
+from sft.analysis.quiet import without_autograd_debugging
 from sft.errors import InternalError
 from sft.lower.functions import BY_SHAPE, FUNCTIONS
 from sft.lower.program import DEVICE
-from sft.lower.recording import Recorded, Recording, record
+from sft.lower.recording import RecordedOp, OpRecording, record_ops
 
-__all__ = ["TINY", "Call", "Exactly", "Placed", "Result", "Trace", "resolve_target", "trace_pointwise", "trace_whole"]
+__all__ = [
+    "TINY_SHAPE",
+    "TracedCall",
+    "BitwiseKey",
+    "SlotArg",
+    "TracedResult",
+    "JointTrace",
+    "resolve_target",
+    "trace_pointwise",
+    "trace_whole",
+]
 
 aten = torch.ops.aten
 
-TINY = (2, 3, 4, 5)
+TINY_SHAPE = (2, 3, 4, 5)
 #: Reshapes that trust the layout of the tensor they were traced with; ours may have another.
-_VIEWS = frozenset({aten.view.default, aten._unsafe_view.default})
+_VIEW_OPS = frozenset({aten.view.default, aten._unsafe_view.default})
 #: Calls whose result is their operand.
-_SAME = frozenset({aten.detach.default, aten.alias.default})
+_ALIAS_OPS = frozenset({aten.detach.default, aten.alias.default})
 
 
-def _in_own_bytes(overload: Any) -> Callable[..., torch.Tensor]:
+def _with_exact_storage(overload: Any) -> Callable[..., torch.Tensor]:
     def made(self: torch.Tensor, *arguments: Any) -> torch.Tensor:
         out: torch.Tensor = overload(self, *arguments, out=self.new_empty(0))
         return out
@@ -47,10 +57,10 @@ def _in_own_bytes(overload: Any) -> Callable[..., torch.Tensor]:
 
 
 #: Operators that resize a tensor as large as their operand, and leave it the room where the result is smaller.
-_ROOMY = {aten.im2col.default: _in_own_bytes(aten.im2col.out), aten.col2im.default: _in_own_bytes(aten.col2im.out)}
+_OVERALLOCATING_OPS = {aten.im2col.default: _with_exact_storage(aten.im2col.out), aten.col2im.default: _with_exact_storage(aten.col2im.out)}
 
 #: Results of which ATen makes one element more than the result has, which keeps its room: the bag that each index is in.
-_ONE_MORE = frozenset((overload.default, 1) for overload in (aten._embedding_bag, aten._embedding_bag_forward_only))
+_PADDED_RESULTS = frozenset((overload.default, 1) for overload in (aten._embedding_bag, aten._embedding_bag_forward_only))
 
 
 def resolve_target(target: str) -> Any:
@@ -64,7 +74,7 @@ def resolve_target(target: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class TracedResult:
     """A tensor that a call makes: its index among the trace's values, and the value whose storage it shares."""
 
     index: int
@@ -74,47 +84,47 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TracedCall:
     """One call of a trace; tensors stand as indices into the trace's values. ``None`` is a result that nobody reads."""
 
     function: Any
     arguments: tuple[Any, ...]
     keywords: tuple[tuple[str, Any], ...]
-    results: tuple[Result | None, ...]
+    results: tuple[TracedResult | None, ...]
     has_many: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class SlotArg:
     index: int
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class JointTrace:
     """A flat joint function: inputs then gradient -> output, gradients of the inputs that need one."""
 
-    forward: tuple[Call, ...]
-    backward: tuple[Call, ...]
+    forward: tuple[TracedCall, ...]
+    backward: tuple[TracedCall, ...]
     num_inputs: int
     result: int
     gradients: tuple[int | None, ...]
 
 
-def _trace(
+def _trace_joint(
     function: Callable[..., torch.Tensor],
     shapes: Sequence[tuple[int, ...]],
     dtypes: Sequence[torch.dtype],
     needs_grad: Sequence[bool],
     *,
     by_shape: bool = False,
-) -> Trace:
+) -> JointTrace:
     # The caller's modes may be on, and a trace is kept for later calls.
-    with torch.inference_mode(False), plain_autograd(), _for_gpus():
-        return _Numbering(record(function, shapes, dtypes, needs_grad, by_shape=by_shape)).trace()
+    with torch.inference_mode(False), without_autograd_debugging(), _math_kernels_for_gpu():
+        return _TraceBuilder(record_ops(function, shapes, dtypes, needs_grad, by_shape=by_shape)).trace()
 
 
 @contextmanager
-def _for_gpus() -> Iterator[None]:
+def _math_kernels_for_gpu() -> Iterator[None]:
     """Where there is a GPU, attention and LSTMs are traced as what they consist of: one call would be the CPU's, which GPUs lack."""
     if not _has_gpu():
         yield
@@ -132,10 +142,10 @@ def _has_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-class _Numbering:
+class _TraceBuilder:
     """Turns what was recorded into a trace: tensors become numbers, and calls that nobody needs are left out."""
 
-    def __init__(self, recording: Recording) -> None:
+    def __init__(self, recording: OpRecording) -> None:
         self._recording = recording
         self._index: dict[int, int] = {}  # the number of each tensor, by its identity: the recording keeps all of them alive
         self._roots: list[int] = []  # of each number the one whose storage it shares
@@ -143,7 +153,7 @@ class _Numbering:
         for tensor in (*recording.inputs, recording.grad):
             self._new(tensor, None)
 
-    def trace(self) -> Trace:
+    def trace(self) -> JointTrace:
         """The trace."""
         recording, num_inputs = self._recording, len(self._recording.inputs)
         calls = [call for recorded in recording.calls if (call := self._call(recorded)) is not None]
@@ -151,53 +161,53 @@ class _Numbering:
         if result is None:
             raise InternalError("an operator returns a tensor that none of its calls made")
         gradients = tuple(None if gradient is None else self._index[id(gradient)] for gradient in recording.gradients)
-        forward: list[Call] = []
-        backward: list[Call] = []
+        forward: list[TracedCall] = []
+        backward: list[TracedCall] = []
         from_grad = {num_inputs}
-        for call in _needed(calls, {result, *(gradient for gradient in gradients if gradient is not None)}):
-            if from_grad.isdisjoint(_reads(call)):
+        for call in _live_calls(calls, {result, *(gradient for gradient in gradients if gradient is not None)}):
+            if from_grad.isdisjoint(_operand_indices(call)):
                 forward.append(call)
             else:
                 from_grad.update(made.index for made in call.results if made is not None)
                 backward.append(call)
-        return Trace(tuple(forward), tuple(backward), num_inputs, result, gradients)
+        return JointTrace(tuple(forward), tuple(backward), num_inputs, result, gradients)
 
     def _new(self, tensor: torch.Tensor, shared: int | None) -> int:
         number = self._index[id(tensor)] = len(self._roots)
         self._roots.append(number if shared is None else shared)
         return number
 
-    def _call(self, recorded: Recorded) -> Call | None:
+    def _call(self, recorded: RecordedOp) -> TracedCall | None:
         """A call; ``None`` where its result is its operand."""
         target = recorded.function
         arguments = tuple(map(self._converted, recorded.arguments))
-        if target in _SAME:
+        if target in _ALIAS_OPS:
             self._index[id(recorded.made)] = arguments[0].index
             return None
         if target is aten.t.default and arguments[0].index in self._transposed:  # twice, as gradients of products are: as it was
             self._index[id(recorded.made)] = self._transposed[arguments[0].index]
             return None
         keywords = tuple((key, self._converted(item)) for key, item in recorded.keywords.items())
-        if target in _VIEWS and not _only_splits(recorded.given_shape, recorded.made_shapes[0]):
+        if target in _VIEW_OPS and not _only_splits(recorded.given_shape, recorded.made_shapes[0]):
             target = aten._reshape_copy.default
         storages = {} if target is aten._reshape_copy.default else self._storages(recorded)
-        results: list[Result | None] = []
+        results: list[TracedResult | None] = []
         for position, (tensor, shape) in enumerate(zip(recorded.listed, recorded.made_shapes, strict=True)):
             if tensor is None:
                 results.append(None)
                 continue
-            if (target, position) in _ONE_MORE:
+            if (target, position) in _PADDED_RESULTS:
                 shape = (shape[0] + 1,)
             shared = storages.get(tensor.untyped_storage()._cdata)
-            results.append(Result(self._new(tensor, shared), shape, tensor.dtype, shared))
+            results.append(TracedResult(self._new(tensor, shared), shape, tensor.dtype, shared))
         if target is aten.t.default and results[0] is not None:
             self._transposed[results[0].index] = arguments[0].index
-        target, has_many = _ROOMY.get(target, target), recorded.has_many
+        target, has_many = _OVERALLOCATING_OPS.get(target, target), recorded.has_many
         if has_many and len(results) == 1:  # a list of one tensor, as of `unbind`
-            target, has_many = _only(target), False
-        return Call(target, arguments, keywords, tuple(results), has_many)
+            target, has_many = _unwrap_single(target), False
+        return TracedCall(target, arguments, keywords, tuple(results), has_many)
 
-    def _storages(self, recorded: Recorded) -> dict[int, int]:
+    def _storages(self, recorded: RecordedOp) -> dict[int, int]:
         """The values that own the storages of a call's operands, by storage."""
         found: dict[int, int] = {}
         for tensor in _tensors((*recorded.arguments, *recorded.keywords.values())):
@@ -209,7 +219,7 @@ class _Numbering:
             number = self._index.get(id(value))
             if number is None:
                 raise InternalError("an operator reads a tensor that is neither its operand nor made by one of its calls")
-            return Placed(number)
+            return SlotArg(number)
         if isinstance(value, (list, tuple)):
             return tuple(map(self._converted, value))
         return DEVICE if isinstance(value, torch.device) else value
@@ -223,7 +233,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
+def _live_calls(calls: Sequence[TracedCall], wanted: set[int]) -> list[TracedCall]:
     """The calls that make what is wanted, that write into their operands, or make nothing: these are checks.
 
     Of calls that make several tensors those are left out that nobody wants.
@@ -234,16 +244,16 @@ def _needed(calls: Sequence[Call], wanted: set[int]) -> list[Call]:
         if any(made) or not made or (isinstance(call.function, torch._ops.OpOverload) and call.function._schema.is_mutable):
             results = tuple(r if is_wanted else None for r, is_wanted in zip(call.results, made, strict=True))
             kept.append(replace(call, results=results) if call.has_many else call)
-            wanted.update(_reads(call))
+            wanted.update(_operand_indices(call))
     return kept[::-1]
 
 
-def _reads(call: Call) -> set[int]:
-    return {value.index for value in _values((*call.arguments, *(item for _, item in call.keywords)))}
+def _operand_indices(call: TracedCall) -> set[int]:
+    return {value.index for value in _slot_args((*call.arguments, *(item for _, item in call.keywords)))}
 
 
 @lru_cache(maxsize=32)
-def _only(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., torch.Tensor]:
+def _unwrap_single(function: Callable[..., Sequence[torch.Tensor]]) -> Callable[..., torch.Tensor]:
     """A function that makes a list of one tensor, as one that makes the tensor."""
 
     def made(*arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -271,24 +281,24 @@ def _only_splits(old: Sequence[int], new: Sequence[int]) -> bool:
     return not sizes
 
 
-def _values(items: Any) -> list[Placed]:
-    found: list[Placed] = []
+def _slot_args(items: Any) -> list[SlotArg]:
+    found: list[SlotArg] = []
     for item in items:
-        if isinstance(item, Placed):
+        if isinstance(item, SlotArg):
             found.append(item)
         elif isinstance(item, tuple):
-            found += _values(item)
+            found += _slot_args(item)
     return found
 
 
-class Exactly:
+class BitwiseKey:
     """Arguments as they are: 1, 1.0 and True are equal, and so are 0.0 and -0.0, but operators make something else of each."""
 
     def __init__(self, value: Any) -> None:
         self.value, self._key = value, self._told_apart(value)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Exactly) and self._key == other._key
+        return isinstance(other, BitwiseKey) and self._key == other._key
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -297,25 +307,25 @@ class Exactly:
     def _told_apart(cls, value: Any) -> Any:
         if isinstance(value, (tuple, list)):
             return type(value), tuple(map(cls._told_apart, value))
-        return told_apart(value)
+        return exact_key(value)
 
 
 @lru_cache(maxsize=512)
-def trace_pointwise(target: str, arguments: Exactly, keywords: Exactly, dtype: torch.dtype, default: torch.dtype) -> Trace:
+def trace_pointwise(target: str, arguments: BitwiseKey, keywords: BitwiseKey, dtype: torch.dtype, default: torch.dtype) -> JointTrace:
     overload = resolve_target(target)
-    return _trace(lambda x: overload(x, *arguments.value, **dict(keywords.value)), [TINY], [dtype], [True])
+    return _trace_joint(lambda x: overload(x, *arguments.value, **dict(keywords.value)), [TINY_SHAPE], [dtype], [True])
 
 
 @lru_cache(maxsize=1024)
 def trace_whole(
     target: str,
-    arguments: Exactly,
+    arguments: BitwiseKey,
     names: tuple[str, ...],
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[torch.dtype, ...],
     needs_grad: tuple[bool, ...],
     default: torch.dtype,
-) -> Trace:
+) -> JointTrace:
     given = dict(arguments.value)
     result = given.pop("result", None)
     if target in FUNCTIONS:
@@ -333,4 +343,4 @@ def trace_whole(
         out: torch.Tensor = made if result is None and isinstance(made, torch.Tensor) else made[result or 0]
         return out
 
-    return _trace(function, shapes, dtypes, needs_grad, by_shape=target in BY_SHAPE)
+    return _trace_joint(function, shapes, dtypes, needs_grad, by_shape=target in BY_SHAPE)

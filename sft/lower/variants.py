@@ -11,14 +11,14 @@ from typing import Any
 
 from sft.analysis.interval import Interval
 from sft.analysis.steps import NodeRows
-from sft.lower.parts import Part
+from sft.lower.parts import ProgramFragment
 from sft.lower.program import Slot
 
-__all__ = ["BackwardPart", "ForwardPart", "Numbers", "OperatorParts", "RowsOf", "StepOf"]
+__all__ = ["BackwardFragment", "ForwardFragment", "Interner", "OperatorFragments", "ValueStripKey", "StripKey"]
 
 
 @dataclass(frozen=True, slots=True)
-class RowsOf:
+class ValueStripKey:
     """What one value does in some steps.
 
     Attributes:
@@ -35,7 +35,7 @@ class RowsOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepOf:
+class StripKey:
     """What all programs of a step have in common.
 
     Attributes:
@@ -48,7 +48,7 @@ class StepOf:
     """
 
     index: int
-    rows: Mapping[str, RowsOf]
+    rows: Mapping[str, ValueStripKey]
     borders: Mapping[str, tuple[int, int]]
     read: Mapping[str, Interval]
     keys: Mapping[str, int]
@@ -56,7 +56,7 @@ class StepOf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardPart:
+class ForwardFragment:
     """An operator's forward part and what it leaves for others.
 
     Attributes:
@@ -68,22 +68,22 @@ class ForwardPart:
     """
 
     number: int
-    part: Part | None
+    part: ProgramFragment | None
     value: int | None
     whole: Slot | None
     context: tuple[dict[str, Any], Slot | None, Slot | None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardPart:
+class BackwardFragment:
     """An operator's backward part and the gradients of what it reads, as numbers of patches."""
 
-    part: Part | None
+    part: ProgramFragment | None
     patches: tuple[tuple[str, int], ...]
 
 
 @dataclass(slots=True)
-class OperatorParts:
+class OperatorFragments:
     """One operator of the segment, with its parts so far.
 
     Attributes:
@@ -101,12 +101,12 @@ class OperatorParts:
     leaves: bool
     needs_grad: bool
     does_nothing: bool
-    forward: dict[tuple[Any, ...], ForwardPart] = field(default_factory=dict)
-    append: dict[tuple[int, int], Part] = field(default_factory=dict)
-    backward: dict[tuple[int, ...], BackwardPart] = field(default_factory=dict)
+    forward: dict[tuple[Any, ...], ForwardFragment] = field(default_factory=dict)
+    append: dict[tuple[int, int], ProgramFragment] = field(default_factory=dict)
+    backward: dict[tuple[int, ...], BackwardFragment] = field(default_factory=dict)
 
 
-class Numbers:
+class Interner:
     """Numbers for things, from 0 on, in the order in which they are first asked for; equal things have one."""
 
     def __init__(self) -> None:

@@ -17,20 +17,20 @@ from torch import Tensor
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import Node, Ref
-from sft.lower.context import NodeContext, Scope
+from sft.lower.context import NodeContext, SegmentInfo
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["NORMS", "WholeBatchNorm", "whole_batch_norms"]
+__all__ = ["BATCH_NORM_FUNCTIONS", "WholeBatchNormRule", "find_whole_batch_norms"]
 
 aten = torch.ops.aten
 
 #: In half precision the parts are computed wide, and rounded elsewhere than in torch's kernel.
-_DTYPES = (torch.float32, torch.float64)
+_NORM_DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeBatchNorm(Rule):
+class WholeBatchNormRule(Rule):
     """One of them; it lowers its affine map.
 
     Attributes:
@@ -56,12 +56,12 @@ class WholeBatchNorm(Rule):
         arguments, outputs = (image, weight, bias, self.eps), (out, mean, deviation)
         if self.is_followed:
             moments = e.slot(scope.shapes[self.moments])
-            e.call_measured(_normalized_with_moments, arguments, (*outputs, moments), peak_bytes=0, flops=0)
+            e.call_measured(_batch_norm_with_moments, arguments, (*outputs, moments), peak_bytes=0, flops=0)
             ctx.wholes[self.moments] = moments
             if self.moments in scope.outputs:
                 e.copy(e.port("out", self.moments, moments.shape, moments.dtype), moments)
         else:
-            e.call_measured(_normalized, arguments, outputs, peak_bytes=0, flops=0)
+            e.call_measured(_batch_norm, arguments, outputs, peak_bytes=0, flops=0)
         ctx.saved["statistics"] = mean, deviation
         return out
 
@@ -83,13 +83,13 @@ class WholeBatchNorm(Rule):
                 ctx.add_grad(value, gradient, owned=True)
 
 
-def _normalized(image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _batch_norm(image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """The image normalised, and what the derivative needs: the means and one over the deviations."""
     out, mean, deviation = aten.native_batch_norm.default(image, weight, bias, None, None, True, 0.0, eps)
     return out, mean, deviation
 
 
-def _normalized_with_moments(
+def _batch_norm_with_moments(
     image: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same, and the moments: what running statistics become that forget all that was before."""
@@ -103,21 +103,21 @@ def _normalized_with_moments(
 
 
 #: What is called forwards.
-NORMS = (_normalized, _normalized_with_moments)
+BATCH_NORM_FUNCTIONS = (_batch_norm, _batch_norm_with_moments)
 
 
-def whole_batch_norms(scope: Scope) -> dict[str, WholeBatchNorm]:
+def find_whole_batch_norms(scope: SegmentInfo) -> dict[str, WholeBatchNormRule]:
     """The BatchNorms of a segment that can be run so, by their affine maps.
 
     A backend has kernels of its own for the parts.
     """
     if scope.backend is not None:
         return {}
-    norms = ((name, _norm_of(scope, scope.graph[name])) for name in scope.names if scope.graph[name].target == "sft.affine")
+    norms = ((name, _match_batch_norm(scope, scope.graph[name])) for name in scope.names if scope.graph[name].target == "sft.affine")
     return {name: norm for name, norm in norms if norm is not None}
 
 
-def _norm_of(scope: Scope, affine: Node) -> WholeBatchNorm | None:
+def _match_batch_norm(scope: SegmentInfo, affine: Node) -> WholeBatchNormRule | None:
     graph = scope.graph
     image, scale_shift = affine.argument("self"), graph[affine.argument("scale_shift").name]
     if type(image) is not Ref or scale_shift.target != "sft.scale_shift" or graph.users[scale_shift.name] != (affine.name,):
@@ -141,10 +141,10 @@ def _norm_of(scope: Scope, affine: Node) -> WholeBatchNorm | None:
     if any(places.get(ref.name, -1) > places[moments.name] for ref in operands if ref is not None):
         return None
     dtypes = {scope.dtype_of(name) for name in (affine.name, image.name, moments.name, *(ref.name for ref in operands if ref is not None))}
-    if len(dtypes) > 1 or not dtypes.issubset(_DTYPES):
+    if len(dtypes) > 1 or not dtypes.issubset(_NORM_DTYPES):
         return None
     weight, bias = operands
-    return WholeBatchNorm(
+    return WholeBatchNormRule(
         weight=weight,
         bias=bias,
         eps=scale_shift.argument("eps"),

@@ -12,35 +12,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sft.alone import alone
-from sft.analysis.repeated import Capturing, capturing
-from sft.contents import Contents
-from sft.deep.access import StackedAccess
-from sft.deep.calls import function_of
-from sft.deep.function import Call, infer, run_chain
+from sft.alone import patch_lock
+from sft.analysis.repeated import RepeatCapture, current_repeat_capture
+from sft.contents import ModuleSnapshot
+from sft.deep.access import StackedWeightAccess
+from sft.deep.calls import pass_function
+from sft.deep.function import ChainCall, run_inference, run_chain
 from sft.deep.lowering import BlockPrograms, lower_block
-from sft.deep.plan import STRATEGIES, Costs, DeepPlan, Strategy, plan_chain
-from sft.deep.repetition import Repeated
-from sft.deep.streamed import StreamedAccess, StreamedBlocks
-from sft.deep.trace import Shape, trace_block
+from sft.deep.plan import STRATEGIES, RepeatCosts, RepeatPlan, Strategy, plan_chain
+from sft.deep.repetition import BlockRepeat
+from sft.deep.streamed import StreamedWeightAccess, StreamedBlocks
+from sft.deep.trace import TensorMeta, trace_block
 from sft.errors import InputError, UnsupportedError
-from sft.fingerprint import fingerprint
+from sft.fingerprint import module_fingerprint
 from sft.kernels.philox import draw_seed
-from sft.nn.stacking import load_blocks, one_block, shared_buffers, stacked, stacked_buffers, stacks_of
+from sft.nn.stacking import load_blocks, extract_block, shared_buffers, stack_blocks, stacked_buffers, stacked_tensors
 from sft.plan.chain.schedule import Operation
-from sft.surroundings import not_compiled, refuse_tracing
+from sft.surroundings import dynamo_disabled, refuse_tracing
 from sft.units import parse_bytes
 
 __all__ = ["Repeat"]
 
 
-class _Known:
+class _BlockCache:
     """What has been derived of a block: its programs, and plans. No dataclass: what those hold is looked at, and a model captured again
     where it has changed (`sft.fingerprint`)."""
 
     def __init__(self) -> None:
         self.programs: dict[Any, BlockPrograms] = {}
-        self.plans: dict[Any, DeepPlan] = {}
+        self.plans: dict[Any, RepeatPlan] = {}
 
 
 class Repeat(nn.Module):
@@ -90,10 +90,10 @@ class Repeat(nn.Module):
         self.budget_bytes = None if budget is None else parse_bytes(budget)
         self.strategy: Strategy = strategy
         self.trace: Callable[[str], None] | None = None
-        self.block = stacked(make_block, num_blocks)
+        self.block = stack_blocks(make_block, num_blocks)
         self.streamed: StreamedBlocks | None = None
         self.is_streamed = False  # a model that is compiled around this is captured again when it changes
-        self._known = _Known()
+        self._known = _BlockCache()
 
     def stream(
         self,
@@ -176,9 +176,9 @@ class Repeat(nn.Module):
         """
         if self.streamed is not None:
             raise InputError("streamed weights are not copied or pickled; take the state_dict, or close() the store first")
-        return {**self.__dict__, "_known": _Known(), "trace": None}
+        return {**self.__dict__, "_known": _BlockCache(), "trace": None}
 
-    @not_compiled
+    @dynamo_disabled
     def forward(self, x: Tensor) -> Tensor:
         """All blocks, one after the other.
 
@@ -190,7 +190,7 @@ class Repeat(nn.Module):
             UnsupportedError: the block cannot be traced, or does not return what it takes.
             BudgetError: no schedule fits.
         """
-        around = capturing()
+        around = current_repeat_capture()
         if around is not None:
             return self._captured(around, x)
         self._check_input(x)
@@ -203,7 +203,7 @@ class Repeat(nn.Module):
             seed = draw_seed() if programs.is_random else 0
             call = self._call(x, programs, plan, params, seed)
             if not needs_grad:
-                return infer(call, x)
+                return run_inference(call, x)
             watched, guarded = self._watched(params, programs)
             return run_chain(call, x, watched, guarded)
         except BaseException:
@@ -211,7 +211,7 @@ class Repeat(nn.Module):
                 torch.set_rng_state(before)
             raise
 
-    def _captured(self, around: Capturing, x: Tensor) -> Tensor:
+    def _captured(self, around: RepeatCapture, x: Tensor) -> Tensor:
         """Write down a call inside of a model that is captured: one operator stands for all blocks."""
         path = around.path_of(self)
         if self.is_streamed:
@@ -222,7 +222,7 @@ class Repeat(nn.Module):
                 ]
             )
         params, own, shared = self._params(), stacked_buffers(self.block), shared_buffers(self.block)
-        repeated = Repeated(
+        repeated = BlockRepeat(
             block=self.block,
             num_blocks=self.num_blocks,
             given_bytes=self.budget_bytes,
@@ -232,7 +232,7 @@ class Repeat(nn.Module):
             params=tuple(params),
             fixed=tuple(own),
             shared=tuple(shared),
-            make=function_of,
+            make=pass_function,
             trace=self.trace,
         )
         try:
@@ -252,7 +252,7 @@ class Repeat(nn.Module):
                 own[name].copy_(value)
         return out
 
-    def plan_for(self, x: Tensor) -> DeepPlan:
+    def plan_for(self, x: Tensor) -> RepeatPlan:
         """The plan for such an input.
 
         Raises:
@@ -266,7 +266,7 @@ class Repeat(nn.Module):
 
     def unstacked(self) -> nn.Sequential:
         """The blocks as plain modules, with copies of their weights."""
-        return nn.Sequential(*(one_block(self.block, number) for number in range(self.num_blocks)))
+        return nn.Sequential(*(extract_block(self.block, number) for number in range(self.num_blocks)))
 
     def load_blocks(self, blocks: Sequence[nn.Module]) -> None:
         """Take over the parameters and buffers of plain modules.
@@ -295,15 +295,17 @@ class Repeat(nn.Module):
     def _programs_for(self, x: Tensor) -> tuple[BlockPrograms, Any]:
         """The block's programs for such an input, and what they were made for."""
         autocast = _autocast_dtype(x.device)
-        params = {name: Shape(shape=tuple(p.shape[1:]), dtype=p.dtype, requires_grad=p.requires_grad) for name, p in self._params().items()}
-        buffers = {name: Shape(shape=tuple(b.shape[1:]), dtype=b.dtype) for name, b in stacked_buffers(self.block).items()}
-        buffers |= {name: Shape.of(buffer) for name, buffer in shared_buffers(self.block).items()}
+        params = {
+            name: TensorMeta(shape=tuple(p.shape[1:]), dtype=p.dtype, requires_grad=p.requires_grad) for name, p in self._params().items()
+        }
+        buffers = {name: TensorMeta(shape=tuple(b.shape[1:]), dtype=b.dtype) for name, b in stacked_buffers(self.block).items()}
+        buffers |= {name: TensorMeta.of(buffer) for name, buffer in shared_buffers(self.block).items()}
         modes = tuple(module.training for module in self.block.modules())
-        own = Shape(shape=tuple(x.shape), dtype=x.dtype)
-        of_block = (tuple(params.items()), tuple(buffers.items()), modes, fingerprint(Contents(self.block)))
+        own = TensorMeta(shape=tuple(x.shape), dtype=x.dtype)
+        of_block = (tuple(params.items()), tuple(buffers.items()), modes, module_fingerprint(ModuleSnapshot(self.block)))
         key = (own, x.device, autocast, torch.get_default_dtype(), *of_block)
         if key not in self._known.programs:
-            with alone():
+            with patch_lock():
                 traced = trace_block(self.block, own, params, buffers, device=x.device, autocast=autocast)
             programs = lower_block(traced)
             shared = [name for name in programs.updated if name in shared_buffers(self.block)]
@@ -315,12 +317,12 @@ class Repeat(nn.Module):
     def _params(self) -> Mapping[str, Tensor]:
         return dict(self.block.named_parameters())
 
-    def _plan(self, x: Tensor, programs: BlockPrograms, key: Any) -> DeepPlan:
+    def _plan(self, x: Tensor, programs: BlockPrograms, key: Any) -> RepeatPlan:
         wants_input_grad = x.requires_grad and torch.is_grad_enabled()
         extra = self._extra_bytes(programs)
         key = (key, wants_input_grad, x.is_contiguous(), self.budget_bytes, self.strategy, extra)
         if key not in self._known.plans:
-            costs = Costs.of(
+            costs = RepeatCosts.of(
                 programs,
                 self.num_blocks,
                 wants_input_grad=wants_input_grad,
@@ -336,31 +338,31 @@ class Repeat(nn.Module):
         if self.streamed is not None:
             window = self.streamed.extra_bytes
             return window, window + self.streamed.sink.extra_bytes()
-        stacks = stacks_of(self.block)
+        stacks = stacked_tensors(self.block)
 
         def size(names: Sequence[str]) -> int:
             return sum(stacks[name].numel() * stacks[name].element_size() for name in names)
 
         return size(programs.updated), size(programs.with_gradient)
 
-    def _call(self, x: Tensor, programs: BlockPrograms, plan: DeepPlan, params: Mapping[str, Tensor], seed: int) -> Call:
+    def _call(self, x: Tensor, programs: BlockPrograms, plan: RepeatPlan, params: Mapping[str, Tensor], seed: int) -> ChainCall:
         if self.streamed is not None:
             return self._streamed_call(self.streamed, programs, plan, params, seed)
-        access = partial(StackedAccess, buffers=stacked_buffers(self.block), shared=shared_buffers(self.block))
+        access = partial(StackedWeightAccess, buffers=stacked_buffers(self.block), shared=shared_buffers(self.block))
 
         @contextlib.contextmanager
-        def forward(operations: Sequence[Operation]) -> Iterator[StackedAccess]:
+        def forward(operations: Sequence[Operation]) -> Iterator[StackedWeightAccess]:
             yield access({name: p.detach() for name, p in params.items()}, updated=programs.updated)
 
         fixed = [name for name in stacked_buffers(self.block) if name not in programs.updated]
 
         @contextlib.contextmanager
-        def backward(operations: Sequence[Operation], tensors: Sequence[Tensor], _: Collection[str]) -> Iterator[StackedAccess]:
+        def backward(operations: Sequence[Operation], tensors: Sequence[Tensor], _: Collection[str]) -> Iterator[StackedWeightAccess]:
             checked = dict(zip([*params, *fixed], (tensor.detach() for tensor in tensors), strict=True))
             own = {name: checked.pop(name) for name in params}
-            yield StackedAccess(own, checked, shared_buffers(self.block), with_gradient=programs.with_gradient)
+            yield StackedWeightAccess(own, checked, shared_buffers(self.block), with_gradient=programs.with_gradient)
 
-        return Call(
+        return ChainCall(
             programs=programs,
             plan=plan,
             device=x.device,
@@ -372,12 +374,12 @@ class Repeat(nn.Module):
         )
 
     def _streamed_call(
-        self, streamed: StreamedBlocks, programs: BlockPrograms, plan: DeepPlan, params: Mapping[str, Tensor], seed: int
-    ) -> Call:
+        self, streamed: StreamedBlocks, programs: BlockPrograms, plan: RepeatPlan, params: Mapping[str, Tensor], seed: int
+    ) -> ChainCall:
         versions = streamed.versions()
 
         @contextlib.contextmanager
-        def backward(operations: Sequence[Operation], _: Sequence[Tensor], unwanted: Collection[str]) -> Iterator[StreamedAccess]:
+        def backward(operations: Sequence[Operation], _: Sequence[Tensor], unwanted: Collection[str]) -> Iterator[StreamedWeightAccess]:
             if streamed.versions() != versions:
                 raise RuntimeError(
                     "streamed weights were changed after the forward pass, and the backward pass needs them as they were; "
@@ -386,7 +388,7 @@ class Repeat(nn.Module):
             with streamed.backward(operations, unwanted) as access:
                 yield access
 
-        return Call(
+        return ChainCall(
             programs=programs,
             plan=plan,
             device=streamed.device,

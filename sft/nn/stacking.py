@@ -15,10 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from sft.errors import InputError
 
-__all__ = ["load_blocks", "one_block", "shared_buffers", "stacked", "stacked_buffers", "stacks_of"]
+__all__ = ["load_blocks", "extract_block", "shared_buffers", "stack_blocks", "stacked_buffers", "stacked_tensors"]
 
 
-def stacked(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:
+def stack_blocks(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:
     """The first block, with the parameters and persistent buffers of all blocks in the place of its own.
 
     Raises:
@@ -29,13 +29,13 @@ def stacked(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:
         raise InputError(f"make_block must make an nn.Module, made {type(template).__name__}")
     if any(is_lazy(tensor) for tensor in (*template.parameters(), *template.buffers())):
         raise InputError("make_block makes a block whose parameters are not initialised yet; give its layers their number of channels")
-    own = _tensors_of(template)
+    own = _persistent_tensors(template)
     stacks: dict[str, Tensor] = {
         name: torch.empty((num_blocks, *tensor.shape), dtype=tensor.dtype, device=tensor.device) for name, tensor in own.items()
     }
     with torch.no_grad():
         for number in range(num_blocks):
-            tensors = own if number == 0 else _tensors_of(make_block())
+            tensors = own if number == 0 else _persistent_tensors(make_block())
             if [(n, t.shape, t.dtype) for n, t in tensors.items()] != [(n, t.shape, t.dtype) for n, t in own.items()]:
                 raise InputError(f"block {number} has other parameters or buffers than block 0; make all of one structure")
             for name, tensor in tensors.items():
@@ -52,13 +52,13 @@ def stacked(make_block: Callable[[], nn.Module], num_blocks: int) -> nn.Module:
     return template
 
 
-def _tensors_of(block: nn.Module) -> dict[str, Tensor]:
+def _persistent_tensors(block: nn.Module) -> dict[str, Tensor]:
     """Parameters and persistent buffers."""
     kept = {id(module._buffers[name]) for module in block.modules() for name in set(module._buffers) - module._non_persistent_buffers_set}
     return {**dict(block.named_parameters()), **{name: b for name, b in block.named_buffers() if id(b) in kept}}
 
 
-def stacks_of(block: nn.Module) -> dict[str, Tensor]:
+def stacked_tensors(block: nn.Module) -> dict[str, Tensor]:
     """All that is stacked, by name."""
     return {**dict(block.named_parameters()), **stacked_buffers(block)}
 
@@ -77,7 +77,7 @@ def shared_buffers(block: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in block.named_buffers() if name in shared}
 
 
-def one_block(block: nn.Module, number: int) -> nn.Module:
+def extract_block(block: nn.Module, number: int) -> nn.Module:
     """One of the blocks as a plain module, with copies of its weights."""
     memo: dict[int, Any] = {}
     for param in block.parameters():
@@ -95,7 +95,7 @@ def load_blocks(block: nn.Module, num_blocks: int, blocks: Sequence[nn.Module]) 
     """
     if len(blocks) != num_blocks:
         raise InputError(f"{len(blocks)} blocks for a repetition of {num_blocks}; give as many")
-    own = stacks_of(block)
+    own = stacked_tensors(block)
     states = [{**dict(each.named_parameters()), **dict(each.named_buffers())} for each in blocks]
     for number, state in enumerate(states):
         for name, stack in own.items():

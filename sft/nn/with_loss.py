@@ -71,10 +71,10 @@ class WithLoss(nn.Module):
         prediction = self.model(*given)
         if self.output is not None:
             prediction = prediction[self.output]
-        return self.loss(prediction, _labels(prediction, target))
+        return self.loss(prediction, _class_labels(prediction, target))
 
 
-def _labels(prediction: Any, target: Tensor) -> Tensor:
+def _class_labels(prediction: Any, target: Tensor) -> Tensor:
     """Labels of classes without their one channel, as torch's losses want them."""
     is_image = isinstance(prediction, Tensor) and target.dim() == prediction.dim() and target.shape[1] == 1
     is_label = target.dtype in (torch.uint8, torch.int16, torch.int32, torch.int64)

@@ -16,23 +16,23 @@ from torch import Tensor
 from sft.deep.records import RecordStream, StreamedRecords
 from sft.deep.sinks import BlockSink
 from sft.errors import InputError, SourceError
-from sft.optim.replicas import Staging
-from sft.walk.weights import Taking
-from sft.weights import HostStore, Layout, Reading, SingleReading, TensorSpec
+from sft.optim.replicas import ShardStaging
+from sft.walk.weights import GradientTransfer
+from sft.weights import HostStore, RecordLayout, StreamPass, UnbufferedPass, TensorSpec
 
 if TYPE_CHECKING:
     from sft.optim.streamed import StreamedOptimizer
 
-__all__ = ["HALF", "MASTER", "StreamedChain"]
+__all__ = ["HALF_DTYPES", "MASTER_KEY", "RecordOptimizer"]
 
-HALF = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 #: Name of the fp32 copy of a parameter in half precision, in the state.
-MASTER = "master"
+MASTER_KEY = "master"
 #: Names in a file's metadata: how often its weights were updated, and whose share of the state is in it.
 _UPDATED, _SHARE, _ALONE = "updates", "share", "0/1"
 
 
-class StreamedChain:
+class RecordOptimizer:
     """The records of one store under an optimizer: the sink of their gradients, and their part of a step."""
 
     def __init__(
@@ -47,8 +47,8 @@ class StreamedChain:
         self._is_written = False
         self._has_grads = False
         self._replicas = optimizer.replicas
-        self._staging: Staging | None = None
-        self.masters = frozenset(name for name, param in self.params.items() if param.dtype in HALF)
+        self._staging: ShardStaging | None = None
+        self.masters = frozenset(name for name, param in self.params.items() if param.dtype in HALF_DTYPES)
         self._slots = {name: optimizer.update.slots(groups[id(param)]) for name, param in self.params.items()}
         specs = {name: self._specs(name, param) for name, param in self.params.items()}
         has_state = any(specs.values())
@@ -61,7 +61,7 @@ class StreamedChain:
         self._grad_window: RecordStream | None = None
         if optimizer.two_phase and self.params:
             self._grads, self._grad_window = self._gradients(window_bytes)
-        self._reading: Reading | SingleReading | None = None
+        self._reading: StreamPass | UnbufferedPass | None = None
         self._with_gradient: set[str] = set()
         self._added_up: set[str] = set()  # the parameters whose gradients are on the host
         self._adding: set[str] = set()  # those of the running pass
@@ -69,12 +69,12 @@ class StreamedChain:
     def _specs(self, name: str, param: Tensor) -> list[TensorSpec]:
         shape = self._replicas.shape_of_share(self.blocks.shape_of(param))
         dtype = torch.float32 if name in self.masters else param.dtype
-        slots = [*self.optimizer.update.slots(self.groups[id(param)]), *([MASTER] if name in self.masters else [])]
+        slots = [*self.optimizer.update.slots(self.groups[id(param)]), *([MASTER_KEY] if name in self.masters else [])]
         return [TensorSpec(name=f"{name}:{slot}", shape=shape, dtype=dtype, is_state=True) for slot in slots]
 
     def _first_state(self, block: int, views: dict[str, Tensor]) -> None:
         for name in self.masters.intersection(self.blocks.names_of(block)):
-            views[f"{name}:{MASTER}"].copy_(self._replicas.own(views[name]))
+            views[f"{name}:{MASTER_KEY}"].copy_(self._replicas.own(views[name]))
 
     def _check_share(self) -> None:
         """Whether the state of a file that goes on is this rank's.
@@ -152,24 +152,26 @@ class StreamedChain:
         # A record without any of these parameters has room for one element, as none is empty.
         nothing = TensorSpec(name="", shape=(), dtype=torch.uint8)
         own = ([specs[name] for name in blocks.names_of(block) if name in specs] for block in range(blocks.num_blocks))
-        store = HostStore([Layout.of(found or [nothing]) for found in own], pin=torch.cuda.is_available())
+        store = HostStore([RecordLayout.of(found or [nothing]) for found in own], pin=torch.cuda.is_available())
         return store, blocks.window(store, "weights", window_bytes)
 
     def takes(self, name: str) -> bool:
         """Whether it updates this parameter."""
         return name in self.params
 
-    def taking(self, record: int) -> Taking:
+    def taking(self, record: int) -> GradientTransfer:
         """What it takes to take the gradients of a record."""
         names = [name for name in self.blocks.names_of(record) if name in self.params]
         sizes = {name: math.prod(self.blocks.shape_of(self.params[name])) for name in names}
         grad_bytes = sum(sizes[name] * self.params[name].element_size() for name in names)
         if self.optimizer.two_phase:
-            return Taking(scratch_bytes=grad_bytes if self.blocks.device.type != "cpu" else 0, up_bytes=grad_bytes, down_bytes=grad_bytes)
+            return GradientTransfer(
+                scratch_bytes=grad_bytes if self.blocks.device.type != "cpu" else 0, up_bytes=grad_bytes, down_bytes=grad_bytes
+            )
         layout = self.blocks.store.layouts[record]
         copies = max((sizes[name] * 4 for name in names if name in self.masters), default=0)
         state_bytes = layout.part_bytes("state") if self._states is not None else 0
-        return Taking(scratch_bytes=state_bytes + copies, up_bytes=state_bytes, down_bytes=layout.weight_bytes + state_bytes)
+        return GradientTransfer(scratch_bytes=state_bytes + copies, up_bytes=state_bytes, down_bytes=layout.weight_bytes + state_bytes)
 
     def step_bytes(self) -> int:
         """Most bytes on the device while a two-phase step updates records one at a time."""
@@ -199,7 +201,7 @@ class StreamedChain:
                 yield self
 
     @contextlib.contextmanager
-    def _staged(self) -> Iterator[Staging]:
+    def _staged(self) -> Iterator[ShardStaging]:
         """Room for messages."""
         self._staging = self._replicas.staging(self._sizes)
         try:
@@ -243,7 +245,7 @@ class StreamedChain:
         try:
             with contextlib.ExitStack() as stack:
                 if self._states is not None:
-                    reading: contextlib.AbstractContextManager[Reading | SingleReading] = self._states.reading(order)
+                    reading: contextlib.AbstractContextManager[StreamPass | UnbufferedPass] = self._states.reading(order)
                     self._reading = stack.enter_context(reading)
                 yield
         except BaseException:
@@ -286,7 +288,7 @@ class StreamedChain:
             group, count = self.groups[id(self.params[name])], self.num_updates[name]
             weight = self._replicas.own(weights[name])
             if name in self.masters:
-                master = state[f"{name}:{MASTER}"]
+                master = state[f"{name}:{MASTER_KEY}"]
                 update.apply(master, grad.float(), own, group, count)
                 weight.copy_(master)
             else:
@@ -390,7 +392,7 @@ class StreamedChain:
         """The state of a parameter, stacked, in torch's form."""
         param = self.params[name]
         group = self.groups[id(param)]
-        slots = [*self.optimizer.update.slots(group), *([MASTER] if name in self.masters else [])]
+        slots = [*self.optimizer.update.slots(group), *([MASTER_KEY] if name in self.masters else [])]
         shape = self.blocks.shape_of(param)
         found = {slot: self._replicas.whole(self.blocks.tensor(name, f"{name}:{slot}"), shape) for slot in slots}
         return (
@@ -412,7 +414,7 @@ class StreamedChain:
                     value = states.get(name, {}).get(slot)
                     if value is not None:
                         view.copy_(self._replicas.own(self.blocks.piece(value, block).contiguous()))
-                    elif slot == MASTER:
+                    elif slot == MASTER_KEY:
                         view.copy_(self._replicas.own(weights[name]))
                     else:
                         view.zero_()

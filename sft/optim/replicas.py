@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sft.bands.link import ProcessLink
+from sft.bands.link import ProcessTransport
 from sft.bands.traffic import Message
 from sft.errors import InputError
 
-__all__ = ["Replicas", "Staging"]
+__all__ = ["DataParallelGroup", "ShardStaging"]
 
 #: Links made so far between the same ranks, which all of them count alike.
 _num_links: Counter[tuple[int, ...]] = Counter()
 
 
-class Replicas:
+class DataParallelGroup:
     """One rank among others, or alone.
 
     Args:
@@ -47,7 +47,7 @@ class Replicas:
     def __init__(self, group: Any, device: torch.device, timeout: timedelta) -> None:
         self.device = device
         self.count, self.place = 1, 0
-        self._link: ProcessLink | None = None
+        self._link: ProcessTransport | None = None
         self._is_guarded = False
         if group is None:
             return
@@ -60,7 +60,7 @@ class Replicas:
         if self.count > 1:
             name = f"replicas/{'-'.join(map(str, ranks))}/{_num_links[ranks]}"
             _num_links[ranks] += 1
-            self._link = ProcessLink(ranks, {"mesh": tuple(range(self.count))}, timeout, device, name)
+            self._link = ProcessTransport(ranks, {"mesh": tuple(range(self.count))}, timeout, device, name)
 
     def share_of(self, num_elements: int, place: int | None = None) -> tuple[int, int]:
         """The first element of a rank's share, and the one behind its last."""
@@ -137,9 +137,9 @@ class Replicas:
         if differing:
             raise InputError(f"ranks {differing} of the group differ from rank {self.place} of it: {remedy}")
 
-    def staging(self, sizes: Mapping[str, tuple[int, torch.dtype]]) -> Staging:
+    def staging(self, sizes: Mapping[str, tuple[int, torch.dtype]]) -> ShardStaging:
         """Room for the messages about so many elements of such types."""
-        return Staging(self, sizes)
+        return ShardStaging(self, sizes)
 
     def staging_bytes(self, sizes: Mapping[str, tuple[int, torch.dtype]]) -> int:
         """What that room takes."""
@@ -172,10 +172,10 @@ class Replicas:
         return torch.cat(parts, 1)[:, : math.prod(shape)].reshape(share.shape[0], *shape)
 
 
-class Staging:
-    """Room for messages: one share for each rank to receive, and one to send. Made by :meth:`Replicas.staging`."""
+class ShardStaging:
+    """Room for messages: one share for each rank to receive, and one to send. Made by :meth:`DataParallelGroup.staging`."""
 
-    def __init__(self, replicas: Replicas, sizes: Mapping[str, tuple[int, torch.dtype]]) -> None:
+    def __init__(self, replicas: DataParallelGroup, sizes: Mapping[str, tuple[int, torch.dtype]]) -> None:
         self._replicas = replicas
         count, device = replicas.count, replicas.device
         self._at: dict[str, tuple[torch.dtype, int]] = {}

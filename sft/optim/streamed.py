@@ -35,10 +35,10 @@ from sft.deep.streamed import StreamedBlocks
 from sft.errors import InputError
 from sft.nn.repeat import Repeat
 from sft.optim.adamw import AdamWUpdate
-from sft.optim.chain import HALF, MASTER, StreamedChain
+from sft.optim.chain import HALF_DTYPES, MASTER_KEY, RecordOptimizer
 from sft.optim.fused import UPDATE_BACKENDS, KernelUpdate, UpdateBackend
 from sft.optim.optimizer import FusedOptimizer
-from sft.optim.replicas import Replicas
+from sft.optim.replicas import DataParallelGroup
 from sft.optim.scaling import LossScale
 from sft.optim.sgd import SGDUpdate
 from sft.optim.update import Update
@@ -138,22 +138,22 @@ class StreamedOptimizer(FusedOptimizer):
         self.max_norm = max_norm
         self.loss_scale = LossScale(loss_scale)
         self.last_step_skipped = False
-        self._chains: list[StreamedChain] = []
+        self._chains: list[RecordOptimizer] = []
         computed = KernelUpdate(chosen) if backend == "triton" and isinstance(chosen, (SGDUpdate, AdamWUpdate)) else chosen
         super().__init__(model.parameters() if params is None else params, computed, **settings)
-        blocks = _streamed_in(model)
+        blocks = _streamed_parts(model)
         if not blocks:
             raise InputError(
                 "no part of the model streams its weights; call stream() on its repetitions, or compile it with Options(weights='stream'), "
                 "or use sft.optim"
             )
-        if any(isinstance(each.sink, StreamedChain) for each in blocks):
+        if any(isinstance(each.sink, RecordOptimizer) for each in blocks):
             raise InputError("a part of the model has an optimizer for its streamed weights already; close() it first")
         if backend == "triton":
             check_triton(blocks[0].device)
         if group is not None and any(isinstance(each, StreamedParameters) for each in blocks):
             raise InputError("group: streamed weights of a compiled model are one process's own; leave group out, or stream a Repeat")
-        self.replicas = Replicas(group, blocks[0].device, timedelta(seconds=group_timeout_seconds))
+        self.replicas = DataParallelGroup(group, blocks[0].device, timedelta(seconds=group_timeout_seconds))
         if self.replicas.count > 1 and not isinstance(chosen, (SGDUpdate, AdamWUpdate)):
             raise InputError(
                 f"update={type(chosen).__name__} with a group of {self.replicas.count} ranks, each of which updates a share of each "
@@ -161,7 +161,7 @@ class StreamedOptimizer(FusedOptimizer):
             )
         with self.replicas.guarded():
             for each in blocks:
-                part = StreamedChain(self, each, self._by_param(), None if window is None else parse_bytes(window))
+                part = RecordOptimizer(self, each, self._by_param(), None if window is None else parse_bytes(window))
                 if part.params:
                     self._chains.append(part)
             self._agree()
@@ -304,15 +304,15 @@ class StreamedOptimizer(FusedOptimizer):
         Raises:
             InputError: the gradient is sparse.
         """
-        if param.dtype not in HALF:
+        if param.dtype not in HALF_DTYPES:
             return super().update_one(param, grad, group)
         state = self.state[param]
-        master = state.pop(MASTER, None)
+        master = state.pop(MASTER_KEY, None)
         if master is None:
             master = param.detach().float()
         self.state[master] = state
         super().update_one(master, grad.float(), group)
-        self.state[param] = {**self.state.pop(master), MASTER: master}
+        self.state[param] = {**self.state.pop(master), MASTER_KEY: master}
         param.copy_(master)
         return None
 
@@ -363,7 +363,13 @@ class StreamedOptimizer(FusedOptimizer):
                     raise InputError(f"state {name} has shape {tuple(value.shape)} for a parameter of {tuple(param.shape)}")
         for part in self._chains:
             part.check_slots(
-                dict(zip(map(id, params), chain.from_iterable(_repeated(group) for group in state_dict["param_groups"]), strict=False))
+                dict(
+                    zip(
+                        map(id, params),
+                        chain.from_iterable(_group_per_parameter(group) for group in state_dict["param_groups"]),
+                        strict=False,
+                    )
+                )
             )
         self.loss_scale.load_state_dict(state_dict.get("loss_scale", {}))
         super().load_state_dict({"state": {}, "param_groups": copy.deepcopy(state_dict["param_groups"])})
@@ -375,7 +381,7 @@ class StreamedOptimizer(FusedOptimizer):
             part.load({name: found.get(id(param), {}) for name, param in part.params.items()})
         for param in params:
             if id(param) not in own and id(param) in found:
-                dtype = torch.float32 if param.dtype in HALF else param.dtype
+                dtype = torch.float32 if param.dtype in HALF_DTYPES else param.dtype
                 self.state[param] = {
                     name: value.clone() if name == "step" else value.detach().to(param.device, dtype, copy=True)
                     for name, value in found[id(param)].items()
@@ -395,7 +401,7 @@ class StreamedOptimizer(FusedOptimizer):
         return min(1.0, self.max_norm / (math.sqrt(math.fsum(squares)) + 1e-6))
 
 
-def _streamed_in(model: nn.Module) -> list[StreamedBlocks | StreamedParameters]:
+def _streamed_parts(model: nn.Module) -> list[StreamedBlocks | StreamedParameters]:
     """The parts of a model that stream their weights: repetitions, and compiled models."""
     found: list[StreamedBlocks | StreamedParameters] = []
     for module in model.modules():
@@ -408,6 +414,6 @@ def _streamed_in(model: nn.Module) -> list[StreamedBlocks | StreamedParameters]:
     return found
 
 
-def _repeated(group: dict[str, Any]) -> list[dict[str, Any]]:
+def _group_per_parameter(group: dict[str, Any]) -> list[dict[str, Any]]:
     """The group once for each of its parameters."""
     return [group] * len(group["params"])

@@ -12,36 +12,36 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from sft.plan.build import borders, may_stream
-from sft.plan.chain.link import Link
-from sft.plan.problem import Problem
+from sft.plan.build import segment_borders, can_stream
+from sft.plan.chain.link import HostLink
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 
-__all__ = ["Traffic", "keep_what_fits", "stream_seconds", "streamable", "streaming", "traffic"]
+__all__ = ["HostTraffic", "minimize_streamed_cuts", "stream_seconds", "streamable_values", "with_streamed", "host_traffic"]
 
 PlannedT = TypeVar("PlannedT")
 
 #: Cuts that are looked at one by one when halving is through.
-_MOST_TRIES = 6
+_MAX_TRIES = 6
 
 
-def streamable(problem: Problem, choices: Sequence[SegmentChoice]) -> tuple[str, ...]:
+def streamable_values(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[str, ...]:
     """The values that one tiled segment hands to others, all of them tiled."""
-    ends = borders(problem.graph, choices)
+    ends = segment_borders(problem.graph, choices)
     whole = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode != "tiled" for name in reads}
     tiled = {name for choice, (reads, _) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in reads}
     made = (name for choice, (_, makes) in zip(choices, ends, strict=True) if choice.mode == "tiled" for name in makes)
     between = tiled - whole
-    return tuple(name for name in made if name in between and may_stream(problem, name))
+    return tuple(name for name in made if name in between and can_stream(problem, name))
 
 
-def streaming(choices: Sequence[SegmentChoice], names: Collection[str]) -> tuple[SegmentChoice, ...]:
+def with_streamed(choices: Sequence[SegmentChoice], names: Collection[str]) -> tuple[SegmentChoice, ...]:
     """The decisions with these values streamed, and no others."""
     return tuple(replace(choice, streamed=tuple(name for name in choice.nodes if name in names)) for choice in choices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class HostTraffic:
     """What passes over the link strip by strip while one segment runs.
 
     Each panel reads its strips in full width. Rows that restored strips read once more are left out.
@@ -58,26 +58,26 @@ class Traffic:
     back_down_bytes: int = 0
     back_up_bytes: int = 0
 
-    def seconds(self, link: Link, *, back: bool) -> float:
+    def seconds(self, link: HostLink, *, back: bool) -> float:
         """Time of the link for one of the passes."""
         if back:
             return link.streamed_seconds(self.back_down_bytes, self.back_up_bytes)
         return link.streamed_seconds(self.down_bytes, self.up_bytes)
 
 
-def traffic(problem: Problem, choices: Sequence[SegmentChoice]) -> tuple[Traffic, ...]:
+def host_traffic(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[HostTraffic, ...]:
     """Of each segment."""
     streamed = {name for choice in choices for name in choice.streamed}
     if not streamed:
-        return (Traffic(),) * len(choices)
+        return (HostTraffic(),) * len(choices)
     found = []
-    for choice, (reads, makes) in zip(choices, borders(problem.graph, choices), strict=True):
+    for choice, (reads, makes) in zip(choices, segment_borders(problem.graph, choices), strict=True):
         read, made = (streamed.intersection(names) for names in (reads, makes))
         num_panels = problem.num_panels(choice.nodes, choice.panel_cols)
         up = num_panels * sum(map(problem.value_bytes, read))
         wanted = problem.requires_grad
         found.append(
-            Traffic(
+            HostTraffic(
                 down_bytes=sum(map(problem.value_bytes, made)),
                 up_bytes=up,
                 back_down_bytes=num_panels * sum(map(problem.grad_bytes, read & wanted)),
@@ -87,14 +87,14 @@ def traffic(problem: Problem, choices: Sequence[SegmentChoice]) -> tuple[Traffic
     return tuple(found)
 
 
-def stream_seconds(problem: Problem, choices: Sequence[SegmentChoice]) -> float:
+def stream_seconds(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> float:
     """Time that the link takes for what is streamed, in a step."""
     passes = (False, True) if problem.training else (False,)
-    return sum(each.seconds(problem.link, back=back) for each in traffic(problem, choices) for back in passes)
+    return sum(each.seconds(problem.link, back=back) for each in host_traffic(problem, choices) for back in passes)
 
 
-def keep_what_fits(
-    problem: Problem, choices: Sequence[SegmentChoice], carry_out: Callable[[Sequence[SegmentChoice]], PlannedT | None]
+def minimize_streamed_cuts(
+    problem: PlanningProblem, choices: Sequence[SegmentChoice], carry_out: Callable[[Sequence[SegmentChoice]], PlannedT | None]
 ) -> PlannedT | None:
     """Stream as little as fits.
 
@@ -103,24 +103,24 @@ def keep_what_fits(
         choices: the decisions.
         carry_out: the plan for some, ``None`` if it does not fit.
     """
-    names = streamable(problem, choices)
-    num_readers = Counter(name for reads, _ in borders(problem.graph, choices) for name in reads)
+    names = streamable_values(problem, choices)
+    num_readers = Counter(name for reads, _ in segment_borders(problem.graph, choices) for name in reads)
     by_cost = sorted(names, key=lambda name: problem.value_bytes(name) * (1 + num_readers[name]), reverse=True)
-    best = carry_out(streaming(choices, names))
+    best = carry_out(with_streamed(choices, names))
     if best is None:
         return None
     # The most of the longest that may stay, by halving; then of the rest whatever still does.
     low, high = 0, len(by_cost)
     while low < high:
         middle = (low + high + 1) // 2
-        found = carry_out(streaming(choices, by_cost[middle:]))
+        found = carry_out(with_streamed(choices, by_cost[middle:]))
         if found is None:
             high = middle - 1
         else:
             low, best = middle, found
     away = by_cost[low:]
-    for name in by_cost[low + 1 : low + 1 + _MOST_TRIES]:
-        found = carry_out(streaming(choices, [other for other in away if other != name]))
+    for name in by_cost[low + 1 : low + 1 + _MAX_TRIES]:
+        found = carry_out(with_streamed(choices, [other for other in away if other != name]))
         if found is not None:
             away.remove(name)
             best = found

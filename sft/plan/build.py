@@ -9,22 +9,22 @@ from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Graph, Node
 from sft.analysis.interval import Interval
 from sft.analysis.operators import window_of
-from sft.analysis.schedule import Schedule, build_schedule
-from sft.analysis.steps import NodeRows, Read, Step
-from sft.analysis.tile import TileSchedule, tile_steps
+from sft.analysis.schedule import StripSchedule, build_schedule
+from sft.analysis.steps import NodeRows, OperandRead, StripStep
+from sft.analysis.tile import TileSchedule, independent_tiles
 from sft.errors import InputError
-from sft.lower.context import Scope
-from sft.plan.problem import Problem
+from sft.lower.context import SegmentInfo
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
 from sft.walk.whole import WholeSegment
 
-__all__ = ["borders", "build_region", "may_stream", "whole_step"]
+__all__ = ["segment_borders", "build_region", "can_stream", "full_extent_step"]
 
 
-def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+def segment_borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
     """For each segment the values that it takes from outside, and those that others or the caller need of it."""
     found = []
     for choice in choices:
@@ -34,21 +34,21 @@ def borders(graph: Graph, choices: Sequence[SegmentChoice]) -> list[tuple[tuple[
     return found
 
 
-def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
+def build_region(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> Region:
     """A region for these decisions; no program is lowered before it is needed, nor twice for segments that share theirs.
 
     Raises:
         InputError: a value is to be streamed that cannot be.
     """
     graph = problem.graph
-    ends = borders(graph, choices)
+    ends = segment_borders(graph, choices)
     streamed = frozenset(name for choice in choices for name in choice.streamed)
     _check_streamed(problem, choices, ends)
     leaving = problem.host_outputs.intersection(problem.phases.streamed).difference(*(reads for reads, _ in ends))
     return Region(
         graph=graph,
         segments=[_segment(problem, choice, makes, reads, leaving, streamed) for choice, (reads, makes) in zip(choices, ends, strict=True)],
-        reads=[(*reads, *_read_again(problem, choice, makes)) for choice, (reads, makes) in zip(choices, ends, strict=True)],
+        reads=[(*reads, *_reread_globals(problem, choice, makes)) for choice, (reads, makes) in zip(choices, ends, strict=True)],
         makes=[makes for _, makes in ends],
         shapes=problem.shapes,
         dtypes=problem.dtypes,
@@ -63,14 +63,16 @@ def build_region(problem: Problem, choices: Sequence[SegmentChoice]) -> Region:
     )
 
 
-def may_stream(problem: Problem, name: str) -> bool:
+def can_stream(problem: PlanningProblem, name: str) -> bool:
     """Whether a value may be on the host between two segments: an image (a signal, a volume) that is none of the model's outputs."""
     return name in problem.phases.streamed and name not in problem.graph.results
 
 
-def _check_streamed(problem: Problem, choices: Sequence[SegmentChoice], ends: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]) -> None:
+def _check_streamed(
+    problem: PlanningProblem, choices: Sequence[SegmentChoice], ends: Sequence[tuple[tuple[str, ...], tuple[str, ...]]]
+) -> None:
     for choice, (_, makes) in zip(choices, ends, strict=True):
-        wrong = [name for name in choice.streamed if choice.mode != "tiled" or name not in makes or not may_stream(problem, name)]
+        wrong = [name for name in choice.streamed if choice.mode != "tiled" or name not in makes or not can_stream(problem, name)]
         if wrong:
             raise InputError(
                 f"{', '.join(wrong)} cannot be handed on strip by strip: only images that a tiled segment makes for others can; make a new "
@@ -78,7 +80,7 @@ def _check_streamed(problem: Problem, choices: Sequence[SegmentChoice], ends: Se
             )
 
 
-def _read_again(problem: Problem, choice: SegmentChoice, makes: Sequence[str]) -> tuple[str, ...]:
+def _reread_globals(problem: PlanningProblem, choice: SegmentChoice, makes: Sequence[str]) -> tuple[str, ...]:
     """Global values of a tiled segment's own that its backward pass reads."""
     if choice.mode != "tiled":
         return ()
@@ -86,7 +88,7 @@ def _read_again(problem: Problem, choice: SegmentChoice, makes: Sequence[str]) -
 
 
 def _segment(
-    problem: Problem,
+    problem: PlanningProblem,
     choice: SegmentChoice,
     outputs: tuple[str, ...],
     outside: tuple[str, ...],
@@ -99,14 +101,14 @@ def _segment(
     """
     shared = replace(choice, state_every=1, state_slots=0, restart=False, streamed=())
     key = ("segment", shared, outputs, outside, leaving)
-    segment = problem.remembered(key, lambda: _new_segment(problem, shared, outputs, outside, leaving))
+    segment = problem.remembered(key, lambda: _build_segment(problem, shared, outputs, outside, leaving))
     arrives, leaves = streamed.intersection(outside), streamed.intersection(outputs)
     # What its walks cost is remembered with it: of many segments few differ from one proposal to the next.
     states = (choice.state_every, choice.state_slots, choice.restart)
-    return problem.remembered((*key, states, arrives, leaves), lambda: _bordered(segment, choice, arrives, leaves))
+    return problem.remembered((*key, states, arrives, leaves), lambda: _with_borders(segment, choice, arrives, leaves))
 
 
-def _bordered(
+def _with_borders(
     segment: TiledSegment | WholeSegment, choice: SegmentChoice, arrives: frozenset[str], leaves: frozenset[str]
 ) -> TiledSegment | WholeSegment:
     """The segment that keeps these states, and of whose borders these are streamed."""
@@ -121,16 +123,16 @@ def _bordered(
     )
 
 
-def _new_segment(
-    problem: Problem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
+def _build_segment(
+    problem: PlanningProblem, choice: SegmentChoice, outputs: tuple[str, ...], outside: tuple[str, ...], leaving: frozenset[str]
 ) -> TiledSegment | WholeSegment:
     phases = problem.phases
     sources = tuple(name for name in outside if name in phases.streamed)
     sides = tuple(name for name in outside if name not in phases.streamed)
     inputs = set(problem.graph.inputs)
     tiled = choice.mode == "tiled"
-    full_width = whole_step(problem, choice.nodes, sources, axis=COLUMNS)
-    scope = Scope(
+    full_width = full_extent_step(problem, choice.nodes, sources, axis=COLUMNS)
+    scope = SegmentInfo(
         graph=problem.graph,
         rows=phases.rows,
         streamed=phases.streamed,
@@ -147,19 +149,19 @@ def _new_segment(
         batch=choice.batch_tile if tiled else problem.num_batch,
         per_sample=problem.per_sample,
         columns={columns.name: columns for columns in full_width.nodes},
-        leaves_layouts=not tiled and problem.leaves_layouts,
+        keeps_torch_layouts=not tiled and problem.keeps_torch_layouts,
         backend=problem.backend,
         deterministic=problem.deterministic,
     )
     from_source = problem.from_source.intersection(sources)
     if not tiled:
-        return WholeSegment(scope=scope, step=whole_step(problem, choice.nodes, sources), sides=sides, from_source=from_source)
-    panels: tuple[Step, ...] = (full_width,)
+        return WholeSegment(scope=scope, step=full_extent_step(problem, choice.nodes, sources), sides=sides, from_source=from_source)
+    panels: tuple[StripStep, ...] = (full_width,)
     if choice.panel_cols and choice.panel_cols < problem.run_width(choice.nodes):
-        panels = _tiles(problem, choice.nodes, choice.panel_cols, axis=COLUMNS)
+        panels = _tile_steps(problem, choice.nodes, choice.panel_cols, axis=COLUMNS)
     return TiledSegment(
         scope=scope,
-        schedule=_schedule(problem, choice),
+        schedule=_strip_schedule(problem, choice),
         panels=panels,
         checkpoints=Checkpoints(),
         restart=False,
@@ -172,12 +174,12 @@ def _new_segment(
     )
 
 
-def _schedule(problem: Problem, choice: SegmentChoice) -> Schedule | TileSchedule:
+def _strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
     """The strips, which are the same for all ways to divide the width and the batch."""
-    return problem.remembered(("schedule", choice.nodes, choice.strip_rows, choice.halo), lambda: _new_schedule(problem, choice))
+    return problem.remembered(("schedule", choice.nodes, choice.strip_rows, choice.halo), lambda: _build_strip_schedule(problem, choice))
 
 
-def _new_schedule(problem: Problem, choice: SegmentChoice) -> Schedule | TileSchedule:
+def _build_strip_schedule(problem: PlanningProblem, choice: SegmentChoice) -> StripSchedule | TileSchedule:
     graph, phases = problem.graph, problem.phases
     if choice.halo == "carry":
         return build_schedule(graph, choice.nodes, phases.rows, phases.streamed, problem.extents(ROWS), choice.strip_rows)
@@ -185,40 +187,40 @@ def _new_schedule(problem: Problem, choice: SegmentChoice) -> Schedule | TileSch
     return TileSchedule(
         sources=sources,
         names=(*sources, *choice.nodes),
-        steps=_tiles(problem, choice.nodes, choice.strip_rows, axis=ROWS),
+        steps=_tile_steps(problem, choice.nodes, choice.strip_rows, axis=ROWS),
         strip_rows=choice.strip_rows,
     )
 
 
-def _tiles(problem: Problem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[Step, ...]:
-    def found() -> tuple[Step, ...]:
+def _tile_steps(problem: PlanningProblem, names: Sequence[str], tile_px: int, *, axis: int) -> tuple[StripStep, ...]:
+    def found() -> tuple[StripStep, ...]:
         phases = problem.phases
-        return tile_steps(problem.graph, names, phases.rows, phases.streamed, problem.extents(axis), tile_px, axis=axis)
+        return independent_tiles(problem.graph, names, phases.rows, phases.streamed, problem.extents(axis), tile_px, axis=axis)
 
     return problem.remembered(("tiles", tuple(names), tile_px, axis), found)
 
 
-def whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str], *, axis: int = ROWS) -> Step:
+def full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], *, axis: int = ROWS) -> StripStep:
     """The step that is the whole image along an axis: every value gains all its rows (columns) at once and keeps none."""
     key = ("whole step", tuple(names), tuple(sources), axis)
-    return problem.remembered(key, lambda: _new_whole_step(problem, names, sources, axis))
+    return problem.remembered(key, lambda: _build_full_extent_step(problem, names, sources, axis))
 
 
-def _new_whole_step(problem: Problem, names: Sequence[str], sources: Sequence[str], axis: int) -> Step:
+def _build_full_extent_step(problem: PlanningProblem, names: Sequence[str], sources: Sequence[str], axis: int) -> StripStep:
     nodes = []
     for name in (*sources, *names):
         streamed = name in problem.phases.streamed
         rows = Interval(0, problem.extent(name, axis) if streamed else 0)
         reads = () if name in sources else _whole_reads(problem, problem.graph[name], axis)
         nodes.append(NodeRows(name=name, new=rows, held=rows, kept=Interval(rows.stop, rows.stop), wanted=rows, reads=reads))
-    return Step(index=0, nodes=tuple(nodes))
+    return StripStep(index=0, nodes=tuple(nodes))
 
 
-def _whole_reads(problem: Problem, node: Node, axis: int) -> tuple[Read, ...]:
+def _whole_reads(problem: PlanningProblem, node: Node, axis: int) -> tuple[OperandRead, ...]:
     window = window_of(node, axis)
     low, high = (window.pad_low, window.pad_high) if window is not None else (0, 0)
     return tuple(
-        Read(operand=name, rows=Interval(0, problem.extent(name, axis)), pad_low=low, pad_high=high)
+        OperandRead(operand=name, rows=Interval(0, problem.extent(name, axis)), pad_low=low, pad_high=high)
         for name in dict.fromkeys(node.operands)
         if name in problem.phases.streamed
     )

@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 
 from sft.errors import InputError
 from sft.plan.build import build_region
-from sft.plan.finer import in_stages
-from sft.plan.problem import Problem
-from sft.plan.project import Projection, project
+from sft.plan.finer import split_into_stages
+from sft.plan.problem import PlanningProblem
+from sft.plan.project import Projection, project_step
 from sft.plan.types import SegmentChoice
-from sft.walk.order import Order
+from sft.walk.order import SegmentSchedule
 from sft.walk.region import Region
 
-__all__ = ["CERTAIN_SHARE", "MAX_PROJECTIONS", "WORTH_ANOTHER_LOOK", "Planned", "carry_out"]
+__all__ = ["CERTAIN_SHARE", "MAX_PROJECTIONS", "WORTH_ANOTHER_LOOK", "ProjectedPlan", "materialize"]
 
 #: Exact projections of one search at most; and the share of the best one's cost that another proposal must not exceed to be looked at.
 MAX_PROJECTIONS = 8
@@ -24,7 +24,7 @@ CERTAIN_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class ProjectedPlan:
     """Decisions, the region that carries them out (in its order), and what it costs."""
 
     choices: tuple[SegmentChoice, ...]
@@ -32,14 +32,14 @@ class Planned:
     projection: Projection
 
 
-def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order | None = None) -> Planned:
+def materialize(problem: PlanningProblem, choices: Sequence[SegmentChoice], order: SegmentSchedule | None = None) -> ProjectedPlan:
     """Build the region for given decisions and project it. Where weights are streamed and no order is given, whole segments run in stages.
 
     Raises:
         InputError: the order runs a segment back that has not kept what it needs for that.
     """
     if problem.weights is not None and order is None:
-        choices = in_stages(problem, choices)
+        choices = split_into_stages(problem, choices)
     region = replace(build_region(problem, choices), order=order)
     if any(move.is_copy for move in region.moves):
         region = region.run_in_full()
@@ -51,4 +51,4 @@ def carry_out(problem: Problem, choices: Sequence[SegmentChoice], order: Order |
         )
     if misplaced is not None:
         raise InputError(f"the plan's order cannot run: {misplaced}; make a new one with sft.plan(...)")
-    return Planned(tuple(choices), region, project(problem, region))
+    return ProjectedPlan(tuple(choices), region, project_step(problem, region))

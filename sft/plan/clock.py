@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from sft.lower.program import Program
-from sft.plan.boundaries import Traffic, traffic
-from sft.plan.laps import Lap
-from sft.plan.problem import Problem
+from sft.plan.boundaries import HostTraffic, host_traffic
+from sft.plan.laps import ScheduleOpRecord
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import Projection
-from sft.plan.rates import Rates
-from sft.plan.reads import passes_over
+from sft.plan.rates import DeviceRates
+from sft.plan.reads import input_pass_bytes
 from sft.plan.timeline import Timeline, TimelineEntry
 from sft.plan.types import SegmentChoice
 
-__all__ = ["timeline_of"]
+__all__ = ["project_timeline"]
 
 
-def timeline_of(problem: Problem, choices: Sequence[SegmentChoice], projection: Projection, rates: Rates) -> Timeline:
+def project_timeline(problem: PlanningProblem, choices: Sequence[SegmentChoice], projection: Projection, rates: DeviceRates) -> Timeline:
     """The laps of a projection, with the seconds that they take at these rates; strips of one signature take the same time."""
     known: dict[int, float] = {}
-    passing, reading = traffic(problem, choices), passes_over(problem, choices)
+    passing, reading = host_traffic(problem, choices), input_pass_bytes(problem, choices)
 
     def seconds(program: Program) -> float:
         if id(program) not in known:
@@ -36,7 +36,7 @@ def timeline_of(problem: Problem, choices: Sequence[SegmentChoice], projection: 
                 peak_bytes=lap.peak_bytes,
                 end_bytes=lap.end_bytes,
                 flops=lap.flops,
-                estimated_seconds=_with_weights(
+                estimated_seconds=_weight_seconds(
                     problem,
                     lap,
                     max(
@@ -56,27 +56,27 @@ def timeline_of(problem: Problem, choices: Sequence[SegmentChoice], projection: 
     )
 
 
-def _copy_seconds(problem: Problem, lap: Lap) -> float:
+def _copy_seconds(problem: PlanningProblem, lap: ScheduleOpRecord) -> float:
     """What a copy takes that a move begins."""
     seconds = problem.link.up_seconds if lap.move.kind == "prefetch" else problem.link.down_seconds
     return seconds(lap.copied_bytes)
 
 
-def _read_bytes(reading: Sequence[tuple[float, float]], lap: Lap) -> float:
+def _read_bytes(reading: Sequence[tuple[float, float]], lap: ScheduleOpRecord) -> float:
     """What a move reads of inputs that are not resident."""
     if lap.move.kind not in ("forward", "backward"):
         return 0.0
     return reading[lap.move.segment][lap.move.kind == "backward"]
 
 
-def _stream_seconds(problem: Problem, passing: Sequence[Traffic], lap: Lap) -> float:
+def _stream_seconds(problem: PlanningProblem, passing: Sequence[HostTraffic], lap: ScheduleOpRecord) -> float:
     """What the link takes for the strips of a move: a segment is not through before they are."""
     if lap.move.kind not in ("forward", "backward"):
         return 0.0
     return passing[lap.move.segment].seconds(problem.link, back=lap.move.kind == "backward")
 
 
-def _with_weights(problem: Problem, lap: Lap, seconds: float) -> float:
+def _weight_seconds(problem: PlanningProblem, lap: ScheduleOpRecord, seconds: float) -> float:
     """What a move takes with its streamed weights: beside them where the next move's are read ahead, else behind them."""
     link_seconds = problem.link.streamed_seconds(lap.down_bytes, lap.up_bytes)
     is_beside = problem.weights is not None and problem.weights.reads_ahead

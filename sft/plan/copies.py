@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from sft.plan.chain.schedule import Operation
-from sft.walk.order import Move, Order
+from sft.walk.order import ScheduleOp, SegmentSchedule
 from sft.walk.region import Region
 
-__all__ = ["CutCopies", "without_idle_copies"]
+__all__ = ["OffloadLowering", "drop_idle_copies"]
 
 
 @dataclass(slots=True)
-class CutCopies:
+class OffloadLowering:
     """Where the activations of a chain are, while its operations become moves.
 
     Attributes:
@@ -40,12 +40,12 @@ class CutCopies:
         self._copied -= fresh
         self._away -= fresh
 
-    def moves(self, operation: Operation) -> Iterator[Move]:
+    def moves(self, operation: Operation) -> Iterator[ScheduleOp]:
         """What a copy, or a free, of the chain means."""
         kind, number = operation.kind, int(operation.value[1:])
         if operation.value[0] == "s":
             if kind in ("offload", "release", "prefetch"):
-                yield Move(kind, self.segments[number])
+                yield ScheduleOp(kind, self.segments[number])
             return
         if operation.value[0] == "y":
             return
@@ -56,13 +56,13 @@ class CutCopies:
         for name in self.values[number]:
             if kind == "offload" and name not in self._copied:
                 self._copied.add(name)
-                yield Move("offload", value=name)
+                yield ScheduleOp("offload", value=name)
             elif kind == "prefetch" and name in self._away:
                 self._away.discard(name)
-                yield Move("prefetch", value=name)
+                yield ScheduleOp("prefetch", value=name)
             elif kind in ("release", "free") and self._may_go(name):
                 self._away.add(name)
-                yield Move("release", value=name)
+                yield ScheduleOp("release", value=name)
 
     def _may_go(self, name: str) -> bool:
         """Whether a value has a copy, and every activation that it is part of is away."""
@@ -72,11 +72,11 @@ class CutCopies:
         return bool(users) and not any(users)
 
 
-def without_idle_copies(region: Region, order: Order) -> Order:
+def drop_idle_copies(region: Region, order: SegmentSchedule) -> SegmentSchedule:
     """The order without copies of what cannot leave, or is not read behind them, or never gives its bytes back."""
     lives = region.lifetimes.lives(tuple(move for move in order if not move.is_copy))
     #: the end of the life that a target is in, in moves that are no copies
-    kept: list[Move | None] = []
+    kept: list[ScheduleOp | None] = []
     pending: dict[str, list[int]] = {}
     place = 0
     for move in order:

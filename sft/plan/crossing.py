@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sft.plan.build import may_stream
-from sft.plan.problem import Problem
+from sft.plan.build import can_stream
+from sft.plan.problem import PlanningProblem
 from sft.plan.tiling import Tiling
 
-__all__ = ["Crossed", "Crossings", "HeldWhole", "held_whole"]
+__all__ = ["BoundaryMemory", "BoundaryTracker", "UntiledMemory", "untiled_memory"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -25,7 +25,7 @@ _READ_BUFFERS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossed:
+class BoundaryMemory:
     """Of one candidate, for each run of which operators are tiled.
 
     Attributes:
@@ -40,7 +40,7 @@ class Crossed:
 
 
 @dataclass(slots=True)
-class _Run:
+class _TiledRun:
     """The operators of a run that are tiled, and what is streamed of what they read and make.
 
     Attributes:
@@ -65,7 +65,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class _Change:
+class _BoundaryChange:
     """What is otherwise as soon as the operator at a place is tiled.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Change:
     sign: int
 
 
-class Crossings:
+class BoundaryTracker:
     """What crosses, candidate by candidate.
 
     Args:
@@ -89,16 +89,16 @@ class Crossings:
         streams: whether what tiled segments hand to each other passes over the host.
     """
 
-    def __init__(self, problem: Problem, tiling: Tiling, strip_rows: Sequence[int], *, streams: bool) -> None:
+    def __init__(self, problem: PlanningProblem, tiling: Tiling, strip_rows: Sequence[int], *, streams: bool) -> None:
         self._problem, self._tiling, self._strip_rows, self._streams = problem, tiling, strip_rows, streams
-        self._runs = [_Run(phase.streamed) for phase in problem.phases.phases if phase.streamed]
+        self._runs = [_TiledRun(phase.streamed) for phase in problem.phases.phases if phase.streamed]
         self._run_of = {name: number for number, run in enumerate(self._runs) for name in run.names}
         self._made_bytes = np.zeros(len(self._runs))
         self._exchanged_bytes = np.zeros(len(self._runs))
         self._shares = np.zeros((len(self._runs), len(strip_rows)))
         self._changes = sorted(self._listed())
 
-    def _listed(self) -> Iterator[_Change]:
+    def _listed(self) -> Iterator[_BoundaryChange]:
         problem, graph, run_of = self._problem, self._problem.graph, self._run_of
         place = {name: number for number, name in enumerate(problem.operators)}
         results = frozenset(graph.results) - problem.host_outputs
@@ -108,15 +108,15 @@ class Crossings:
                 continue
             last = max(place[user] for user in users)
             has_others = any(run_of.get(user) != run for user in users)
-            is_streamed = self._streams and has_others and may_stream(problem, name) and all(user in run_of for user in users)
+            is_streamed = self._streams and has_others and can_stream(problem, name) and all(user in run_of for user in users)
             if name not in results:
-                yield _Change(place=place[name], value=name, sign=1)
+                yield _BoundaryChange(place=place[name], value=name, sign=1)
                 if is_streamed or not has_others:
-                    yield _Change(place=last, value=name, sign=-1)
+                    yield _BoundaryChange(place=last, value=name, sign=-1)
             if is_streamed:
-                yield _Change(place=last, value=name, sign=0)
+                yield _BoundaryChange(place=last, value=name, sign=0)
 
-    def until(self, places: Sequence[int]) -> Iterator[Crossed]:
+    def until(self, places: Sequence[int]) -> Iterator[BoundaryMemory]:
         """For each of ascending places what crosses where the operators of runs before it are tiled."""
         coming, begun = 0, 0
         starts = np.cumsum([0, *(len(phase.streamed) + len(phase.tail) for phase in self._problem.phases.phases)]).tolist()
@@ -130,13 +130,13 @@ class Crossings:
                 begun += 1
             for number in range(first, begun):
                 self._tile(number, min(place - starts[number], len(self._runs[number].names)))
-            yield Crossed(
+            yield BoundaryMemory(
                 made_bytes=self._made_bytes[:begun].copy(),
                 strip_bytes=self._exchanged_bytes[:begun, None] * self._shares[:begun],
                 link_seconds=sum(map(self._seconds, self._runs[:begun])),
             )
 
-    def _apply(self, change: _Change) -> None:
+    def _apply(self, change: _BoundaryChange) -> None:
         problem, name = self._problem, change.value
         own, num_bytes = self._run_of[name], problem.value_bytes(name)
         if change.sign:
@@ -163,7 +163,7 @@ class Crossings:
         rows, height = np.array(tiling.heights_of(names, self._strip_rows), dtype=np.float64), problem.run_height(names)
         self._shares[number] = np.minimum(1.0, rows / height) * (tiling.batch_tile / problem.num_batch)
 
-    def _seconds(self, run: _Run) -> float:
+    def _seconds(self, run: _TiledRun) -> float:
         """Of the link, in a step: each panel reads in full width; rows that restored strips read once more are left out."""
         if run.seconds is None:
             link, up_bytes = self._problem.link, run.num_panels * run.up_bytes
@@ -174,7 +174,7 @@ class Crossings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeldWhole:
+class UntiledMemory:
     """Of operators that are kept whole.
 
     Attributes:
@@ -187,12 +187,12 @@ class HeldWhole:
     exchanged_bytes: int
 
 
-def held_whole(problem: Problem, places: Sequence[int]) -> list[HeldWhole]:
+def untiled_memory(problem: PlanningProblem, places: Sequence[int]) -> list[UntiledMemory]:
     """For each of ascending places what the operators from there on hold where they are kept whole."""
     order, exchanged = problem.operators, problem.host_outputs
     read: set[str] = set()
     made: set[str] = set()
-    found: list[HeldWhole] = []
+    found: list[UntiledMemory] = []
     end = len(order)
     for place in reversed(places):
         for name in order[place:end]:
@@ -203,7 +203,7 @@ def held_whole(problem: Problem, places: Sequence[int]) -> list[HeldWhole]:
         loaded = (read & exchanged & problem.requires_grad) - made
         held = sum(max(problem.value_bytes(name), problem.grad_bytes(name)) for name in made)
         found.append(
-            HeldWhole(
+            UntiledMemory(
                 source_bytes=sum(map(problem.value_bytes, read & problem.from_source)),
                 exchanged_bytes=held + sum(map(problem.grad_bytes, loaded)),
             )

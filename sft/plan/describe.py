@@ -9,23 +9,23 @@ import numpy as np
 from sft.analysis.footprint import run_footprint
 from sft.analysis.formulas import footprint_formulas, run_formulas
 from sft.backends.calls import kernel_operators
-from sft.plan.carried import Planned
-from sft.plan.clock import timeline_of
-from sft.plan.problem import Problem
+from sft.plan.carried import ProjectedPlan
+from sft.plan.clock import project_timeline
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import plain_programs
-from sft.plan.rates import Rates
+from sft.plan.rates import DeviceRates
 from sft.plan.repetitions import extra_flops, free_budgets, repeated_calls
 from sft.plan.types import Plan, SegmentPlan
-from sft.walk.order import num_forwards_of, plain_order
-from sft.walk.profile import WalkProfiles
+from sft.walk.order import num_forwards_of, default_schedule
+from sft.walk.profile import SweepProfiles
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
 from sft.walk.whole import WholeSegment
 
-__all__ = ["describe"]
+__all__ = ["build_plan"]
 
 
-def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Rates) -> Plan:
+def build_plan(problem: PlanningProblem, planned: ProjectedPlan, *, budget_bytes: int, rates: DeviceRates) -> Plan:
     """Write down a plan; its seconds are estimated by these rates."""
     graph = problem.graph
     return Plan(
@@ -39,12 +39,12 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
         projected_peak_bytes=planned.projection.peak_bytes + planned.projection.overhead_bytes,
         flops=planned.projection.flops,
         plain_flops=sum(program.flops for program in plain_programs(problem)) - extra_flops(problem),
-        timeline=timeline_of(problem, planned.choices, planned.projection, rates),
-        segments=tuple(_segment(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
-        order=_order(planned.region),
+        timeline=project_timeline(problem, planned.choices, planned.projection, rates),
+        segments=tuple(_segment_plan(problem, planned, index, budget_bytes) for index in range(len(planned.choices))),
+        order=_schedule_text(planned.region),
         host_bytes=planned.projection.host_bytes,
         skips_repeats=any(isinstance(segment, TiledSegment) and segment.skips_repeats for segment in planned.region.segments),
-        notes=(*dict.fromkeys(problem.phases.whole_reasons.values()), *_repeats(problem)),
+        notes=(*dict.fromkeys(problem.phases.whole_reasons.values()), *_repeat_lines(problem)),
         repeat_budgets=free_budgets(problem),
         streamed_weights=0 if problem.weights is None else len(problem.weights.num_bytes),
         weights_peak_bytes=planned.projection.weights_peak_bytes,
@@ -52,20 +52,20 @@ def describe(problem: Problem, planned: Planned, *, budget_bytes: int, rates: Ra
     )
 
 
-def _repeats(problem: Problem) -> tuple[str, ...]:
+def _repeat_lines(problem: PlanningProblem) -> tuple[str, ...]:
     """The schedules of repeated blocks, a line each."""
     calls = repeated_calls(problem)
     return tuple(f"{problem.graph[name].label}: {call.plan.explain()}" for name, call in calls.items()) if problem.training else ()
 
 
-def _order(region: Region) -> tuple[str, ...]:
+def _schedule_text(region: Region) -> tuple[str, ...]:
     """The moves as text, none where they are the plain ones; what is light needs not be kept."""
-    found, plain = region.moves, plain_order(len(region.segments))
+    found, plain = region.moves, default_schedule(len(region.segments))
     light = [replace(move, keep=True) if move.kind == "forward" and not region.segments[move.segment].saves else move for move in found]
     return () if tuple(light) == plain else tuple(map(str, found))
 
 
-def _segment(problem: Problem, planned: Planned, index: int, budget_bytes: int) -> SegmentPlan:
+def _segment_plan(problem: PlanningProblem, planned: ProjectedPlan, index: int, budget_bytes: int) -> SegmentPlan:
     graph, phases = problem.graph, problem.phases
     choice, segment, makes = planned.choices[index], planned.region.segments[index], planned.region.makes[index]
     assert isinstance(segment, (TiledSegment, WholeSegment))
@@ -124,7 +124,7 @@ def _placement(segment: TiledSegment | WholeSegment, makes: tuple[str, ...]) -> 
     return "host" if segment.to_host.issuperset(makes) else "device and host"
 
 
-def _state_bytes(problem: Problem, segment: TiledSegment) -> int:
+def _state_bytes(problem: PlanningProblem, segment: TiledSegment) -> int:
     """Bytes of the rows that the kept states hold at once, each row once."""
     schedule = segment.schedule
     if not schedule.num_steps:
@@ -143,11 +143,11 @@ def _state_bytes(problem: Problem, segment: TiledSegment) -> int:
     return total
 
 
-def _working_and_flops(problem: Problem, segment: TiledSegment | WholeSegment, num_forwards: int) -> tuple[int, int]:
+def _working_and_flops(problem: PlanningProblem, segment: TiledSegment | WholeSegment, num_forwards: int) -> tuple[int, int]:
     if isinstance(segment, WholeSegment):
         programs = [p for p in segment.programs(problem.training) if p is not None]
         return max(p.peak_bytes for p in programs), sum(p.flops for p in (*programs, *programs[:1] * (num_forwards - 1)))
     differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
-    profiles = WalkProfiles(segment, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
+    profiles = SweepProfiles(segment, keep=problem.training, differentiate=differentiate, on_host=problem.on_host)
     forward = sum(profiles[walk].forward_flops for walk in segment.walks)
     return segment.working_bytes, num_forwards * forward + sum(profiles[walk].backward_flops for walk in segment.walks)

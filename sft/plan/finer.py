@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from sft.plan.problem import Problem
-from sft.plan.rates import Rates
+from sft.plan.problem import PlanningProblem
+from sft.plan.rates import DeviceRates
 from sft.plan.stages import StagedModel
 from sft.plan.types import SegmentChoice
 
-__all__ = ["in_stages"]
+__all__ = ["split_into_stages"]
 
 
-def in_stages(problem: Problem, choices: Sequence[SegmentChoice]) -> tuple[SegmentChoice, ...]:
+def split_into_stages(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[SegmentChoice, ...]:
     """The same decisions, with whole segments cut into stages; those that are stages already stay as they are."""
-    return tuple(part for choice in choices for part in (_parts(problem, choice) if choice.mode == "whole" else (choice,)))
+    return tuple(part for choice in choices for part in (_stage_groups(problem, choice) if choice.mode == "whole" else (choice,)))
 
 
-def _parts(problem: Problem, choice: SegmentChoice) -> Iterator[SegmentChoice]:
-    staged = problem.remembered("stages of whole segments", lambda: StagedModel(problem, Rates("cpu")))  # the rates do not matter here
+def _stage_groups(problem: PlanningProblem, choice: SegmentChoice) -> Iterator[SegmentChoice]:
+    staged = problem.remembered(
+        "stages of whole segments", lambda: StagedModel(problem, DeviceRates("cpu"))
+    )  # the rates do not matter here
     behind = (group for pair in zip(staged.stages, staged.asides, strict=True) for group in pair)
     inside = set(choice.nodes)
     for group in (problem.phases.prologue, *behind):

@@ -11,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sft.lower.program import Port, Program
-from sft.walk.copies import Copy
-from sft.walk.machine import Handle, Phantom, PhantomMachine, Saved
-from sft.walk.order import Move
-from sft.walk.profile import Runs
-from sft.walk.weights import Taking
+from sft.walk.copies import OffloadedValue
+from sft.walk.machine import Buffer, SimulatedBuffer, SimulatedMachine, Residuals
+from sft.walk.order import ScheduleOp
+from sft.walk.profile import ProgramRuns
+from sft.walk.weights import GradientTransfer
 
-__all__ = ["Lap", "LapMachine"]
+__all__ = ["ScheduleOpRecord", "TracingMachine"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lap:
+class ScheduleOpRecord:
     """One move of a step.
 
     Attributes:
@@ -37,12 +37,12 @@ class Lap:
         down_bytes: of their gradients and updates what leaves it.
     """
 
-    move: Move
+    move: ScheduleOp
     begin_bytes: int
     peak_bytes: int
     end_bytes: int
     flops: int
-    runs: Runs = field(compare=False, repr=False)
+    runs: ProgramRuns = field(compare=False, repr=False)
     copied_bytes: int = 0
     waits_for: tuple[str, ...] = ()
     up_bytes: int = 0
@@ -50,7 +50,7 @@ class Lap:
 
 
 @dataclass(slots=True)
-class LapMachine(PhantomMachine):
+class TracingMachine(SimulatedMachine):
     """A machine of byte counts that takes down laps.
 
     Attributes:
@@ -59,20 +59,20 @@ class LapMachine(PhantomMachine):
         weights_peak_bytes: most bytes of streamed weights at once.
     """
 
-    laps: list[Lap] = field(default_factory=list)
+    laps: list[ScheduleOpRecord] = field(default_factory=list)
     peak_bytes: int = 0
     weights_peak_bytes: int = 0
     _weights_bytes: int = 0
     _up_bytes: int = 0
     _down_bytes: int = 0
-    _move: Move | None = None
+    _move: ScheduleOp | None = None
     _begin_bytes: int = 0
     _begin_flops: int = 0
     _runs: dict[int, tuple[Program, int]] = field(default_factory=dict)
     _copied_bytes: int = 0
     _waits_for: list[str] = field(default_factory=list)
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: ScheduleOp) -> None:
         self.end()
         self._move, self._begin_bytes, self._begin_flops = move, self.meter.now_bytes, self.meter.flops
 
@@ -81,7 +81,7 @@ class LapMachine(PhantomMachine):
         meter = self.meter
         self.peak_bytes = max(self.peak_bytes, meter.peak_bytes)
         if self._move is not None:
-            lap = Lap(
+            lap = ScheduleOpRecord(
                 move=self._move,
                 begin_bytes=self._begin_bytes,
                 peak_bytes=meter.peak_bytes,
@@ -99,39 +99,41 @@ class LapMachine(PhantomMachine):
         self._runs, self._copied_bytes, self._waits_for = {}, 0, []
         self._up_bytes = self._down_bytes = 0
 
-    def note(self, runs: Runs) -> None:
+    def note(self, runs: ProgramRuns) -> None:
         """Take down programs that ran, as often as they did."""
         for program, count in runs:
             self._runs[id(program)] = (program, count + self._runs.get(id(program), (program, 0))[1])
 
-    def run(self, program: Program, bindings: Any, saved: Saved | None = None) -> tuple[dict[Port, Handle], Saved]:
+    def run(self, program: Program, bindings: Any, saved: Residuals | None = None) -> tuple[dict[Port, Buffer], Residuals]:
         self.note(((program, 1),))
-        return PhantomMachine.run(self, program, bindings, saved)
+        return SimulatedMachine.run(self, program, bindings, saved)
 
-    def offload(self, target: str, handles: Sequence[Handle]) -> Copy:
-        copy = PhantomMachine.offload(self, target, handles)
+    def offload(self, target: str, handles: Sequence[Buffer]) -> OffloadedValue:
+        copy = SimulatedMachine.offload(self, target, handles)
         self._copied_bytes += copy.num_bytes
         return copy
 
-    def prefetch(self, copy: Copy) -> None:
+    def prefetch(self, copy: OffloadedValue) -> None:
         self._copied_bytes += copy.num_bytes
-        PhantomMachine.prefetch(self, copy)
+        SimulatedMachine.prefetch(self, copy)
 
-    def settle(self, copy: Copy) -> None:
+    def settle(self, copy: OffloadedValue) -> None:
         self._waits_for.append(copy.target)
-        PhantomMachine.settle(self, copy)
+        SimulatedMachine.settle(self, copy)
 
-    def load_weight(self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: Any, handle: Phantom | None, *, ahead: bool) -> Phantom:
+    def load_weight(
+        self, name: str, num_bytes: int, shape: tuple[int, ...], dtype: Any, handle: SimulatedBuffer | None, *, ahead: bool
+    ) -> SimulatedBuffer:
         self._up_bytes += num_bytes
         self._weights_bytes += num_bytes
         self.weights_peak_bytes = max(self.weights_peak_bytes, self._weights_bytes)
-        return PhantomMachine.load_weight(self, name, num_bytes, shape, dtype, handle, ahead=ahead)
+        return SimulatedMachine.load_weight(self, name, num_bytes, shape, dtype, handle, ahead=ahead)
 
-    def release_weight(self, name: str, handle: Phantom) -> None:
+    def release_weight(self, name: str, handle: SimulatedBuffer) -> None:
         self._weights_bytes -= handle.num_bytes
-        PhantomMachine.release_weight(self, name, handle)
+        SimulatedMachine.release_weight(self, name, handle)
 
-    def take_gradient(self, name: str, gradient: Handle, weight: Handle, taking: Taking) -> None:
+    def take_gradient(self, name: str, gradient: Buffer, weight: Buffer, taking: GradientTransfer) -> None:
         self._up_bytes += taking.up_bytes
         self._down_bytes += taking.down_bytes
-        PhantomMachine.take_gradient(self, name, gradient, weight, taking)
+        SimulatedMachine.take_gradient(self, name, gradient, weight, taking)

@@ -7,12 +7,12 @@ from collections.abc import Hashable
 
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Ref, map_refs
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 
-__all__ = ["run_likeness"]
+__all__ = ["structural_run_key"]
 
 
-def run_likeness(problem: Problem, names: tuple[str, ...], *, any_size: bool) -> Hashable:
+def structural_run_key(problem: PlanningProblem, names: tuple[str, ...], *, any_size: bool) -> Hashable:
     """What two runs of a problem have in common whose strips differ in nothing but names.
 
     Args:
@@ -20,13 +20,13 @@ def run_likeness(problem: Problem, names: tuple[str, ...], *, any_size: bool) ->
         names: the run's operators, in order.
         any_size: whether images may differ in their extents along the axes that are tiled, too.
     """
-    general, values = problem.shared_by_sizes(("likeness of a run", names), lambda: _likeness(problem, names), weight=len(names))
+    general, values = problem.shared_by_sizes(("likeness of a run", names), lambda: _structural_key(problem, names), weight=len(names))
     if any_size:
         return general
     return problem.remembered(("likeness of a run", names), lambda: (general, tuple(problem.shapes[name] for name in values)))
 
 
-def _likeness(problem: Problem, names: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
+def _structural_key(problem: PlanningProblem, names: tuple[str, ...]) -> tuple[bytes, tuple[str, ...]]:
     """That for images of any size, and the run's values, those that it reads from outside included."""
     graph, phases, axes = problem.graph, problem.phases, problem.graph.axes
     inputs, outputs, handed_on = frozenset(graph.inputs), frozenset(graph.results), frozenset(graph.handed_on(names))

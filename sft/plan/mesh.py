@@ -9,7 +9,7 @@ from sft.units import format_bytes
 __all__ = ["MeshPlan", "RankPlan"]
 
 #: Bands that are listed one by one.
-_SHOWN = 4
+_MAX_SHOWN_RANKS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,10 +106,10 @@ class MeshPlan:
             "  band          rows of the image   projected peak   share of FLOPs      sent: rows   global values      parameters"
             "   beside strips",
         ]
-        shown = {*range(_SHOWN), self.num_bands - 1}
+        shown = {*range(_MAX_SHOWN_RANKS), self.num_bands - 1}
         for band, rank in enumerate(self.ranks):
             if band not in shown:
-                if band == _SHOWN:
+                if band == _MAX_SHOWN_RANKS:
                     peaks = [other.projected_peak_bytes for other in self.ranks[band:-1]]
                     lines.append(f"   ... {len(peaks)} more, projected peaks {format_bytes(min(peaks))} to {format_bytes(max(peaks))}")
                 continue

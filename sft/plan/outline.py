@@ -20,25 +20,25 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from sft.lower.context import Scope
-from sft.lower.emitter import Emitter
+from sft.lower.context import SegmentInfo
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Port, Slot
-from sft.plan.rates import Rates, num_calls
+from sft.plan.rates import DeviceRates, num_calls
 
-__all__ = ["Extents", "StripOutline"]
+__all__ = ["ExtentsByAxis", "StripMemoryModel"]
 
 #: For each axis along which strips of the same program may differ (columns; rows, where a strip is all of an image): how many a strip has
 #: of each streamed value, sources first, then operators, in their order. Of names nothing depends, so that equal runs share an outline.
-Extents = Mapping[int, Sequence[int]]
+ExtentsByAxis = Mapping[int, Sequence[int]]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 #: A storage's columns are those of a value if they differ by less than so many, and by no more than there are.
-_MOST_BORDER = 128
+_MAX_BORDER = 128
 
 
-class StripOutline:
+class StripMemoryModel:
     """The storages of one strip.
 
     Args:
@@ -49,9 +49,11 @@ class StripOutline:
         cuts: places.
     """
 
-    def __init__(self, emitter: Emitter, scope: Scope, extents: Extents, place: Mapping[str, int], cuts: Iterable[int]) -> None:
+    def __init__(
+        self, emitter: ProgramBuilder, scope: SegmentInfo, extents: ExtentsByAxis, place: Mapping[str, int], cuts: Iterable[int]
+    ) -> None:
         self._cuts = np.array(list(cuts), dtype=np.int64)
-        self._sizes = _Sizes(scope, extents, emitter)
+        self._sizes = _StorageSizes(scope, extents, emitter)
         used = emitter.pruned_slots()
         first = _first_places(emitter, used, place)
         self._owners = np.array([place[i.owner] for i in emitter.instructions], dtype=np.int64)
@@ -62,7 +64,7 @@ class StripOutline:
         self._ports = [(port, self._sizes.add(slot, port.name)) for port, slot in emitter.ports.items()]
         self._sizes.finish()
 
-    def _list_changes(self, emitter: Emitter, used: Sequence[Sequence[Slot]], first: Sequence[int]) -> None:
+    def _list_changes(self, emitter: ProgramBuilder, used: Sequence[Sequence[Slot]], first: Sequence[int]) -> None:
         """Which storage comes or goes at which instruction, from which place on."""
         makers: list[int] = []
         uses: dict[int, list[tuple[int, int]]] = {}
@@ -107,7 +109,7 @@ class StripOutline:
         self._cells = np.searchsorted(self._ends, starts, side="right") * self._num_times + times
         self._storages, self._signs = storages, signs.astype(np.float64)
 
-    def peaks(self, extents: Extents) -> Floats:
+    def peaks(self, extents: ExtentsByAxis) -> Floats:
         """Most bytes alive at once of the operators before each cut, if they were a program of their own.
 
         The value of the last operator before a cut crosses it: it is nobody's carried row there.
@@ -126,7 +128,7 @@ class StripOutline:
         found: Floats = alive.max(axis=1)[np.searchsorted(self._ends, self._cuts + 1)]
         return found
 
-    def overheads(self, extents: Extents, rates: Rates) -> Floats:
+    def overheads(self, extents: ExtentsByAxis, rates: DeviceRates) -> Floats:
         """What the instructions of the operators before each cut cost besides FLOPs; arguments as of :meth:`peaks`."""
         sizes = self._sizes.at(extents)[: len(self._makers)]
         num_bytes: Floats = np.bincount(self._makers, weights=sizes, minlength=len(self._owners)).astype(np.float64)
@@ -135,16 +137,16 @@ class StripOutline:
         found: Floats = total[np.minimum(self._cuts, len(total) - 1)]
         return found
 
-    def ports(self, extents: Extents) -> list[tuple[Port, float]]:
+    def ports(self, extents: ExtentsByAxis) -> list[tuple[Port, float]]:
         """The tensors that are not the strip's own, with their bytes; arguments as of :meth:`peaks`."""
         sizes = self._sizes.at(extents)
         return [(port, float(sizes[number])) for port, number in self._ports]
 
 
-class _Sizes:
+class _StorageSizes:
     """Bytes of storages as functions of the columns (and rows) of values."""
 
-    def __init__(self, scope: Scope, extents: Extents, emitter: Emitter) -> None:
+    def __init__(self, scope: SegmentInfo, extents: ExtentsByAxis, emitter: ProgramBuilder) -> None:
         self._graph, self._axes = scope.graph, scope.axes
         self._names = tuple(name for name in (*scope.sources, *scope.names) if name in scope.streamed)
         self._index = {name: number for number, name in enumerate(self._names)}
@@ -154,7 +156,7 @@ class _Sizes:
         self._base: Floats = np.zeros(0)
         self._laws: list[tuple[Ints, Ints]] = []
 
-    def _listed(self, extents: Extents) -> list[tuple[int, Ints]]:
+    def _listed(self, extents: ExtentsByAxis) -> list[tuple[int, Ints]]:
         """For each axis the extents of all values; behind them 1, for what does not depend on them."""
         return [(axis, np.array([*known, 1], dtype=np.int64)) for axis, known in extents.items()]
 
@@ -170,7 +172,7 @@ class _Sizes:
                 candidates = [self._index[name] for name in self._near(owner) if name in self._index]
                 nearest = min(candidates, key=lambda number: abs(dims[dim] - int(extents[number])), default=None)
                 border = 0 if nearest is None else dims[dim] - int(extents[nearest])
-                if nearest is not None and abs(border) < min(_MOST_BORDER, dims[dim] + 1):
+                if nearest is not None and abs(border) < min(_MAX_BORDER, dims[dim] + 1):
                     law = (nearest, border)
                     dims[dim] = 1
             laws.append(law)
@@ -191,7 +193,7 @@ class _Sizes:
             self._laws.append((laws[:, 0], laws[:, 1]))
         self._rows.clear()
 
-    def at(self, extents: Extents) -> Floats:
+    def at(self, extents: ExtentsByAxis) -> Floats:
         """Bytes of all storages."""
         found = self._base
         for (_, known), (index, offset) in zip(self._listed(extents), self._laws, strict=True):
@@ -199,7 +201,7 @@ class _Sizes:
         return found
 
 
-def _first_places(emitter: Emitter, used: Sequence[Sequence[Slot]], place: Mapping[str, int]) -> list[int]:
+def _first_places(emitter: ProgramBuilder, used: Sequence[Sequence[Slot]], place: Mapping[str, int]) -> list[int]:
     """For each instruction the first place at which it runs: one behind that of its operator at least."""
     # A result's rows are there from the place behind its reader on, a gradient of a parameter at once.
     needed = {slot.root: 0 for slot in emitter.ports.values()}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from sft.errors import InputError
 from sft.plan.chain.plot import new_figure
-from sft.plan.timeline import Kind
+from sft.plan.timeline import TimelineKind
 from sft.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ __all__ = ["plan_figure"]
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 _COLOURS = {"tiled": "tab:blue", "whole": "tab:orange", "link": "tab:green"}
 #: How strongly a segment's colour is drawn, and the pattern over it.
-_LOOKS: dict[Kind, tuple[float, str]] = {
+_STYLES: dict[TimelineKind, tuple[float, str]] = {
     "forward": (0.45, ""),
     "recompute": (0.45, "////"),
     "backward": (1.0, ""),
@@ -34,8 +34,8 @@ _LOOKS: dict[Kind, tuple[float, str]] = {
     "prefetch": (1.0, ""),
 }
 #: The rows below the segments, of copies to the host and back.
-_LANES: dict[Kind, int] = {"offload": -1, "prefetch": -2}
-_MOST_TICKS = 10
+_LANES: dict[TimelineKind, int] = {"offload": -1, "prefetch": -2}
+_MAX_TICKS = 10
 _RESIDENT, _HELD = "0.75", "tab:green"
 
 
@@ -91,7 +91,7 @@ def _draw_memory(axes: Axes, plan: Plan) -> None:
 
 def _draw_moves(axes: Axes, plan: Plan) -> None:
     timeline = plan.timeline
-    drawn: dict[tuple[str, Kind], list[tuple[int, float, float]]] = {}
+    drawn: dict[tuple[str, TimelineKind], list[tuple[int, float, float]]] = {}
     lanes = _LANES if any(entry.copied_bytes for entry in timeline.entries) else {}
     for entry, kind, (start, stop) in zip(timeline.entries, timeline.kinds, timeline.spans, strict=True):
         if kind in lanes:
@@ -101,7 +101,7 @@ def _draw_moves(axes: Axes, plan: Plan) -> None:
         elif entry.segment is not None and stop > start:
             drawn.setdefault((plan.segments[entry.segment].mode, kind), []).append((entry.segment, start, stop))
     for (mode, kind), bars in drawn.items():
-        alpha, hatch = _LOOKS[kind]
+        alpha, hatch = _STYLES[kind]
         numbers, starts, stops = zip(*bars, strict=True)
         axes.barh(
             numbers,
@@ -116,6 +116,6 @@ def _draw_moves(axes: Axes, plan: Plan) -> None:
             label=f"{mode}, {kind}",
         )
     axes.set_ylim(-0.6 - len(lanes), len(plan.segments) - 0.4)
-    axes.set_yticks(range(0, len(plan.segments), -(-len(plan.segments) // _MOST_TICKS)))
+    axes.set_yticks(range(0, len(plan.segments), -(-len(plan.segments) // _MAX_TICKS)))
     axes.set_ylabel("segment")
     axes.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))

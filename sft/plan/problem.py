@@ -14,18 +14,18 @@ import sympy as sp
 import torch
 
 from sft.analysis.axes import COLUMNS, ROWS
-from sft.analysis.graph import Graph, Node, SizeNumber, refs_in
-from sft.analysis.masks import SEED
-from sft.analysis.phases import Phases, find_phases
+from sft.analysis.graph import Graph, Node, SymbolicNumber, refs_in
+from sft.analysis.masks import SEED_NAME
+from sft.analysis.phases import PhasedGraph, find_phases
 from sft.analysis.schedule import row_rates, source_rates, total_stride
 from sft.errors import InputError, UnsupportedError
 from sft.lower.backend import Backend
 from sft.lower.context import grad_dtype_of
-from sft.plan.chain.link import Link
-from sft.plan.shared import Shared
+from sft.plan.chain.link import HostLink
+from sft.plan.shared import WeightedLRU
 from sft.walk.weights import StreamedWeights
 
-__all__ = ["Problem", "at_size", "with_numbers"]
+__all__ = ["PlanningProblem", "specialize_phases", "specialize_graph"]
 
 #: Rows of the table whose operators slide a weight over an image.
 _CONVOLUTIONS = ("convolution", "transposed_convolution")
@@ -34,14 +34,14 @@ MadeT = TypeVar("MadeT")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Problem:
+class PlanningProblem:
     """A model at one input size.
 
     Attributes:
         phases: the sorted graph at that size.
         requires_grad: values that need a gradient; empty for inference.
         channels_last: model inputs and outputs that are laid out channels last.
-        weights_in_layout: parameters that lie in memory as programs lay what they make (:func:`sft.analysis.capture.is_in_layout`).
+        weights_in_layout: parameters that lie in memory as programs lay what they make (:func:`sft.analysis.capture.is_in_program_layout`).
         resident_bytes: parameters, their gradients, buffers and optimizer state.
         overhead_bytes: what the device is known to take besides all tensors: an allocator's rounding, libraries' workspaces.
         from_source: model inputs that are read strip by strip, and never resident.
@@ -59,7 +59,7 @@ class Problem:
         shared: what has been derived that holds at other sizes, too; the same for all problems of a capture.
     """
 
-    phases: Phases
+    phases: PhasedGraph
     requires_grad: frozenset[str]
     channels_last: frozenset[str]
     resident_bytes: int
@@ -70,20 +70,20 @@ class Problem:
     splits_batch: bool = True
     on_host: bool = True
     host_budget_bytes: int | None = None
-    link: Link = field(default_factory=Link)
+    link: HostLink = field(default_factory=HostLink)
     backend: Backend | None = None
     skips_repeats: bool = False
     deterministic: bool = False
     weights: StreamedWeights | None = None
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
-    shared: Shared = field(default_factory=Shared, repr=False)
+    shared: WeightedLRU = field(default_factory=WeightedLRU, repr=False)
 
     @property
     def occupied_bytes(self) -> int:
         """Bytes of the budget that no decision can use."""
         return self.resident_bytes + self.overhead_bytes
 
-    def with_overhead(self, num_bytes: int) -> Problem:
+    def with_overhead(self, num_bytes: int) -> PlanningProblem:
         """The same problem where the device takes so much besides; nothing that has been derived depends on that, so it is shared."""
         other = replace(self, overhead_bytes=num_bytes)
         object.__setattr__(other, "memo", self.memo)
@@ -115,13 +115,13 @@ class Problem:
                 shape = axes.with_extent(axes.with_extent(self.shapes[node.name], ROWS, 0), COLUMNS, 0)
             nodes.update(repr((node.name, node.target, node.arguments, node.dtype, shape)).encode())
         weights = None if self.weights is None else frozenset(self.weights.num_bytes)
-        laid_out = (self.channels_last, self.weights_in_layout, self.leaves_layouts)
+        laid_out = (self.channels_last, self.weights_in_layout, self.keeps_torch_layouts)
         facts = (self.requires_grad, *laid_out, self.from_source, self.outputs_on_host, self.on_host, self.deterministic)
         # A method is the same where its object is.
         return (nodes.digest(), *facts, weights, None if self.backend is None else self.backend.rewrite)
 
     @cached_property
-    def leaves_layouts(self) -> bool:
+    def keeps_torch_layouts(self) -> bool:
         """Whether segments that run whole leave layouts to torch, instead of making images channels last.
 
         Kernels like channels last best, but of each weight of a convolution that lies in order torch then makes two copies a step on
@@ -185,7 +185,7 @@ class Problem:
         if self.num_batch == 1:
             return frozenset()
         found = set()
-        depends = self.graph.descendants({*self.graph.inputs, SEED})
+        depends = self.graph.descendants({*self.graph.inputs, SEED_NAME})
         for node in (*(self.graph[name] for name in self.graph.inputs), *self.graph.operators):
             if node.name in self.phases.streamed or node.name not in depends or self.shapes[node.name][:1] != (self.num_batch,):
                 continue
@@ -207,7 +207,7 @@ class Problem:
         """
         nodes = [self.graph[name] for name in self.phases.streamed]
         weights = {name for node in nodes for key in ("weight", "bias") for name in refs_in(node.argument(key))}
-        matrices = {name for node in nodes if node.target == "sft.mixed" for name in refs_in(node.argument("matrix"))}
+        matrices = {name for node in nodes if node.target == "sft.mix_channels" for name in refs_in(node.argument("matrix"))}
         many = {name for name in matrices if self.shapes[name][0] == self.num_batch > 1}
         return not self.per_sample.isdisjoint(weights) or not many <= self.per_sample
 
@@ -316,7 +316,7 @@ class Problem:
         return stride if stride <= max(longest, 64) else total_stride({name: rate.limit_denominator(4) for name, rate in rates.items()})
 
 
-def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> Phases:
+def specialize_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int], given: Mapping[str, tuple[int, ...]]) -> PhasedGraph:
     """The sorted graph at one size, shapes and arguments as numbers.
 
     Args:
@@ -328,50 +328,51 @@ def at_size(phases: Phases, symbols: Mapping[sp.Symbol, int], given: Mapping[str
         InputError: an operator's output would be empty, or operands differ in size.
         UnsupportedError: an operand broadcasts along the image, or a size depends on values.
     """
-    phases = _resorted(phases, symbols)
+    phases = _resort_phases(phases, symbols)
     shapes: dict[str, tuple[int, ...]] = dict(given)
     nodes: list[Node] = []
     for node in phases.graph.nodes:
-        numbers = _numbers(node.arguments, symbols, node)
+        numbers = _evaluate_argument(node.arguments, symbols, node)
         if numbers is not node.arguments:
             node = replace(node, arguments=numbers)
         operands = [name for name in node.operands if name in phases.streamed]
         if node.name not in shapes:
             if node.name in phases.streamed and operands and phases.rows[node.name].role == "stream":
-                node, shapes[node.name] = _streamed_at_size(phases, node, symbols, [shapes[name] for name in operands])
+                node, shapes[node.name] = _specialize_streamed(phases, node, symbols, [shapes[name] for name in operands])
             else:
                 if operands and phases.rows[node.name].role == "reduce":
                     node = phases.rows[node.name].resolved(node, phases.graph.axes.of(shapes[operands[0]]))
-                shapes[node.name] = tuple(_number(extent, symbols, node) for extent in node.shape)
+                shapes[node.name] = tuple(_evaluate_extent(extent, symbols, node) for extent in node.shape)
         nodes.append(node.of_shape(shapes[node.name]))
     last = phases.graph[phases.graph.outputs[0]]
-    beside = tuple((place, _numbers(value, symbols, last)) for place, value in phases.graph.beside)
+    beside = tuple((place, _evaluate_argument(value, symbols, last)) for place, value in phases.graph.beside)
     return replace(phases, graph=replace(phases.graph, nodes=tuple(nodes), beside=beside))
 
 
-def with_numbers(graph: Graph, symbols: Mapping[sp.Symbol, int]) -> Graph:
+def specialize_graph(graph: Graph, symbols: Mapping[sp.Symbol, int]) -> Graph:
     """A graph at one size.
 
     Raises:
         UnsupportedError: a size depends on values.
     """
     nodes = (
-        replace(node, shape=_numbers(node.shape, symbols, node), arguments=_numbers(node.arguments, symbols, node)) for node in graph.nodes
+        replace(node, shape=_evaluate_argument(node.shape, symbols, node), arguments=_evaluate_argument(node.arguments, symbols, node))
+        for node in graph.nodes
     )
     return replace(graph, nodes=tuple(nodes))
 
 
-def _resorted(phases: Phases, symbols: Mapping[sp.Symbol, int]) -> Phases:
+def _resort_phases(phases: PhasedGraph, symbols: Mapping[sp.Symbol, int]) -> PhasedGraph:
     """The graph sorted anew where an operator that streams at other sizes does not stream at this one."""
     sized = [name for name, row in phases.rows.items() if row.is_sized]
     if not sized:
         return phases
-    graph = with_numbers(phases.graph, symbols)
+    graph = specialize_graph(phases.graph, symbols)
     return find_phases(graph) if any(phases.rows[name].problems(graph[name], graph, phases.streamed) for name in sized) else phases
 
 
-def _streamed_at_size(
-    phases: Phases, node: Node, symbols: Mapping[sp.Symbol, int], operands: Sequence[tuple[int, ...]]
+def _specialize_streamed(
+    phases: PhasedGraph, node: Node, symbols: Mapping[sp.Symbol, int], operands: Sequence[tuple[int, ...]]
 ) -> tuple[Node, tuple[int, ...]]:
     """A node whose rows stream, with what its row of the table wants to know of its operands, and its shape."""
     axes, row = phases.graph.axes, phases.rows[node.name]
@@ -387,11 +388,11 @@ def _streamed_at_size(
         size, found = "x".join(map(str, operands[0])), " x ".join(map(str, extents))
         raise InputError(f"{node.label}: an input of {size} leaves no output (it would be {found}); give a larger image")
     # The exporter may know channels only as an expression of the image's size: those of a pixel_unshuffle.
-    channels = (_number(extent, symbols, node) for extent in node.shape[1 : len(node.shape) - axes.count])
+    channels = (_evaluate_extent(extent, symbols, node) for extent in node.shape[1 : len(node.shape) - axes.count])
     return node, (operands[0][0], *channels, *extents)
 
 
-def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
+def _evaluate_extent(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
     if type(extent) is int:
         return extent
     value = sp.sympify(sp.sympify(extent).xreplace(dict(symbols)))  # a symbol alone is replaced by a plain number
@@ -403,13 +404,13 @@ def _number(extent: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> int:
     return int(value)
 
 
-def _numbers(value: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> Any:
+def _evaluate_argument(value: Any, symbols: Mapping[sp.Symbol, int], node: Node) -> Any:
     """An argument with the sizes in it as numbers; itself where there are none."""
-    if isinstance(value, SizeNumber):
-        return value.at(lambda size: _number(size, symbols, node))
+    if isinstance(value, SymbolicNumber):
+        return value.at(lambda size: _evaluate_extent(size, symbols, node))
     if isinstance(value, sp.Basic):
-        return _number(value, symbols, node)
+        return _evaluate_extent(value, symbols, node)
     if not isinstance(value, (tuple, list)):
         return value
-    found = [_numbers(item, symbols, node) for item in value]
+    found = [_evaluate_argument(item, symbols, node) for item in value]
     return value if all(map(operator.is_, found, value)) else type(value)(found)

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from sft.lower.context import Scope
+from sft.lower.context import SegmentInfo
 from sft.lower.program import Program
 from sft.plan.build import build_region
-from sft.plan.laps import Lap, LapMachine
-from sft.plan.problem import Problem
+from sft.plan.laps import ScheduleOpRecord, TracingMachine
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
-from sft.walk.machine import Machine, Phantom, PhantomMachine
-from sft.walk.profile import WalkProfiles
+from sft.walk.machine import Machine, SimulatedBuffer, SimulatedMachine
+from sft.walk.profile import SweepProfiles
 from sft.walk.region import Region
 from sft.walk.segments import TiledSegment
-from sft.walk.values import Gradients, Values
+from sft.walk.values import Gradients, ValueBindings
 from sft.walk.whole import WholeSegment
 
-__all__ = ["Projection", "plain_programs", "project", "run_step"]
+__all__ = ["Projection", "plain_programs", "project_step", "run_step"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +41,15 @@ class Projection:
 
     peak_bytes: int
     flops: int
-    laps: tuple[Lap, ...] = field(repr=False)
+    laps: tuple[ScheduleOpRecord, ...] = field(repr=False)
     host_bytes: int = 0
     slab_bytes: int = 0
     weights_peak_bytes: int = 0
     overhead_bytes: int = 0
 
 
-def project(
-    problem: Problem, region: Region, *, exactly: bool = False, machine: LapMachine | None = None, retains: bool = False
+def project_step(
+    problem: PlanningProblem, region: Region, *, exactly: bool = False, machine: TracingMachine | None = None, retains: bool = False
 ) -> Projection:
     """Run a step of byte counts: inputs arrive, outputs and their gradients exist, gradients of inputs and parameters come out.
 
@@ -63,9 +63,9 @@ def project(
         retains: whether what the forward pass kept outlasts the backward pass (``retain_graph=True``).
     """
     if not exactly:
-        segments = [_Projected(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
+        segments = [_AnalyticSegment(s, problem) if isinstance(s, TiledSegment) else s for s in region.segments]
         region = replace(region, segments=segments)
-    machine = machine or LapMachine(on_host=problem.on_host)
+    machine = machine or TracingMachine(on_host=problem.on_host)
     run_step(problem, region, machine, retains=retains)
     return Projection(
         peak_bytes=machine.peak_bytes,
@@ -77,12 +77,12 @@ def project(
     )
 
 
-def run_step(problem: Problem, region: Region, machine: PhantomMachine, *, retains: bool = False) -> None:
-    """Take a step on a machine of byte counts, forward and, in training, back; ``retains`` as of :func:`project`."""
+def run_step(problem: PlanningProblem, region: Region, machine: SimulatedMachine, *, retains: bool = False) -> None:
+    """Take a step on a machine of byte counts, forward and, in training, back; ``retains`` as of :func:`project_step`."""
     meter = machine.meter
     inputs = set(problem.resident_inputs)
     given = {
-        node.name: Phantom(meter, problem.value_bytes(node.name) if node.name in inputs else 0)
+        node.name: SimulatedBuffer(meter, problem.value_bytes(node.name) if node.name in inputs else 0)
         for node in problem.graph.nodes
         if node.kind != "operator"
     }
@@ -105,12 +105,12 @@ def run_step(problem: Problem, region: Region, machine: PhantomMachine, *, retai
     del outputs, given
 
 
-def plain_programs(problem: Problem) -> tuple[Program, ...]:
+def plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
     """The model as plain PyTorch runs it: the forward program and, in training, the backward program."""
     return problem.remembered("plain programs", lambda: _plain_programs(problem))
 
 
-def _plain_programs(problem: Problem) -> tuple[Program, ...]:
+def _plain_programs(problem: PlanningProblem) -> tuple[Program, ...]:
     if not problem.operators:
         return ()
     (segment,) = build_region(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),)).segments
@@ -118,22 +118,22 @@ def _plain_programs(problem: Problem) -> tuple[Program, ...]:
     return tuple(program for program in segment.programs(problem.training) if program is not None)
 
 
-class _Projected:
+class _AnalyticSegment:
     """A tiled segment that is only added up."""
 
     accumulates = True
     saves = True
 
-    def __init__(self, segment: TiledSegment, problem: Problem) -> None:
+    def __init__(self, segment: TiledSegment, problem: PlanningProblem) -> None:
         self.segment = segment
         differentiate = problem.training and any(name in problem.requires_grad for name in segment.scope.names)
         # Of a segment that is not differentiated the forward pass keeps nothing; the region says so when it runs it.
         self.profiles = {
-            keep: WalkProfiles(segment, keep=keep, differentiate=keep and differentiate, on_host=problem.on_host) for keep in (False, True)
+            keep: SweepProfiles(segment, keep=keep, differentiate=keep and differentiate, on_host=problem.on_host) for keep in (False, True)
         }
 
     @property
-    def scope(self) -> Scope:
+    def scope(self) -> SegmentInfo:
         return self.segment.scope
 
     @property
@@ -152,7 +152,7 @@ class _Projected:
     def keeps_buffers(self) -> bool:
         return self.segment.keeps_buffers
 
-    def buffers(self, machine: Machine, stores: list[Phantom]) -> list[Phantom]:
+    def buffers(self, machine: Machine, stores: list[SimulatedBuffer]) -> list[SimulatedBuffer]:
         return stores
 
     def hands_on(self, keep: bool) -> frozenset[str]:
@@ -161,8 +161,8 @@ class _Projected:
     def reads_back(self, reads: Sequence[str]) -> Sequence[str]:
         return self.segment.reads_back(reads)
 
-    def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[Phantom]:
-        assert isinstance(machine, LapMachine)
+    def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> list[SimulatedBuffer]:
+        assert isinstance(machine, TracingMachine)
         stores = []
         shared = self.segment.open_reductions(machine, None)
         for chunk in self.segment.chunks:
@@ -172,14 +172,16 @@ class _Projected:
                 machine.meter.spike(profile.forward_peak_bytes)
                 machine.meter.flops += profile.forward_flops
                 machine.note(profile.forward_runs)
-                stores.append(Phantom(machine.meter, profile.store_bytes))
+                stores.append(SimulatedBuffer(machine.meter, profile.store_bytes))
             self.segment.close_reductions(machine, values, partial, chunk)
             del partial
         self.segment.close_reductions(machine, values, shared, None)
         return stores
 
-    def backward(self, machine: Machine, values: Values, stores: list[Phantom], grads: Gradients, *, consume: bool = True) -> None:
-        assert isinstance(machine, LapMachine)
+    def backward(
+        self, machine: Machine, values: ValueBindings, stores: list[SimulatedBuffer], grads: Gradients, *, consume: bool = True
+    ) -> None:
+        assert isinstance(machine, TracingMachine)
         if not consume:
             stores = list(stores)  # they last; a walk that hands on rows of its own copy counts them twice
         for walk in reversed(self.segment.walks):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sft.lower.pieces import add_parts
+from sft.lower.pieces import add_slices
 from sft.lower.program import Instruction, Program
-from sft.plan.chain.link import Link
+from sft.plan.chain.link import HostLink
 
-__all__ = ["LARGE_BUFFER_BYTES", "Rates", "num_calls"]
+__all__ = ["LARGE_BUFFER_BYTES", "DeviceRates", "num_calls"]
 
 Floats = npt.NDArray[np.float64]
 
@@ -36,7 +36,7 @@ _READ_BYTES_PER_SECOND = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class DeviceRates:
     """Rates of a kind of device.
 
     Attributes:
@@ -78,10 +78,10 @@ class Rates:
         """What it takes to decode and normalise so many bytes, as the network gets them."""
         return num_bytes / _READ_BYTES_PER_SECOND
 
-    def link(self, bytes_per_second: float | None = None) -> Link:
+    def link(self, bytes_per_second: float | None = None) -> HostLink:
         """The link to the host, of a known bandwidth or of one to the nearest power of ten."""
         rate = bytes_per_second or _LINK_BYTES_PER_SECOND
-        return Link(down_bytes_per_second=rate, up_bytes_per_second=rate)
+        return HostLink(down_bytes_per_second=rate, up_bytes_per_second=rate)
 
     def seconds(self, program: Program) -> float:
         """What a program takes, roughly."""
@@ -94,4 +94,4 @@ class Rates:
 
 def num_calls(instruction: Instruction) -> int:
     """How many operators an instruction calls."""
-    return len(instruction.arguments[1]) if instruction.function is add_parts else 1
+    return len(instruction.arguments[1]) if instruction.function is add_slices else 1

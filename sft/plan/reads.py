@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
 
-__all__ = ["passes_over", "source_bytes"]
+__all__ = ["input_pass_bytes", "source_bytes"]
 
 
-def source_bytes(problem: Problem, nodes: Iterable[str]) -> int:
+def source_bytes(problem: PlanningProblem, nodes: Iterable[str]) -> int:
     """Bytes of the inputs, as the network gets them, that operators read of sources."""
     if not problem.from_source:
         return 0
@@ -23,12 +23,12 @@ def source_bytes(problem: Problem, nodes: Iterable[str]) -> int:
     return sum(map(problem.value_bytes, problem.from_source & operands))
 
 
-def passes_over(problem: Problem, choices: Sequence[SegmentChoice]) -> tuple[tuple[float, float], ...]:
+def input_pass_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> tuple[tuple[float, float], ...]:
     """For each segment the bytes that its pass forward reads, and its pass back."""
     return tuple(_passes(problem, choice) for choice in choices)
 
 
-def _passes(problem: Problem, choice: SegmentChoice) -> tuple[float, float]:
+def _passes(problem: PlanningProblem, choice: SegmentChoice) -> tuple[float, float]:
     num_bytes = source_bytes(problem, choice.nodes)
     if not num_bytes or choice.mode != "tiled":
         return float(num_bytes), float(num_bytes)

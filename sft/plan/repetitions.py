@@ -11,33 +11,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from sft.analysis.repeated import REPEAT
-from sft.deep.repetition import RepeatedCall
+from sft.deep.repetition import RepeatSite
 from sft.errors import InputError
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import plain_programs
 
 __all__ = ["extra_flops", "free_budgets", "repeated_calls", "with_free_budgets", "with_smaller_repeats"]
 
 
-def repeated_calls(problem: Problem) -> dict[str, RepeatedCall]:
+def repeated_calls(problem: PlanningProblem) -> dict[str, RepeatSite]:
     """The places where blocks are repeated, by the operator that stands for them."""
-    found: dict[str, RepeatedCall] = {}
+    found: dict[str, RepeatSite] = {}
     for program in plain_programs(problem):
         for instruction in program.instructions:
             call = getattr(instruction.function, "call", None)
-            if isinstance(call, RepeatedCall):
+            if isinstance(call, RepeatSite):
                 found[instruction.owner] = call
     return found
 
 
-def extra_flops(problem: Problem) -> int:
+def extra_flops(problem: PlanningProblem) -> int:
     """Of the FLOPs of a model that is kept whole those of repeated blocks that run again, which plain PyTorch does not."""
     return sum(call.extra_flops for call in repeated_calls(problem).values()) if problem.training else 0
 
 
-def with_smaller_repeats(problem: Problem) -> Iterator[Problem]:
+def with_smaller_repeats(problem: PlanningProblem) -> Iterator[PlanningProblem]:
     """The same model with smaller and smaller budgets for repeated blocks that have none."""
-    free = _free(problem)
+    free = _unbudgeted_repeats(problem)
     if not free or not problem.training:
         return
     calls = repeated_calls(problem)
@@ -48,24 +48,24 @@ def with_smaller_repeats(problem: Problem) -> Iterator[Problem]:
         yield with_free_budgets(problem, budgets)
 
 
-def _free(problem: Problem) -> list[str]:
+def _unbudgeted_repeats(problem: PlanningProblem) -> list[str]:
     """The repetitions without a budget of their own."""
     return [node.name for node in problem.graph.operators if node.target == REPEAT and node.argument("which").given_bytes is None]
 
 
-def free_budgets(problem: Problem) -> tuple[int, ...]:
+def free_budgets(problem: PlanningProblem) -> tuple[int, ...]:
     """The budgets that repetitions without one have got, in order; empty where they keep everything."""
-    found = [problem.graph[name].argument("which").budget_bytes for name in _free(problem)]
+    found = [problem.graph[name].argument("which").budget_bytes for name in _unbudgeted_repeats(problem)]
     return tuple(num_bytes for num_bytes in found if num_bytes is not None)
 
 
-def with_free_budgets(problem: Problem, num_bytes: Sequence[int]) -> Problem:
+def with_free_budgets(problem: PlanningProblem, num_bytes: Sequence[int]) -> PlanningProblem:
     """The problem with these budgets for the repetitions that have none of their own.
 
     Raises:
         InputError: they are not as many.
     """
-    free = _free(problem)
+    free = _unbudgeted_repeats(problem)
     if len(num_bytes) != len(free):
         raise InputError(f"the plan has budgets for {len(num_bytes)} repetitions, the model has {len(free)} without one; make a new plan")
     budgets = dict(zip(free, num_bytes, strict=True))

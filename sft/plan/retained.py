@@ -10,27 +10,27 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from sft.errors import BudgetError
-from sft.plan.problem import Problem
-from sft.plan.project import project
+from sft.plan.problem import PlanningProblem
+from sft.plan.project import project_step
 from sft.plan.types import Plan
 from sft.units import format_bytes
 from sft.walk.region import Region
 
-__all__ = ["RetainedGraph"]
+__all__ = ["RetainedGraphCheck"]
 
 
 @dataclass(frozen=True, eq=False)
-class RetainedGraph:
+class RetainedGraphCheck:
     """A plan's step whose graph is retained."""
 
-    problem: Problem
+    problem: PlanningProblem
     region: Region
     plan: Plan
 
     @cached_property
     def needed_bytes(self) -> int:
         """What the device holds at most, also in the last backward pass, which finds the input's gradients of those before."""
-        plain, retained = (project(self.problem, self.region, retains=retains).peak_bytes for retains in (False, True))
+        plain, retained = (project_step(self.problem, self.region, retains=retains).peak_bytes for retains in (False, True))
         self.problem.forget()
         return self.plan.total_bytes + max(0, retained + self.problem.input_grad_bytes - plain)
 

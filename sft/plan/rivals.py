@@ -15,24 +15,26 @@ import numpy as np
 
 from sft.errors import BudgetError, UnsupportedError
 from sft.options import Options
-from sft.plan.behind import published
-from sft.plan.carried import Planned, carry_out
+from sft.plan.behind import published_plans
+from sft.plan.carried import ProjectedPlan, materialize
 from sft.plan.planner import plan_segments
-from sft.plan.problem import Problem
-from sft.plan.rates import Rates
+from sft.plan.problem import PlanningProblem
+from sft.plan.rates import DeviceRates
 from sft.plan.stages import StagedModel
-from sft.plan.strategy_auto import surveys_of
-from sft.plan.survey import Candidate, Survey
+from sft.plan.strategy_auto import candidate_grids
+from sft.plan.survey import Candidate, CandidateGrid
 
-__all__ = ["rivals"]
+__all__ = ["timing_candidates"]
 
 #: FLOPs over those of the planner's choice up to which a plan may be faster.
-_MOST_FLOPS = 1.5
+_MAX_FLOPS = 1.5
 #: Other strips that are looked at.
 _NUM_HEIGHTS = 4
 
 
-def rivals(problem: Problem, best: Planned, budget_bytes: int, options: Options, device_type: str) -> tuple[Planned, ...]:
+def timing_candidates(
+    problem: PlanningProblem, best: ProjectedPlan, budget_bytes: int, options: Options, device_type: str
+) -> tuple[ProjectedPlan, ...]:
     """Plans that fit as well, other than the planner's choice, none twice, the fewest FLOPs first.
 
     Args:
@@ -45,29 +47,31 @@ def rivals(problem: Problem, best: Planned, budget_bytes: int, options: Options,
     if options.strategy != "auto" or options.tile is not None:
         return ()
     room_bytes = budget_bytes - problem.occupied_bytes
-    found: dict[object, Planned] = {}
-    for planned in _all(problem, room_bytes, budget_bytes, options, device_type):
+    found: dict[object, ProjectedPlan] = {}
+    for planned in _candidate_plans(problem, room_bytes, budget_bytes, options, device_type):
         projection = planned.projection
         fits = projection.peak_bytes <= room_bytes and problem.fits_host(projection.host_bytes)
-        if fits and projection.flops <= _MOST_FLOPS * best.projection.flops and _key(planned) != _key(best):
-            found.setdefault(_key(planned), planned)
+        if fits and projection.flops <= _MAX_FLOPS * best.projection.flops and _plan_key(planned) != _plan_key(best):
+            found.setdefault(_plan_key(planned), planned)
     return tuple(sorted(found.values(), key=lambda planned: planned.projection.flops))
 
 
-def _key(planned: Planned) -> object:
+def _plan_key(planned: ProjectedPlan) -> object:
     """What makes two plans the same."""
     return planned.choices, planned.region.moves
 
 
-def _all(problem: Problem, room_bytes: int, budget_bytes: int, options: Options, device_type: str) -> Iterator[Planned]:
-    for survey, candidate in _of_other_heights(problem, room_bytes, options, device_type):
-        yield carry_out(problem, survey.choices(candidate))
+def _candidate_plans(
+    problem: PlanningProblem, room_bytes: int, budget_bytes: int, options: Options, device_type: str
+) -> Iterator[ProjectedPlan]:
+    for survey, candidate in _other_height_plans(problem, room_bytes, options, device_type):
+        yield materialize(problem, survey.choices(candidate))
     if options.halo == "recompute":
         return
     if problem.training:
-        staged = StagedModel(problem, Rates(device_type))
+        staged = StagedModel(problem, DeviceRates(device_type))
         if len(staged.stages) > 1:
-            yield from (planned for _, planned in published(staged, room_bytes))
+            yield from (planned for _, planned in published_plans(staged, room_bytes))
     if options.halo == "auto":
         try:
             yield plan_segments(problem, budget_bytes, replace(options, strategy="sft"), device_type)
@@ -75,10 +79,12 @@ def _all(problem: Problem, room_bytes: int, budget_bytes: int, options: Options,
             return
 
 
-def _of_other_heights(problem: Problem, room_bytes: int, options: Options, device_type: str) -> list[tuple[Survey, Candidate]]:
+def _other_height_plans(
+    problem: PlanningProblem, room_bytes: int, options: Options, device_type: str
+) -> list[tuple[CandidateGrid, Candidate]]:
     """For each height of strips the cheapest candidate that should fit; of these the cheapest few."""
-    found: list[tuple[Survey, Candidate]] = []
-    for survey in surveys_of(problem, options, device_type):
+    found: list[tuple[CandidateGrid, Candidate]] = []
+    for survey in candidate_grids(problem, options, device_type):
         for height in range(survey.cost.shape[1]):
             others = np.ones(survey.cost.shape, dtype=bool)
             others[:, height] = False

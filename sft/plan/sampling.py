@@ -17,22 +17,22 @@ import numpy.typing as npt
 
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Schedule
+from sft.analysis.schedule import StripSchedule
 from sft.analysis.tile import tile_lengths_at
 from sft.lower.step import emit_strip
 from sft.plan.build import build_region
-from sft.plan.likeness import run_likeness
-from sft.plan.outline import Extents, StripOutline
-from sft.plan.problem import Problem
-from sft.plan.rates import Rates
-from sft.plan.states import alike, closed_rows, num_restored, state_shares
+from sft.plan.likeness import structural_run_key
+from sft.plan.outline import ExtentsByAxis, StripMemoryModel
+from sft.plan.problem import PlanningProblem
+from sft.plan.rates import DeviceRates
+from sft.plan.states import deduplicate_frontiers, closed_form_rows, num_restored, state_shares
 from sft.plan.tiling import Tiling
 from sft.sources.readahead import reader_bytes_at
 from sft.walk.checkpoints import Checkpoints
-from sft.walk.layout import Walk
+from sft.walk.layout import Sweep
 from sft.walk.segments import TiledSegment
 
-__all__ = ["Floats", "RunSampler", "SampledRun", "TiledPart", "halo_shares"]
+__all__ = ["Floats", "RunSampler", "RunSamples", "TiledCosts", "halo_shares"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -40,14 +40,14 @@ Ints = npt.NDArray[np.int64]
 #: At how many cuts, about, it is counted what tiles compute twice.
 _NUM_HALO_SAMPLES = 8
 #: Strips of so few columns (or rows, where they are all of an image) of some value are looked at for themselves: what is a border there?
-_LEAST_ALIKE = 8
+_MIN_ALIKE = 8
 #: Of runs of so few operators these of the sampled heights are lowered: few operators peak one behind the other as strips grow.
 _FEW_OPERATORS, _SAMPLES_OF_FEW = 8, (0, 2, -2, -1)
 #: Of an outline besides its operators, in operators.
 _WEIGHT_OF_OUTLINE = 16
 
 
-def halo_shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
+def halo_shares(problem: PlanningProblem, names: tuple[str, ...], tile_px: int, axis: int) -> dict[str, float]:
     """How often each operator's rows (columns) are computed, on average, when each tile of ``tile_px`` computes its own halo."""
 
     def found() -> dict[str, float]:
@@ -65,7 +65,7 @@ def halo_shares(problem: Problem, names: tuple[str, ...], tile_px: int, axis: in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampledRun:
+class RunSamples:
     """The streamed run of a phase, sampled at the heights of the survey; arrays are [cut, height]."""
 
     names: tuple[str, ...]
@@ -86,7 +86,7 @@ class SampledRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TiledPart:
+class TiledCosts:
     """What runs, or the beginning of one, add to a plan when they are tiled; arrays are [height, policy].
 
     Attributes:
@@ -104,14 +104,14 @@ class TiledPart:
     is_wanted: npt.NDArray[np.bool_]
 
     @classmethod
-    def nothing(cls, shape: tuple[int, ...]) -> TiledPart:
+    def nothing(cls, shape: tuple[int, ...]) -> TiledCosts:
         """Where nothing is tiled."""
         zeros = np.zeros(shape)
         return cls(states=zeros, peaks=(), cost=zeros, read_bytes=zeros, is_wanted=np.ones(shape, dtype=bool))
 
-    def and_run(self, other: TiledPart) -> TiledPart:
+    def and_run(self, other: TiledCosts) -> TiledCosts:
         """With another run behind."""
-        return TiledPart(
+        return TiledCosts(
             states=self.states + other.states,
             peaks=(*self.peaks, *other.peaks),
             cost=self.cost + other.cost,
@@ -133,20 +133,20 @@ class RunSampler:
     """
 
     tiling: Tiling
-    rates: Rates
+    rates: DeviceRates
     strip_rows: Sequence[int]
     sampled: Sequence[int]
     policies: Sequence[Checkpoints]
 
-    def run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> SampledRun:
+    def run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> RunSamples:
         """Lower a run's largest strip at the sampled heights, and fill in the others; equal runs are sampled once."""
         problem, tiling = self.tiling.problem, replace(self.tiling.choice(names, 1), nodes=(), restart=False)
         heights = (tuple(self.strip_rows), tuple(self.sampled))
-        likeness = run_likeness(problem, names, any_size=False)
+        likeness = structural_run_key(problem, names, any_size=False)
         key = ("run", likeness, cuts, tiling, self.tiling.num_panels, self.tiling.num_stores, heights, tuple(self.policies), self.rates)
         return replace(problem.remembered(key, lambda: self._run(names, cuts, forward_flops, flops)), names=names)
 
-    def _run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> SampledRun:
+    def _run(self, names: tuple[str, ...], cuts: tuple[int, ...], forward_flops: Mapping[str, int], flops: Mapping[str, int]) -> RunSamples:
         problem = self.tiling.problem
         strip_rows, indices = self.tiling.heights_of(names, self.strip_rows), self.sampled
         if len(names) <= _FEW_OPERATORS and len(indices) > len(_SAMPLES_OF_FEW):
@@ -165,12 +165,12 @@ class RunSampler:
         row_bytes = np.asarray(sampled[0]["row_bytes"], dtype=np.float64)
         places = np.asarray(sampled[0]["places"])
         num_steps = np.ceil(problem.run_height(names) / wanted) + spread("extra_steps")
-        rows = closed_rows(self.policies, carried, gained, num_steps, training=problem.training)
+        rows = closed_form_rows(self.policies, carried, gained, num_steps, training=problem.training)
         held = row_bytes[:, None, None] * rows * spread("state_share").T * self.tiling.num_stores
         # A prefix carries the values before its cut, except the one that crosses it.
         inside = places[None, :] < (np.array(cuts) - (np.array(cuts) < len(names)))[:, None]
         states = np.einsum("cv,vhk->chk", inside.astype(np.float64), held)
-        return SampledRun(
+        return RunSamples(
             names=names,
             cuts=cuts,
             num_steps=num_steps,
@@ -185,7 +185,7 @@ class RunSampler:
     def _remembered_sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
         problem = self.tiling.problem
         choice = replace(self.tiling.choice(names, 1), nodes=(), restart=False)
-        key = ("sample", run_likeness(problem, names, any_size=False), tuple(cuts), choice, strip_rows, tuple(self.policies))
+        key = ("sample", structural_run_key(problem, names, any_size=False), tuple(cuts), choice, strip_rows, tuple(self.policies))
         return problem.remembered(key, lambda: self._sample(names, cuts, strip_rows))
 
     def _sample(self, names: tuple[str, ...], cuts: Sequence[int], strip_rows: int) -> dict[str, Any]:
@@ -194,10 +194,10 @@ class RunSampler:
         segment = build_region(problem, (choice,)).segments[0]
         assert isinstance(segment, TiledSegment)
         schedule = segment.schedule
-        walk = Walk(segment.chunks[0], len(segment.panels) // 2)
+        walk = Sweep(segment.chunks[0], len(segment.panels) // 2)
         own = [name for name in names if name in problem.phases.streamed]
         row_bytes = np.array([segment.row_bytes(name, walk) for name in own], dtype=np.int64)
-        frontier, kept, place_of = alike(schedule, own)
+        frontier, kept, place_of = deduplicate_frontiers(schedule, own)
         held = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)) @ (frontier[:, 1:] - kept[:, :-1])
         index = int(held.argmax()) if self.tiling.halo == "carry" else schedule.num_steps // 2
         place = {name: i for i, name in enumerate(names)}
@@ -227,8 +227,8 @@ class RunSampler:
         }
 
     def _outline(
-        self, segment: TiledSegment, walk: Walk, index: int, place: Mapping[str, int], cuts: Sequence[int], *, differentiated: bool
-    ) -> tuple[StripOutline, Extents]:
+        self, segment: TiledSegment, walk: Sweep, index: int, place: Mapping[str, int], cuts: Sequence[int], *, differentiated: bool
+    ) -> tuple[StripMemoryModel, ExtentsByAxis]:
         """What a strip holds, and what it has of each value along the axes along which the outline holds for others, too."""
         scope, schedule = segment.scope_of(walk), segment.schedule
         values = [name for name in (*scope.sources, *scope.names) if name in scope.streamed]
@@ -236,22 +236,22 @@ class RunSampler:
         if scope.axes.count > 1:
             extents[COLUMNS] = tuple(len(scope.columns[name].new) for name in values)
         geometry: bytes | None = None
-        if isinstance(schedule, Schedule):
+        if isinstance(schedule, StripSchedule):
             if index or schedule.strip_rows < self.tiling.problem.run_height(scope.names):
                 geometry = schedule.geometry(index)
             else:  # all rows of the image, whatever their number
                 extents[ROWS] = tuple(int(schedule.frontier[name][1]) for name in values)
 
-        def outlined() -> StripOutline:
+        def outlined() -> StripMemoryModel:
             # What runs forward holds less than what runs forward and backward: one of the two tells enough.
             emitter = emit_strip(scope, segment.step(index), "joint" if differentiated else "forward")
-            return StripOutline(emitter, scope, extents, place, cuts)
+            return StripMemoryModel(emitter, scope, extents, place, cuts)
 
-        narrowest = min((extent for known in extents.values() for extent in known), default=_LEAST_ALIKE)
-        if not isinstance(schedule, Schedule) or narrowest < _LEAST_ALIKE:
+        narrowest = min((extent for known in extents.values() for extent in known), default=_MIN_ALIKE)
+        if not isinstance(schedule, StripSchedule) or narrowest < _MIN_ALIKE:
             return outlined(), extents
         problem = self.tiling.problem
-        likeness, exchanged = run_likeness(problem, scope.names, any_size=True), tuple(sorted(segment.to_host))
+        likeness, exchanged = structural_run_key(problem, scope.names, any_size=True), tuple(sorted(segment.to_host))
         key = ("outline", likeness, exchanged, scope.batch, len(segment.panels) > 1, differentiated, geometry, tuple(cuts))
         return problem.shared_by_sizes(key, outlined, weight=_WEIGHT_OF_OUTLINE + len(scope.names)), extents
 
@@ -280,7 +280,7 @@ class RunSampler:
         spread = [np.interp(np.arange(len(cuts)), at, ratios[:, h]) for h in range(len(strip_rows))]
         return once[:, None] * np.stack(spread, axis=1)
 
-    def _read_strips(self, segment: TiledSegment, walk: Walk, names: Sequence[str], cuts: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _read_strips(self, segment: TiledSegment, walk: Sweep, names: Sequence[str], cuts: Sequence[int]) -> npt.NDArray[np.int64]:
         """Bytes that reading adds while a strip of the operators before each cut runs."""
         problem, total = self.tiling.problem, np.zeros(len(cuts), dtype=np.int64)
         for name in sorted(segment.from_source):

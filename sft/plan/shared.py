@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
-__all__ = ["Shared"]
+__all__ = ["WeightedLRU"]
 
 MadeT = TypeVar("MadeT")
 
@@ -13,7 +13,7 @@ MadeT = TypeVar("MadeT")
 _MOST = 1 << 16
 
 
-class Shared:
+class WeightedLRU:
     """Remembers what was made under a key, up to a weight of all things together."""
 
     def __init__(self) -> None:

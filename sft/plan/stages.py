@@ -26,21 +26,21 @@ from itertools import accumulate, pairwise
 from sft.analysis.graph import Graph
 from sft.lower.program import Program, slots_of
 from sft.plan.build import build_region
-from sft.plan.chain.chain import Chain, Stage
+from sft.plan.chain.chain import StageChain, Stage
 from sft.plan.chain.schedule import Operation
-from sft.plan.copies import CutCopies
-from sft.plan.problem import Problem
+from sft.plan.copies import OffloadLowering
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import plain_programs
-from sft.plan.rates import Rates
+from sft.plan.rates import DeviceRates
 from sft.plan.types import SegmentChoice
-from sft.walk.order import LOSS, Move, Order
+from sft.walk.order import LOSS_OP, ScheduleOp, SegmentSchedule
 from sft.walk.region import Region
 from sft.walk.whole import WholeSegment
 
 __all__ = ["StagedModel"]
 
-_MOST_VALUES = 8
-_MOST_STAGES = 120
+_MAX_VALUES = 8
+_MAX_STAGES = 120
 #: All values that cross a place but the largest may have this share of its bytes for the place to count as one that one value crosses.
 _MINOR_SHARE = 0.1
 #: Places that several large values cross are taken where the others leave a stage of more than this share of all activations.
@@ -57,15 +57,15 @@ class StagedModel:
         asides: behind each stage, those that only make buffers' next values.
     """
 
-    def __init__(self, problem: Problem, rates: Rates) -> None:
+    def __init__(self, problem: PlanningProblem, rates: DeviceRates) -> None:
         self.problem, self.rates = problem, rates
         prologue = set(problem.phases.prologue)
         names = [name for name in problem.operators if name not in prologue]
         # What follows its operand is made where that is.
         rows, graph = problem.phases.rows, problem.graph
         needed = graph.ancestors([*graph.outputs, *(name for name in names if rows[name].follows)])
-        self._main = _with_norms_together(graph, [name for name in names if name in needed])
-        cuts = _Cuts(problem, self._main).found
+        self._main = _group_norms(graph, [name for name in names if name in needed])
+        cuts = _StageCutSelection(problem, self._main).found
         self.stages = tuple(self._main[a:b] for a, b in pairwise((0, *(cut.place for cut in cuts), len(self._main))))
         self._cut_values = (*(cut.values for cut in cuts), ())
         behind = {name: number for number, stage in enumerate(self.stages) for name in stage}
@@ -139,10 +139,10 @@ class StagedModel:
         return problem.border_bytes + made + sum(problem.grad_bytes(name) for name in leaves if name in problem.requires_grad)
 
     @cached_property
-    def chain(self) -> Chain:
+    def chain(self) -> StageChain:
         """The chain, in seconds and bytes."""
         stages = tuple(self._stage(number) for number in range(len(self.stages)))
-        return Chain(input_bytes=0, stages=stages, input_grad_bytes=self.problem.input_grad_bytes)
+        return StageChain(input_bytes=0, stages=stages, input_grad_bytes=self.problem.input_grad_bytes)
 
     def _stage(self, number: int) -> Stage:
         problem, values = self.problem, self._cut_values[number]
@@ -183,7 +183,7 @@ class StagedModel:
         head: Sequence[SegmentChoice] | None = None,
         num_stages: int = 0,
         head_is_stage: bool = False,
-    ) -> Order:
+    ) -> SegmentSchedule:
         """Operations of the chain as moves of segments.
 
         Args:
@@ -202,20 +202,20 @@ class StagedModel:
         if head_is_stage and head is not None:
             tiled = [index for index, choice in enumerate(head) if choice.mode == "tiled"]
             own[0] = tiled[0] if len(tiled) == 1 else -1
-        copies = CutCopies(((), *self._cut_values[shift:]), (-1, *own))
-        moves = [] if head_is_stage else [Move("forward", i, True) for i in range(first)]
+        copies = OffloadLowering(((), *self._cut_values[shift:]), (-1, *own))
+        moves = [] if head_is_stage else [ScheduleOp("forward", i, True) for i in range(first)]
         seen: set[int] = set()
         for operation in operations:
             if operation.kind == "loss":
-                moves.append(LOSS)
+                moves.append(LOSS_OP)
             elif operation.kind not in ("forward", "backward"):
                 moves += copies.moves(operation)
             if operation.kind not in ("forward", "backward"):
                 continue
             if head_is_stage and operation.first == 1:
                 is_forward = operation.kind == "forward"
-                moves += [Move("forward", i, True) for i in range(first)] if is_forward else []
-                moves += [] if is_forward else [Move("backward", i) for i in reversed(range(first))]
+                moves += [ScheduleOp("forward", i, True) for i in range(first)] if is_forward else []
+                moves += [] if is_forward else [ScheduleOp("backward", i) for i in reversed(range(first))]
                 if is_forward:
                     copies.made(1)
                 continue
@@ -223,21 +223,21 @@ class StagedModel:
             index = index_of[self.stages[stage][0]]
             aside = index_of[self.asides[stage][0]] if self.asides[stage] else None
             if operation.kind == "forward":
-                moves.append(Move("forward", index, operation.save))
+                moves.append(ScheduleOp("forward", index, operation.save))
                 if aside is not None and stage not in seen:
-                    moves.append(Move("forward", aside, True))
+                    moves.append(ScheduleOp("forward", aside, True))
                 seen.add(stage)
                 copies.made(operation.last)
             else:
-                moves += [Move("backward", i) for i in (aside, index) if i is not None]
-        return tuple(moves) if head_is_stage else (*moves, *(Move("backward", i) for i in reversed(range(first))))
+                moves += [ScheduleOp("backward", i) for i in (aside, index) if i is not None]
+        return tuple(moves) if head_is_stage else (*moves, *(ScheduleOp("backward", i) for i in reversed(range(first))))
 
-    def ordered(self, order: Order) -> Region:
+    def ordered(self, order: SegmentSchedule) -> Region:
         """The region in that order; programs are shared with all others of this model."""
         return replace(self.region, order=order)
 
 
-def _with_norms_together(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:
+def _group_norms(graph: Graph, names: Sequence[str]) -> tuple[str, ...]:
     """The operators with the affine maps of norms right behind what they are made of.
 
     Elsewhere they wait for the phase that reads them (``sft.analysis.delays``). A norm is one operator where all of it is in a segment
@@ -283,7 +283,7 @@ def _source_gradients(program: Program) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
+class _StageCut:
     """A place between two operators: its position, what crosses it, and the bytes of the largest of that and of all."""
 
     place: int
@@ -296,10 +296,10 @@ class _Cut:
         return self.num_bytes - self.largest_bytes <= _MINOR_SHARE * self.largest_bytes
 
 
-class _Cuts:
+class _StageCutSelection:
     """The choice of cuts."""
 
-    def __init__(self, problem: Problem, names: Sequence[str]) -> None:
+    def __init__(self, problem: PlanningProblem, names: Sequence[str]) -> None:
         self.problem, self.names = problem, names
         costs = {name: 0 for name in names}
         for program in plain_programs(problem):
@@ -314,22 +314,22 @@ class _Cuts:
             self._bytes_before.append(self._bytes_before[-1] + problem.value_bytes(name))
 
     @cached_property
-    def found(self) -> tuple[_Cut, ...]:
+    def found(self) -> tuple[_StageCut, ...]:
         """The cuts, in order."""
         crossed = self._crossed()
         singles = self._thinned([cut for cut in crossed if cut.is_single])
         most = _LARGEST_STAGE * self._bytes_before[-1]
-        chosen: list[_Cut] = []
+        chosen: list[_StageCut] = []
         for first, last in pairwise((0, *(cut.place for cut in singles), len(self.names))):
             if self._bytes_before[last] - self._bytes_before[first] > most:
                 chosen += self._thinned([cut for cut in crossed if first < cut.place < last])
             chosen += [cut for cut in singles if cut.place == last]
         chosen = self._thinned(chosen)
-        while len(chosen) >= _MOST_STAGES:
+        while len(chosen) >= _MAX_STAGES:
             chosen = [chosen[i] for i in range(len(chosen)) if i % 2 == 0 or chosen[i].num_bytes < chosen[i - 1].num_bytes // 2]
         return tuple(chosen)
 
-    def _crossed(self) -> list[_Cut]:
+    def _crossed(self) -> list[_StageCut]:
         """Every place inside that few enough values cross; outputs are the caller's and do not count."""
         graph, outputs = self.problem.graph, set(self.problem.graph.outputs)
         place = {name: i for i, name in enumerate(self.names)}
@@ -343,13 +343,13 @@ class _Cuts:
                 continue
             values = tuple(name for name in alive if name not in outputs)
             sizes = [self.problem.value_bytes(name) for name in values]
-            if 1 <= len(values) <= _MOST_VALUES:
-                found.append(_Cut(place=position, values=values, largest_bytes=max(sizes), num_bytes=sum(sizes)))
+            if 1 <= len(values) <= _MAX_VALUES:
+                found.append(_StageCut(place=position, values=values, largest_bytes=max(sizes), num_bytes=sum(sizes)))
         return found
 
-    def _thinned(self, cuts: Sequence[_Cut]) -> list[_Cut]:
+    def _thinned(self, cuts: Sequence[_StageCut]) -> list[_StageCut]:
         """Of cuts without a FLOP between them the smallest, of equal ones the last."""
-        found: list[_Cut] = []
+        found: list[_StageCut] = []
         for cut in sorted(cuts, key=lambda cut: cut.place):
             if found and self._flops_before[found[-1].place] == self._flops_before[cut.place]:
                 if cut.num_bytes <= found[-1].num_bytes:

@@ -13,28 +13,28 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from sft.analysis.schedule import Schedule
+from sft.analysis.schedule import StripSchedule
 from sft.analysis.tile import TileSchedule
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.walk.checkpoints import Checkpoints
-from sft.walk.profile import alive_at, first_block_rows
+from sft.walk.profile import live_bytes_per_action, first_block_rows
 
-__all__ = ["MOST_RESTORED", "alike", "closed_rows", "num_restored", "state_shares"]
+__all__ = ["MAX_RESTORED", "deduplicate_frontiers", "closed_form_rows", "num_restored", "state_shares"]
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 #: States are counted where all have no more values than this; where they are held in slots, where there are no more strips than this.
-_MOST_COUNTED_VALUES, _MOST_COUNTED_STEPS = 2**17, 512
+_MAX_COUNTED_VALUES, _MAX_COUNTED_STEPS = 2**17, 512
 #: So many values' rows are counted one by one.
 _FEW_VALUES = 4
 #: Groups of strips that are looked at, from the last one on.
 _NUM_GROUPS = 4
 #: A strip restored more often than this, on average, is no plan that anybody wants.
-MOST_RESTORED = 6.0
+MAX_RESTORED = 6.0
 
 
-def alike(schedule: Schedule | TileSchedule, names: Sequence[str]) -> tuple[Ints, Ints, Ints]:
+def deduplicate_frontiers(schedule: StripSchedule | TileSchedule, names: Sequence[str]) -> tuple[Ints, Ints, Ints]:
     """Frontiers and first rows kept, [row, state], of values that differ in them, and for each value which row is its own."""
     places: dict[tuple[int, int], int] = {}
     pairs: list[tuple[Ints, Ints]] = []
@@ -50,7 +50,7 @@ def alike(schedule: Schedule | TileSchedule, names: Sequence[str]) -> tuple[Ints
     return np.stack([front for front, _ in pairs]), np.stack([low for _, low in pairs]), place_of
 
 
-def closed_rows(policies: Sequence[Checkpoints], carried: Floats, gained: Floats, num_steps: Floats, *, training: bool) -> Floats:
+def closed_form_rows(policies: Sequence[Checkpoints], carried: Floats, gained: Floats, num_steps: Floats, *, training: bool) -> Floats:
     """Rows of values that are held for states, if all strips were as those of the middle, [value, height, policy].
 
     Args:
@@ -77,23 +77,23 @@ def num_restored(policies: tuple[Checkpoints, ...], num_steps: int) -> Floats:
 
 
 def state_shares(
-    problem: Problem, policies: Sequence[Checkpoints], rows: tuple[Ints, Ints, Ints], row_bytes: Ints, carried: Ints, gained: Ints
+    problem: PlanningProblem, policies: Sequence[Checkpoints], rows: tuple[Ints, Ints, Ints], row_bytes: Ints, carried: Ints, gained: Ints
 ) -> Floats:
     """Bytes of the states as a walk back counts them, of those of the closed form, [policy]; ones where counting takes too long.
 
     Args:
         problem: remembers what is counted.
         policies: for states.
-        rows: what :func:`alike` finds.
+        rows: what :func:`deduplicate_frontiers` finds.
         row_bytes: of a row of each value, [value].
-        carried: as of :func:`closed_rows`, of one height.
+        carried: as of :func:`closed_form_rows`, of one height.
         gained: likewise.
     """
     frontier, kept, place_of = rows
     num_steps, shares = frontier.shape[1] - 1, np.ones(len(policies))
     at_once = (carried[:, None].astype(np.float64), gained[:, None].astype(np.float64), np.array([float(num_steps)]))
-    closed = row_bytes @ closed_rows(policies, *at_once, training=problem.training)[:, 0, :]
-    if not problem.training or not len(place_of) or len(place_of) * num_steps > _MOST_COUNTED_VALUES:
+    closed = row_bytes @ closed_form_rows(policies, *at_once, training=problem.training)[:, 0, :]
+    if not problem.training or not len(place_of) or len(place_of) * num_steps > _MAX_COUNTED_VALUES:
         return shares
     # Values whose rows come and go alike are counted as one.
     row_bytes = np.bincount(place_of, weights=row_bytes, minlength=len(frontier)).astype(np.int64)
@@ -101,13 +101,13 @@ def state_shares(
     is_few = len(frontier) <= _FEW_VALUES
     counted, factors = (np.eye(len(frontier), dtype=np.int64), row_bytes) if is_few else (row_bytes[None], np.ones(1, dtype=np.int64))
     key = ("rows of states", frontier.shape, frontier.tobytes(), kept.tobytes(), counted.tobytes(), tuple(policies))
-    for index, held in problem.remembered(key, lambda: _held(policies, frontier, kept, counted)).items():
+    for index, held in problem.remembered(key, lambda: _held_state_bytes(policies, frontier, kept, counted)).items():
         if closed[index]:
             shares[index] = (factors @ held).max() / closed[index]
     return shares
 
 
-def _held(policies: Sequence[Checkpoints], frontier: Ints, kept: Ints, row_bytes: Ints) -> dict[int, Ints]:
+def _held_state_bytes(policies: Sequence[Checkpoints], frontier: Ints, kept: Ints, row_bytes: Ints) -> dict[int, Ints]:
     """Bytes that are held for states at some moments of a walk, [..., moment], by index of the policy; none that take too long.
 
     Arguments are arrays of [value, state], and the bytes of a row, [..., value].
@@ -127,6 +127,6 @@ def _held(policies: Sequence[Checkpoints], frontier: Ints, kept: Ints, row_bytes
             last = (num_steps - 1) // policy.every * policy.every
             ends = [last - behind * policy.every for behind in range(_NUM_GROUPS)] if policy.every > 1 else []
             found[index] = np.stack([held(policy.kept(end)) for end in (num_steps, *ends) if end > 0], axis=-1)
-        elif num_steps <= _MOST_COUNTED_STEPS and policy.num_restored(num_steps) <= MOST_RESTORED * num_steps:
-            found[index] = alive_at(policy, row_bytes, frontier, begins)
+        elif num_steps <= _MAX_COUNTED_STEPS and policy.num_restored(num_steps) <= MAX_RESTORED * num_steps:
+            found[index] = live_bytes_per_action(policy, row_bytes, frontier, begins)
     return found

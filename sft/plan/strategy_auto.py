@@ -17,27 +17,27 @@ import numpy as np
 from sft.options import Options
 from sft.plan.behind import (
     WORTH_RECOMPUTING,
-    cheapest_mixed,
-    offloaded,
-    published,
-    smallest_of_stages,
-    smallest_with_tails,
-    with_tails,
+    cheapest_tiled_head,
+    offloaded_plans,
+    published_plans,
+    smallest_staged_plans,
+    smallest_offloaded_tails,
+    offloaded_tail_plans,
 )
-from sft.plan.boundaries import keep_what_fits, stream_seconds, streamable
-from sft.plan.carried import MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, Planned, carry_out
-from sft.plan.clock import timeline_of
-from sft.plan.mixed import Mixed
-from sft.plan.problem import Problem
+from sft.plan.boundaries import minimize_streamed_cuts, stream_seconds, streamable_values
+from sft.plan.carried import MAX_PROJECTIONS, WORTH_ANOTHER_LOOK, ProjectedPlan, materialize
+from sft.plan.clock import project_timeline
+from sft.plan.mixed import TiledHeadRecompute
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import plain_programs
-from sft.plan.rates import Rates, num_calls
+from sft.plan.rates import DeviceRates, num_calls
 from sft.plan.stages import StagedModel
-from sft.plan.survey import Survey
-from sft.plan.tiles import cheaper_tiles, smallest_tiles
-from sft.plan.tiling import panel_cols
+from sft.plan.survey import CandidateGrid
+from sft.plan.tiles import cheaper_tile_plans, smallest_tile_plans
+from sft.plan.tiling import choose_panel_cols
 from sft.plan.types import SegmentChoice
 
-__all__ = ["AutoSearch", "surveys_of"]
+__all__ = ["AutoSearch", "candidate_grids"]
 
 #: How many candidates for the smallest plan are projected at most: of networks with few operators that takes no time.
 _NUM_SMALLEST, _NUM_SMALLEST_OF_FEW, _FEW_OPERATORS = 3, 12, 64
@@ -49,7 +49,7 @@ _WORTH_LOOKING = 1.05
 _WORTH_MORE_PANELS = 1.05
 #: More panels must need less than this share of what fewer need, and a panel narrower than this is all halo.
 _WORTH_ANOTHER_PANEL = 0.95
-_LEAST_PANEL_COLS = 64
+_MIN_PANEL_COLS = 64
 #: The same before cuts are streamed over the host.
 _WORTH_STREAMING = 1.05
 
@@ -63,50 +63,50 @@ class AutoSearch:
         device_type: ``"cpu"``, ``"cuda"``.
     """
 
-    def __init__(self, problem: Problem, options: Options, device_type: str) -> None:
-        self._problem, self._options, self._device_type, self._rates = problem, options, device_type, Rates(device_type)
+    def __init__(self, problem: PlanningProblem, options: Options, device_type: str) -> None:
+        self._problem, self._options, self._device_type, self._rates = problem, options, device_type, DeviceRates(device_type)
         self._may_tile = options.strategy == "auto" and options.tile is None and options.halo == "auto"
-        self._known: list[Survey] = []
-        self._known_over_host: list[Survey] = []
-        self._coming = surveys_of(problem, options, device_type)
+        self._known: list[CandidateGrid] = []
+        self._known_over_host: list[CandidateGrid] = []
+        self._coming = candidate_grids(problem, options, device_type)
 
-    def fastest(self, room_bytes: int) -> Planned | None:
+    def fastest(self, room_bytes: int) -> ProjectedPlan | None:
         """The plan that takes least of all that fit; ``None`` where none does."""
         fitting = self._fitting(room_bytes)
-        return _fastest(self._problem, fitting, self._rates) if fitting else None
+        return _fastest_plan(self._problem, fitting, self._rates) if fitting else None
 
-    def smallest(self) -> Planned:
+    def smallest(self) -> ProjectedPlan:
         """The plan that needs least, as far as this search knows."""
         problem, surveys = self._problem, [*self._surveys()]
-        planned = [*_smallest_planned(problem, surveys), *_smallest_planned(problem, self._over_host(surveys))]
+        planned = [*_smallest_projected(problem, surveys), *_smallest_projected(problem, self._over_host(surveys))]
         mixed = self._mixed(surveys, 0)
         if mixed is not None:
-            planned += smallest_of_stages(mixed, min(each.projection.peak_bytes for each in planned))
-            planned += smallest_with_tails(mixed, min(each.projection.peak_bytes for each in planned))
+            planned += smallest_staged_plans(mixed, min(each.projection.peak_bytes for each in planned))
+            planned += smallest_offloaded_tails(mixed, min(each.projection.peak_bytes for each in planned))
         if self._may_tile:
-            planned += smallest_tiles(problem, surveys[0], min(each.projection.peak_bytes for each in planned))
-        best = _least(planned)
+            planned += smallest_tile_plans(problem, surveys[0], min(each.projection.peak_bytes for each in planned))
+        best = _smallest_plan(planned)
         while fitting := self._fitting(best.projection.peak_bytes - 1):
-            best = _least([found for _, found in fitting])
+            best = _smallest_plan([found for _, found in fitting])
         return best
 
-    def _fitting(self, room_bytes: int) -> list[tuple[float, Planned]]:
+    def _fitting(self, room_bytes: int) -> list[tuple[float, ProjectedPlan]]:
         """Plans that fit, and what they cost; no other that is known to fit costs less than the cheapest."""
         problem, rates = self._problem, self._rates
         plain = self._plain(room_bytes)
         if plain is not None and self._could_hardly_cost_less:
             return [plain]
-        surveys: list[Survey] = []
-        fitting: list[tuple[float, Planned]] = [] if plain is None else [plain]
+        surveys: list[CandidateGrid] = []
+        fitting: list[tuple[float, ProjectedPlan]] = [] if plain is None else [plain]
         for survey in self._surveys():
             looks_at_tiles, expected = self._may_tile and not surveys, survey.least_cost_within(room_bytes)
             if looks_at_tiles:
-                fitting += cheaper_tiles(problem, survey, room_bytes, rates, expected)
+                fitting += cheaper_tile_plans(problem, survey, room_bytes, rates, expected)
             found = _cheapest(problem, survey, room_bytes, _least_cost(fitting))
             if found is not None:
                 fitting.append(found)
             if looks_at_tiles and expected < _least_cost(fitting):
-                fitting += cheaper_tiles(problem, survey, room_bytes, rates, _least_cost(fitting))
+                fitting += cheaper_tile_plans(problem, survey, room_bytes, rates, _least_cost(fitting))
             surveys.append(survey)
             if found is not None and found[0] <= _WORTH_MORE_PANELS * survey.least_cost:
                 break  # what is left to gain are strips that run once more to restore states
@@ -114,10 +114,10 @@ class AutoSearch:
                 break  # what more panels compute twice is more than that
         mixed = self._mixed(surveys, room_bytes)
         if mixed is not None and not (_least_cost(fitting) <= WORTH_RECOMPUTING * surveys[0].plain_flops):
-            found = cheapest_mixed(problem, mixed, room_bytes, _least_cost(fitting))
-            fitting += [*([found] if found is not None else []), *published(mixed.staged, room_bytes)]
-            fitting += offloaded(mixed.staged, room_bytes, _least_cost(fitting))
-            fitting += with_tails(mixed, room_bytes, _least_cost(fitting))
+            found = cheapest_tiled_head(problem, mixed, room_bytes, _least_cost(fitting))
+            fitting += [*([found] if found is not None else []), *published_plans(mixed.staged, room_bytes)]
+            fitting += offloaded_plans(mixed.staged, room_bytes, _least_cost(fitting))
+            fitting += offloaded_tail_plans(mixed, room_bytes, _least_cost(fitting))
         if not (_least_cost(fitting) <= _WORTH_STREAMING * surveys[0].least_cost):
             for survey in self._over_host(surveys):
                 found = _cheapest_streamed(problem, survey, room_bytes)
@@ -127,13 +127,13 @@ class AutoSearch:
                         break
         return fitting
 
-    def _plain(self, room_bytes: int) -> tuple[float, Planned] | None:
+    def _plain(self, room_bytes: int) -> tuple[float, ProjectedPlan] | None:
         """The model as plain PyTorch runs it, and its cost, where it may run so and fits."""
         problem, costs = self._problem, self._plain_costs
         # Outputs are among what its programs make.
         if costs is None or problem.resident_input_bytes + max(program.peak_bytes for program in plain_programs(problem)) > room_bytes:
             return None
-        planned = carry_out(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
+        planned = materialize(problem, (SegmentChoice(nodes=problem.operators, mode="whole"),))
         return (costs[0], planned) if planned.projection.peak_bytes <= room_bytes else None
 
     @property
@@ -164,56 +164,60 @@ class AutoSearch:
         least = flops + float(self._rates.overheads(calls, np.where(needed, num_bytes, 0.0)).sum())
         return cost, least
 
-    def _surveys(self) -> Iterator[Survey]:
+    def _surveys(self) -> Iterator[CandidateGrid]:
         """All surveys, those first that were made before."""
         yield from self._known
         for survey in self._coming:
             self._known.append(survey)
             yield survey
 
-    def _over_host(self, surveys: Sequence[Survey]) -> Iterator[Survey]:
+    def _over_host(self, surveys: Sequence[CandidateGrid]) -> Iterator[CandidateGrid]:
         """The same surveys, from the first one on, with cuts that are streamed, where that is allowed and there are any."""
         problem, options = self._problem, self._options
-        if problem.host_budget_bytes == 0 or options.strategy != "auto" or not streamable(problem, surveys[0].choices(surveys[0].last)):
+        if (
+            problem.host_budget_bytes == 0
+            or options.strategy != "auto"
+            or not streamable_values(problem, surveys[0].choices(surveys[0].last))
+        ):
             return
         for number, survey in enumerate(surveys):
             if number == len(self._known_over_host):
-                streamed = Survey(problem, options, self._device_type, survey.num_panels, restart=survey.is_restarting, streams=True)
+                streamed = CandidateGrid(problem, options, self._device_type, survey.num_panels, restart=survey.is_restarting, streams=True)
                 self._known_over_host.append(streamed)
             yield self._known_over_host[number]
 
-    def _mixed(self, surveys: Sequence[Survey], room_bytes: int) -> Mixed | None:
+    def _mixed(self, surveys: Sequence[CandidateGrid], room_bytes: int) -> TiledHeadRecompute | None:
         """The plans that recompute stages, where there may be any."""
         options = self._options
         if not self._problem.training or options.tile is not None or options.strategy != "auto" or options.halo == "recompute":
             return None
-        return Mixed(self._staged, surveys, max(1, room_bytes)) if len(self._staged.stages) > 1 else None
+        return TiledHeadRecompute(self._staged, surveys, max(1, room_bytes)) if len(self._staged.stages) > 1 else None
 
     @cached_property
     def _staged(self) -> StagedModel:
         return StagedModel(self._problem, self._rates)
 
 
-def _least(planned: Sequence[Planned]) -> Planned:
+def _smallest_plan(planned: Sequence[ProjectedPlan]) -> ProjectedPlan:
     return min(planned, key=lambda each: each.projection.peak_bytes)
 
 
-def _least_cost(fitting: Sequence[tuple[float, Planned]]) -> float:
+def _least_cost(fitting: Sequence[tuple[float, ProjectedPlan]]) -> float:
     """Of plans that fit, infinity where there are none."""
     return min((cost for cost, _ in fitting), default=float("inf"))
 
 
-def _fastest(problem: Problem, fitting: Sequence[tuple[float, Planned]], rates: Rates) -> Planned:
+def _fastest_plan(problem: PlanningProblem, fitting: Sequence[tuple[float, ProjectedPlan]], rates: DeviceRates) -> ProjectedPlan:
     """The plan that costs least; where the host is used, too, the one that takes least time on the clock of its timeline."""
     at_home = [costed for costed in fitting if not costed[1].projection.host_bytes]
     found = [min(at_home, key=lambda costed: costed[0])[1]] if at_home else []
     found += [planned for _, planned in fitting if planned.projection.host_bytes]
     if len(found) == 1:
         return found[0]
-    return min(found, key=lambda planned: timeline_of(problem, planned.choices, planned.projection, rates).estimated_seconds)
+    return min(found, key=lambda planned: project_timeline(problem, planned.choices, planned.projection, rates).estimated_seconds)
 
 
-def _smallest_planned(problem: Problem, surveys: Iterable[Survey]) -> Iterator[Planned]:
+def _smallest_projected(problem: PlanningProblem, surveys: Iterable[CandidateGrid]) -> Iterator[ProjectedPlan]:
     """What should need least of all surveys; where it needs more than it should, others that may need less."""
     small = sorted(((candidate, survey) for survey in surveys for candidate in survey.smallest()), key=lambda pair: pair[0].peak_bytes)
     num_tried = _NUM_SMALLEST_OF_FEW if len(problem.graph.operators) <= _FEW_OPERATORS else _NUM_SMALLEST
@@ -221,7 +225,7 @@ def _smallest_planned(problem: Problem, surveys: Iterable[Survey]) -> Iterator[P
     for candidate, survey in small[:num_tried]:
         if candidate.peak_bytes > (1 + error) * _WORTH_PROJECTING * best_bytes:
             return
-        planned = carry_out(problem, survey.choices(candidate))
+        planned = materialize(problem, survey.choices(candidate))
         needed = planned.projection.peak_bytes
         error = max(error, abs(needed / max(1.0, candidate.peak_bytes) - 1))
         if problem.fits_host(planned.projection.host_bytes):
@@ -229,25 +233,27 @@ def _smallest_planned(problem: Problem, surveys: Iterable[Survey]) -> Iterator[P
             yield planned
 
 
-def _cheapest_streamed(problem: Problem, survey: Survey, room_bytes: int) -> tuple[float, Planned] | None:
+def _cheapest_streamed(problem: PlanningProblem, survey: CandidateGrid, room_bytes: int) -> tuple[float, ProjectedPlan] | None:
     """The cheapest plan with streamed cuts that fits; what fits besides is kept."""
     found = _cheapest(problem, survey, room_bytes)
     if found is None:
         return None
     cost, planned = found
 
-    def fitting(choices: Sequence[SegmentChoice]) -> Planned | None:
-        other = carry_out(problem, choices)
+    def fitting(choices: Sequence[SegmentChoice]) -> ProjectedPlan | None:
+        other = materialize(problem, choices)
         return other if other.projection.peak_bytes <= room_bytes else None
 
-    best = keep_what_fits(problem, planned.choices, fitting) or planned
+    best = minimize_streamed_cuts(problem, planned.choices, fitting) or planned
     if not problem.fits_host(best.projection.host_bytes):
         return None
     saved_seconds = stream_seconds(problem, planned.choices) - stream_seconds(problem, best.choices)
     return cost - saved_seconds * survey.flops_per_second, best
 
 
-def _cheapest(problem: Problem, survey: Survey, room_bytes: int, known: float = float("inf")) -> tuple[float, Planned] | None:
+def _cheapest(
+    problem: PlanningProblem, survey: CandidateGrid, room_bytes: int, known: float = float("inf")
+) -> tuple[float, ProjectedPlan] | None:
     """The cheapest plan that fits and what it costs, as far as the survey and a few exact projections tell.
 
     What does not cost less than a plan that is known already (``known``) is not looked at: projecting a deep network takes seconds.
@@ -255,32 +261,32 @@ def _cheapest(problem: Problem, survey: Survey, room_bytes: int, known: float = 
     tried = np.zeros(survey.cost.shape, dtype=bool)
     # How many bytes more than the survey says are needed; it counts gradients of whole segments that leave where weights are streamed.
     error = -float(problem.streamed_grad_bytes)
-    best: tuple[float, Planned] | None = None
+    best: tuple[float, ProjectedPlan] | None = None
     for _ in range(MAX_PROJECTIONS):
         candidate = survey.cheapest(room_bytes - error, tried)
         if candidate is None or candidate.cost > (known if best is None else WORTH_ANOTHER_LOOK * best[0]):
             break
         tried[candidate.position, candidate.height, candidate.policy] = True
-        planned = carry_out(problem, survey.choices(candidate))
+        planned = materialize(problem, survey.choices(candidate))
         error = planned.projection.peak_bytes - candidate.peak_bytes
         if planned.projection.peak_bytes <= room_bytes:
             best = (candidate.cost, planned)
     return best
 
 
-def surveys_of(problem: Problem, options: Options, device_type: str) -> Iterator[Survey]:
+def candidate_grids(problem: PlanningProblem, options: Options, device_type: str) -> Iterator[CandidateGrid]:
     """Surveys for the numbers of panels that may be worth it: 1, 2, 4, ... while more panels need less, whatever the budget."""
     least = float("inf")
     num_panels = 1
     while True:
         if num_panels > 1 and options.halo != "recompute":
-            yield Survey(problem, options, device_type, num_panels, restart=False)
-        survey = Survey(problem, options, device_type, num_panels)
+            yield CandidateGrid(problem, options, device_type, num_panels, restart=False)
+        survey = CandidateGrid(problem, options, device_type, num_panels)
         yield survey
         smallest = float(survey.peak_bytes.min())
         if options.tile is not None or options.strategy == "none" or smallest > _WORTH_ANOTHER_PANEL * least:
             return
         least = min(least, smallest)
-        if survey.tiling.panel_cols <= max(_LEAST_PANEL_COLS, panel_cols(problem, options, survey.tiling.width, survey.tiling.width)):
+        if survey.tiling.panel_cols <= max(_MIN_PANEL_COLS, choose_panel_cols(problem, options, survey.tiling.width, survey.tiling.width)):
             return
         num_panels *= 2

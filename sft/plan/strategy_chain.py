@@ -15,25 +15,25 @@ from sft.errors import BudgetError
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.schedule import Schedule
 from sft.plan.chain.simulate import simulate
-from sft.plan.chain.strategies import strategy
-from sft.plan.copies import without_idle_copies
-from sft.plan.project import Projection, project
+from sft.plan.chain.strategies import get_solver
+from sft.plan.copies import drop_idle_copies
+from sft.plan.project import Projection, project_step
 from sft.plan.stages import StagedModel
-from sft.walk.order import Order
+from sft.walk.order import SegmentSchedule
 
-__all__ = ["JOINT", "RECOMPUTING", "Scheduled", "least", "solve"]
+__all__ = ["JOINT_STRATEGY", "RECOMPUTE_STRATEGIES", "ProjectedSchedule", "smallest_schedule", "solve_staged"]
 
 #: The strategies that run stages again, by name.
-RECOMPUTING = ("sqrt", "revolve", "bisect", "optimal", "acg")
+RECOMPUTE_STRATEGIES = ("sqrt", "revolve", "bisect", "optimal", "acg")
 #: The solver of the chain that does both.
-JOINT = "auto"
+JOINT_STRATEGY = "auto"
 
 _MAX_ROUNDS = 10
 _MAX_JOINT_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scheduled:
+class ProjectedSchedule:
     """A schedule and what it costs.
 
     Attributes:
@@ -44,47 +44,47 @@ class Scheduled:
     """
 
     schedule: Schedule
-    order: Order
+    order: SegmentSchedule
     seconds: float
     projection: Projection
 
 
-def solve(staged: StagedModel, name: str, room_bytes: int) -> tuple[Scheduled, bool]:
+def solve_staged(staged: StagedModel, name: str, room_bytes: int) -> tuple[ProjectedSchedule, bool]:
     """The fastest schedule found whose step fits in ``room_bytes`` and on the host, and that it does; else the smallest found, and that it
     does not."""
-    plain = _scheduled(staged, Schedule(strategy=name, operations=reversal(staged.chain, keep_all)))
+    plain = _project_schedule(staged, Schedule(strategy=name, operations=reversal(staged.chain, keep_all)))
     if plain.projection.peak_bytes <= room_bytes:
         return plain, True
     # The joint solver's smallest is one of these, or hardly smaller; asking it would take as long as all the rest.
-    names = ("optimal", "offload-dp") if name == JOINT else (name,)
-    smallest = min(plain, *(least(staged, other) for other in names), key=lambda found: found.projection.peak_bytes)
+    names = ("optimal", "offload-dp") if name == JOINT_STRATEGY else (name,)
+    smallest = min(plain, *(smallest_schedule(staged, other) for other in names), key=lambda found: found.projection.peak_bytes)
     if smallest.projection.peak_bytes > room_bytes:
         return smallest, False
     best = smallest if staged.problem.fits_host(smallest.projection.host_bytes) else None
-    for found in _rounds(staged, name, room_bytes):
+    for found in _correction_rounds(staged, name, room_bytes):
         fits = found.projection.peak_bytes <= room_bytes and staged.problem.fits_host(found.projection.host_bytes)
         if fits and (best is None or found.seconds < best.seconds):
             best = found
     return (smallest, False) if best is None else (best, True)
 
 
-def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Scheduled]:
+def _correction_rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[ProjectedSchedule]:
     """Schedules for budgets that are corrected by what the last one was off by, then halfway between what fits and what does not."""
     low, high, tried = 0, 0, set[int]()
     budget_bytes = room_bytes - staged.base_bytes
-    for _ in range(_MAX_JOINT_ROUNDS if name == JOINT else _MAX_ROUNDS):
+    for _ in range(_MAX_JOINT_ROUNDS if name == JOINT_STRATEGY else _MAX_ROUNDS):
         if budget_bytes in tried or budget_bytes < 1:
             return
         tried.add(budget_bytes)
         try:
             problem = staged.problem
-            schedule = strategy(name)(
+            schedule = get_solver(name)(
                 staged.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.host_budget_bytes, link=problem.link
             )
         except BudgetError as refusal:
             low, budget_bytes = budget_bytes, refusal.needed_bytes
             continue
-        found = _scheduled(staged, schedule)
+        found = _project_schedule(staged, schedule)
         yield found
         excess_bytes = found.projection.peak_bytes - room_bytes
         low, high = (low, budget_bytes) if excess_bytes > 0 else (budget_bytes, high)
@@ -93,21 +93,21 @@ def _rounds(staged: StagedModel, name: str, room_bytes: int) -> Iterator[Schedul
             budget_bytes = (low + high) // 2
 
 
-def least(staged: StagedModel, name: str) -> Scheduled:
+def smallest_schedule(staged: StagedModel, name: str) -> ProjectedSchedule:
     """The schedule of least memory that the solver knows, on a host of any size."""
     link = staged.problem.link
     try:
-        schedule = strategy(name)(staged.chain, budget_bytes=1, link=link)
+        schedule = get_solver(name)(staged.chain, budget_bytes=1, link=link)
     except BudgetError as refusal:
-        schedule = strategy(name)(staged.chain, budget_bytes=refusal.needed_bytes, link=link)
-    return _scheduled(staged, schedule)
+        schedule = get_solver(name)(staged.chain, budget_bytes=refusal.needed_bytes, link=link)
+    return _project_schedule(staged, schedule)
 
 
-def _scheduled(staged: StagedModel, schedule: Schedule) -> Scheduled:
-    order = without_idle_copies(staged.region, staged.order(schedule.operations))
-    return Scheduled(
+def _project_schedule(staged: StagedModel, schedule: Schedule) -> ProjectedSchedule:
+    order = drop_idle_copies(staged.region, staged.order(schedule.operations))
+    return ProjectedSchedule(
         schedule=schedule,
         order=order,
         seconds=simulate(staged.chain, schedule, link=staged.problem.link).seconds,
-        projection=project(staged.problem, staged.ordered(order)),
+        projection=project_step(staged.problem, staged.ordered(order)),
     )

@@ -16,15 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from sft.analysis.partition import KnownRuns, KnownTiles, partition
+from sft.analysis.partition import PartitionGraphCache, PartitionShapeCache, partition
 from sft.options import Options
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.types import SegmentChoice
 
-__all__ = ["grids", "least_bytes", "partition_choices"]
+__all__ = ["tile_grids", "min_plan_bytes", "partition_choices"]
 
 #: Tiles along each side of the finest grid.
-_MOST_TILES = 32
+_MAX_TILES = 32
 _NUM_LIMITS = 16
 
 #: Tiles end at whole strides where these are at most this share of them: then most tiles are alike, and share their programs.
@@ -33,28 +33,28 @@ _SMALL_STRIDE = 1 / 16
 #: The rows and columns of a tile, given the extent of the tallest and of the widest image of a segment, and its stride.
 Grid = Callable[[int, int, int], tuple[int, int]]
 #: Operators in order, in groups that are tiled or not.
-Parts = tuple[tuple[tuple[str, ...], bool], ...]
+Partition = tuple[tuple[tuple[str, ...], bool], ...]
 
 
-def grids(options: Options) -> tuple[Grid, ...]:
+def tile_grids(options: Options) -> tuple[Grid, ...]:
     """The grids to try, from coarse to fine: 2^n x 2^n tiles, or tiles of a forced size."""
     if options.tile is not None:
         rows, cols = options.tile
         return (lambda height, width, stride: (min(rows, height), min(cols or width, width)),)
-    counts = [2**n for n in range(_MOST_TILES.bit_length())]
-    return tuple(partial(_divided, n) for n in counts)
+    counts = [2**n for n in range(_MAX_TILES.bit_length())]
+    return tuple(partial(_grid_tile_px, n) for n in counts)
 
 
-def _divided(n: int, height: int, width: int, stride: int) -> tuple[int, int]:
-    return _part(height, n, stride), _part(width, n, stride)
+def _grid_tile_px(n: int, height: int, width: int, stride: int) -> tuple[int, int]:
+    return _tile_extent(height, n, stride), _tile_extent(width, n, stride)
 
 
-def _part(extent: int, n: int, stride: int) -> int:
+def _tile_extent(extent: int, n: int, stride: int) -> int:
     part = -(-extent // n)
     return min(extent, -(-part // stride) * stride) if stride <= _SMALL_STRIDE * part else part
 
 
-def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[Grid], tuple[SegmentChoice, ...]]]:
+def partition_choices(problem: PlanningProblem, options: Options) -> Iterator[Callable[[Grid], tuple[SegmentChoice, ...]]]:
     """The paper's partitions for smaller and smaller limits, each waiting for a grid; those that cannot run are left out.
 
     Args:
@@ -64,7 +64,7 @@ def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[
     largest = max((problem.value_bytes(name) for phase in problem.phases.phases for name in phase.streamed), default=1)
     # Below the first limit every value stays; from the second on the largest must be tiled.
     limits = [max(1, 2 * largest >> n) for n in range(int(options.tile is not None), _NUM_LIMITS)]
-    seen: set[Parts] = set()
+    seen: set[Partition] = set()
     for limit_bytes in limits:
         parts = _partition(problem, limit_bytes)
         if parts is None or parts in seen:
@@ -73,11 +73,11 @@ def partition_choices(problem: Problem, options: Options) -> Iterator[Callable[[
         yield partial(_choices, problem, parts, options)
 
 
-def _partition(problem: Problem, limit_bytes: int) -> Parts | None:
+def _partition(problem: PlanningProblem, limit_bytes: int) -> Partition | None:
     """Operators in order and whether they are tiled; ``None`` where the paper reports out of memory."""
     phases = problem.phases
-    known: KnownTiles = problem.remembered(
-        "tiled segments of partitions", lambda: KnownTiles(problem.shared_by_sizes("runs of partitions", KnownRuns))
+    known: PartitionShapeCache = problem.remembered(
+        "tiled segments of partitions", lambda: PartitionShapeCache(problem.shared_by_sizes("runs of partitions", PartitionGraphCache))
     )
     parts: list[tuple[tuple[str, ...], bool]] = []
     for phase in phases.phases:
@@ -90,7 +90,7 @@ def _partition(problem: Problem, limit_bytes: int) -> Parts | None:
     return tuple(parts)
 
 
-def _choices(problem: Problem, parts: Parts, options: Options, grid: Grid) -> tuple[SegmentChoice, ...]:
+def _choices(problem: PlanningProblem, parts: Partition, options: Options, grid: Grid) -> tuple[SegmentChoice, ...]:
     choices: list[SegmentChoice] = []
     waiting: tuple[str, ...] = ()
     for names, tiled in parts:
@@ -116,7 +116,7 @@ def _choices(problem: Problem, parts: Parts, options: Options, grid: Grid) -> tu
     return tuple(choices)
 
 
-def least_bytes(problem: Problem, choices: Sequence[SegmentChoice]) -> int:
+def min_plan_bytes(problem: PlanningProblem, choices: Sequence[SegmentChoice]) -> int:
     """Bytes that any plan with these segments needs: the values between them, which the backward pass reads again."""
     handed_on = {name for choice in choices if choice.mode == "tiled" for name in problem.graph.handed_on(choice.nodes)}
     handed_on -= problem.host_outputs

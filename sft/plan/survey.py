@@ -26,20 +26,20 @@ import numpy.typing as npt
 
 from sft.analysis.segment import cut_positions
 from sft.options import Options
-from sft.plan.boundaries import streamable, streaming
-from sft.plan.crossing import Crossings, held_whole
+from sft.plan.boundaries import streamable_values, with_streamed
+from sft.plan.crossing import BoundaryTracker, untiled_memory
 from sft.plan.peaks import suffix_peaks
-from sft.plan.problem import Problem
+from sft.plan.problem import PlanningProblem
 from sft.plan.project import plain_programs
-from sft.plan.rates import Rates
+from sft.plan.rates import DeviceRates
 from sft.plan.reads import source_bytes
-from sft.plan.sampling import Floats, RunSampler, SampledRun, TiledPart, halo_shares
-from sft.plan.states import MOST_RESTORED
+from sft.plan.sampling import Floats, RunSampler, RunSamples, TiledCosts, halo_shares
+from sft.plan.states import MAX_RESTORED
 from sft.plan.tiling import Tiling
 from sft.plan.types import SegmentChoice
 from sft.walk.checkpoints import Checkpoints
 
-__all__ = ["Candidate", "Survey"]
+__all__ = ["Candidate", "CandidateGrid"]
 
 #: Numbers of states to hold where even a state at every square root of the strips is too much.
 _SLOTS = (16, 12, 8, 6, 4, 3, 2)
@@ -64,7 +64,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Whole:
+class _UntiledCosts:
     """The whole model, kept whole: peak and overhead behind each position, FLOPs of each operator (forward, and in all)."""
 
     peak: Floats
@@ -73,7 +73,7 @@ class _Whole:
     flops: Mapping[str, int]
 
 
-class Survey:
+class CandidateGrid:
     """Estimates for all candidates of one number of panels, whose states are kept or (``restart``) made again.
 
     Attributes:
@@ -91,10 +91,17 @@ class Survey:
     """
 
     def __init__(
-        self, problem: Problem, options: Options, device_type: str, num_panels: int = 1, *, restart: bool = True, streams: bool = False
+        self,
+        problem: PlanningProblem,
+        options: Options,
+        device_type: str,
+        num_panels: int = 1,
+        *,
+        restart: bool = True,
+        streams: bool = False,
     ) -> None:
         self.streams, self.num_panels, self.is_restarting = streams, num_panels, restart
-        self.problem, self.options, self._rates = problem, options, Rates(device_type)
+        self.problem, self.options, self._rates = problem, options, DeviceRates(device_type)
         self.tiling = Tiling.of(problem, options, num_panels, restart=restart)
         self._phases = problem.phases.phases
         self._cuts = [cut_positions(problem.graph, phase.streamed, problem.phases.streamed) for phase in self._phases]
@@ -139,7 +146,7 @@ class Survey:
     def choices(self, candidate: Candidate) -> tuple[SegmentChoice, ...]:
         """The decisions that a candidate stands for."""
         found = self._choices(self.positions[candidate.position], self.strip_rows[candidate.height], self.policies[candidate.policy])
-        return streaming(found, streamable(self.problem, found)) if self.streams else found
+        return with_streamed(found, streamable_values(self.problem, found)) if self.streams else found
 
     def head_choices(self, position: int, height: int, policy: int) -> tuple[SegmentChoice, ...]:
         """The decisions about the operators before a position."""
@@ -184,10 +191,10 @@ class Survey:
             tiling=self.tiling, rates=self._rates, strip_rows=self.strip_rows, sampled=self.sampled, policies=self.policies
         )
         runs = {i: sampler.run(self._phases[i].streamed, self._cuts[i], whole.forward_flops, whole.flops) for i in tiled}
-        before, num_done = TiledPart.nothing(shape[1:]), 0
+        before, num_done = TiledCosts.nothing(shape[1:]), 0
         grads = problem.input_grad_bytes + grad_bytes if problem.training else 0
-        crossings = Crossings(problem, self.tiling, self.strip_rows, streams=self.streams)
-        held_behind = held_whole(problem, cut_at)
+        crossings = BoundaryTracker(problem, self.tiling, self.strip_rows, streams=self.streams)
+        held_behind = untiled_memory(problem, cut_at)
         flops_before = [0, *accumulate(whole.flops[name] for name in order)]
         for p, ((last, index), crossed) in enumerate(zip(self.positions, crossings.until(cut_at), strict=True)):
             for i in range(num_done, last):
@@ -212,7 +219,7 @@ class Survey:
             self.head_cost[p] = cost - whole.overhead[p] - (self.plain_flops - flops_before[cut_at[p]])
         self.least_cost = float(self.cost[-1, :, 0].min())
 
-    def _tiled(self, run: SampledRun, cut: int, whole: _Whole) -> TiledPart:
+    def _tiled(self, run: RunSamples, cut: int, whole: _UntiledCosts) -> TiledCosts:
         """What the operators of a run before a cut add when they are tiled."""
         problem, names = self.problem, run.names[: run.cuts[cut]]
         again = 1 - 1 / self.tiling.num_walks if self.tiling.restart else 0.0
@@ -220,12 +227,12 @@ class Survey:
         more: Any = 1 + again + run.restored_share if is_differentiated else 0.0 * run.restored_share
         once = run.flops[cut] - sum(whole.flops[name] for name in names) + run.num_steps * self.tiling.num_walks * run.overhead[cut]
         is_free = len(self.policies) > 1  # else it was asked for
-        return TiledPart(
+        return TiledCosts(
             states=run.states[cut],
             peaks=(run.peak[cut],),
             cost=once[:, None] + run.forward_flops[cut][:, None] * more,
             read_bytes=source_bytes(problem, names) * self.tiling.num_panels * (1 + more),
-            is_wanted=(run.restored_share <= MOST_RESTORED) if is_free else np.ones(run.restored_share.shape, dtype=bool),
+            is_wanted=(run.restored_share <= MAX_RESTORED) if is_free else np.ones(run.restored_share.shape, dtype=bool),
         )
 
     def bytes_of_last(self, num_operators: int) -> float:
@@ -253,16 +260,16 @@ class Survey:
             total += sum(self.flops[name] * shares.get(name, 1.0) for name in phase.streamed)
         return total
 
-    def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
+    def _whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _UntiledCosts:
         """What lies behind each position when it is kept whole, whatever the tiling before it."""
         key = ("whole behind", tuple(cut_at), self._rates)
         return self.problem.remembered(key, lambda: self._new_whole(order, cut_at))
 
-    def _new_whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _Whole:
+    def _new_whole(self, order: Sequence[str], cut_at: Sequence[int]) -> _UntiledCosts:
         problem = self.problem
         if not order:
             zeros = np.zeros(len(cut_at))
-            return _Whole(peak=zeros, overhead=zeros, forward_flops={}, flops={})
+            return _UntiledCosts(peak=zeros, overhead=zeros, forward_flops={}, flops={})
         place = {name: i for i, name in enumerate(order)}
         programs = [program.instructions for program in plain_programs(problem)]
         listed = [instruction for instructions in programs for instruction in instructions]
@@ -274,7 +281,7 @@ class Survey:
         for instruction in listed:
             overhead[place[instruction.owner]] += self._rates.overhead(instruction)
         behind = np.cumsum(overhead[::-1])[::-1]
-        return _Whole(
+        return _UntiledCosts(
             peak=suffix_peaks(listed, place, cut_at),
             overhead=behind[np.array(cut_at)],
             forward_flops=flops[0],

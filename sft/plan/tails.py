@@ -17,27 +17,27 @@ from dataclasses import dataclass
 import numpy as np
 
 from sft.errors import BudgetError
-from sft.plan.build import borders
-from sft.plan.chain.chain import Chain, Stage
+from sft.plan.build import segment_borders
+from sft.plan.chain.chain import StageChain, Stage
 from sft.plan.chain.schedule import Schedule
 from sft.plan.chain.simulate import simulate
-from sft.plan.chain.strategies import strategy
-from sft.plan.copies import without_idle_copies
+from sft.plan.chain.strategies import get_solver
+from sft.plan.copies import drop_idle_copies
 from sft.plan.sampling import Floats
 from sft.plan.stages import StagedModel
-from sft.plan.survey import Survey
+from sft.plan.survey import CandidateGrid
 from sft.plan.types import SegmentChoice
-from sft.walk.order import Order
+from sft.walk.order import SegmentSchedule
 from sft.walk.region import Region
 
-__all__ = ["Tail", "TailPlan", "least_schedule", "smallest_tails", "tails"]
+__all__ = ["TiledHeadOffload", "TiledHeadOffloadPlan", "smallest_tail_schedule", "smallest_tiled_head_offloads", "tiled_head_offloads"]
 
 #: Heads that are tried.
-_MOST_HEADS = 8
+_MAX_HEADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TailPlan:
+class TiledHeadOffloadPlan:
     """A proposal.
 
     Attributes:
@@ -48,13 +48,13 @@ class TailPlan:
     """
 
     choices: tuple[SegmentChoice, ...]
-    order: Order
+    order: SegmentSchedule
     cost: float
     peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tail:
+class TiledHeadOffload:
     """A head, and the chain that it is the first stage of.
 
     Attributes:
@@ -69,7 +69,7 @@ class Tail:
     staged: StagedModel
     head: tuple[SegmentChoice, ...]
     num_stages: int
-    chain: Chain
+    chain: StageChain
     base_bytes: int
     least_cost: float
 
@@ -85,75 +85,75 @@ class Tail:
             BudgetError: it does not fit.
         """
         problem = self.staged.problem
-        return strategy(name)(self.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.host_budget_bytes, link=problem.link)
+        return get_solver(name)(self.chain, budget_bytes=budget_bytes, host_budget_bytes=problem.host_budget_bytes, link=problem.link)
 
-    def plan(self, schedule: Schedule, region: Region) -> TailPlan | None:
+    def plan(self, schedule: Schedule, region: Region) -> TiledHeadOffloadPlan | None:
         """A schedule as an order of the region's segments; ``None`` if it runs the head again."""
         if sum(operation.kind == "forward" and operation.first == 1 for operation in schedule.operations) > 1:
             return None
         order = self.staged.order(schedule.operations, head=self.head, num_stages=self.num_stages, head_is_stage=True)
         found = simulate(self.chain, schedule, link=self.staged.problem.link)
-        return TailPlan(
+        return TiledHeadOffloadPlan(
             choices=self.choices,
-            order=without_idle_copies(region, order),
+            order=drop_idle_copies(region, order),
             cost=found.seconds * self.staged.rates.flops_per_second,
             peak_bytes=found.peak_bytes,
         )
 
 
 @dataclass(frozen=True, slots=True)
-class _Ranked:
+class _RankedHead:
     """Where a head ends, and the stage behind it; of each strip height and policy for states a number, of which the least is best."""
 
     marks: Floats
-    survey: Survey
+    survey: CandidateGrid
     position: int
     stage: int
 
 
-def _best(staged: StagedModel, found: Sequence[_Ranked]) -> Iterator[Tail]:
+def _best_heads(staged: StagedModel, found: Sequence[_RankedHead]) -> Iterator[TiledHeadOffload]:
     """Each with its best height and policy, the best few of them."""
-    for one in sorted(found, key=lambda each: float(each.marks.min()))[:_MOST_HEADS]:
+    for one in sorted(found, key=lambda each: float(each.marks.min()))[:_MAX_HEADS]:
         if np.isfinite(one.marks.min()):
             h, k = (int(i) for i in np.unravel_index(int(one.marks.argmin()), one.marks.shape))
-            yield _tail(staged, one.survey, one.position, h, k, one.stage)
+            yield _tiled_head_offload(staged, one.survey, one.position, h, k, one.stage)
 
 
-def tails(staged: StagedModel, surveys: Sequence[Survey], room_bytes: float) -> Iterator[Tail]:
+def tiled_head_offloads(staged: StagedModel, surveys: Sequence[CandidateGrid], room_bytes: float) -> Iterator[TiledHeadOffload]:
     """Heads whose strips fit, those first that would be fastest if nothing had to leave."""
     seconds = [stage.forward_seconds + stage.backward_seconds for stage in staged.chain.stages]
-    found: list[_Ranked] = []
-    for survey, position, stage in _ends(staged, surveys):
+    found: list[_RankedHead] = []
+    for survey, position, stage in _head_ends(staged, surveys):
         cost = np.where(survey.head_peak_bytes[position] <= room_bytes, survey.head_cost[position], np.inf)
         behind = sum(seconds[stage:]) * staged.rates.flops_per_second
-        found.append(_Ranked(cost + behind, survey, position, stage))
-    yield from _best(staged, found)
+        found.append(_RankedHead(cost + behind, survey, position, stage))
+    yield from _best_heads(staged, found)
 
 
-def smallest_tails(staged: StagedModel, surveys: Sequence[Survey]) -> Iterator[Tail]:
+def smallest_tiled_head_offloads(staged: StagedModel, surveys: Sequence[CandidateGrid]) -> Iterator[TiledHeadOffload]:
     """Heads that should need least with a tail that may leave, whatever the budget."""
     stages = staged.chain.stages
-    found: list[_Ranked] = []
-    for survey, position, stage in _ends(staged, surveys):
+    found: list[_RankedHead] = []
+    for survey, position, stage in _head_ends(staged, surveys):
         # Of the stages behind only the largest need count, and of the head, while they run, nothing.
         behind = max(
             each.output_bytes + each.saved_bytes + max(each.forward_workspace_bytes, each.backward_workspace_bytes)
             for each in stages[stage:]
         )
-        found.append(_Ranked(np.maximum(survey.head_peak_bytes[position], behind), survey, position, stage))
-    yield from _best(staged, found)
+        found.append(_RankedHead(np.maximum(survey.head_peak_bytes[position], behind), survey, position, stage))
+    yield from _best_heads(staged, found)
 
 
-def least_schedule(tail: Tail, name: str) -> Schedule:
+def smallest_tail_schedule(tail: TiledHeadOffload, name: str) -> Schedule:
     """The schedule of least memory that a solver knows, on a host of any size."""
     link = tail.staged.problem.link
     try:
-        return strategy(name)(tail.chain, budget_bytes=1, link=link)
+        return get_solver(name)(tail.chain, budget_bytes=1, link=link)
     except BudgetError as refusal:
-        return strategy(name)(tail.chain, budget_bytes=refusal.needed_bytes, link=link)
+        return get_solver(name)(tail.chain, budget_bytes=refusal.needed_bytes, link=link)
 
 
-def _ends(staged: StagedModel, surveys: Sequence[Survey]) -> Iterator[tuple[Survey, int, int]]:
+def _head_ends(staged: StagedModel, surveys: Sequence[CandidateGrid]) -> Iterator[tuple[CandidateGrid, int, int]]:
     """Where heads end, and the stage behind each; a head of no stage, or of all of them, has no tail."""
     for survey in surveys:
         for position, head in enumerate(survey.heads):
@@ -162,17 +162,24 @@ def _ends(staged: StagedModel, surveys: Sequence[Survey]) -> Iterator[tuple[Surv
                 yield survey, position, stage
 
 
-def _cut_is_made(staged: StagedModel, survey: Survey, position: int, stage: int) -> bool:
+def _cut_is_made(staged: StagedModel, survey: CandidateGrid, position: int, stage: int) -> bool:
     """Whether the head makes all that crosses the cut behind it."""
     return set(survey.heads[position]).issuperset(staged.cut_values[stage - 1])
 
 
-def _tail(staged: StagedModel, survey: Survey, position: int, height: int, policy: int, stage: int) -> Tail:
+def _tiled_head_offload(
+    staged: StagedModel, survey: CandidateGrid, position: int, height: int, policy: int, stage: int
+) -> TiledHeadOffload:
     problem = staged.problem
     head = staged.with_asides(survey.head_choices(position, height, policy), stage)
     crossing = staged.cut_values[stage - 1]
     cut_bytes = sum(map(problem.value_bytes, crossing))
-    made = {name for choice, (_, makes) in zip(head, borders(problem.graph, head), strict=True) if choice.mode == "tiled" for name in makes}
+    made = {
+        name
+        for choice, (_, makes) in zip(head, segment_borders(problem.graph, head), strict=True)
+        if choice.mode == "tiled"
+        for name in makes
+    }
     made_bytes = sum(problem.value_bytes(name) for name in made if name not in problem.graph.results)
     held, peak = (int(table[position, height, policy]) for table in (survey.head_bytes, survey.head_peak_bytes))
     num_tiled = sum(choice.mode == "tiled" for choice in head)
@@ -189,8 +196,8 @@ def _tail(staged: StagedModel, survey: Survey, position: int, height: int, polic
         forward_workspace_bytes=max(0, peak - held),
         backward_workspace_bytes=max(0, peak - held),
     )
-    chain = Chain(input_bytes=0, stages=(first, *staged.chain.stages[stage:]), input_grad_bytes=problem.input_grad_bytes)
-    return Tail(
+    chain = StageChain(input_bytes=0, stages=(first, *staged.chain.stages[stage:]), input_grad_bytes=problem.input_grad_bytes)
+    return TiledHeadOffload(
         staged=staged,
         head=head,
         num_stages=stage,

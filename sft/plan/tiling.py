@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import prod
 
 from sft.options import Options
-from sft.plan.problem import Problem
-from sft.plan.types import Halo, SegmentChoice
+from sft.plan.problem import PlanningProblem
+from sft.plan.types import HaloMode, SegmentChoice
 from sft.walk.checkpoints import Checkpoints
 
-__all__ = ["ALL_KEPT", "Tiling", "panel_cols"]
+__all__ = ["ALL_KEPT", "Tiling", "choose_panel_cols"]
 
 ALL_KEPT = Checkpoints()
 #: Of the elements that 32 bits count a strip's new rows have this share at most.
@@ -32,8 +32,8 @@ class Tiling:
         restart: whether the states of a panel are made again for its backward pass.
     """
 
-    problem: Problem
-    halo: Halo
+    problem: PlanningProblem
+    halo: HaloMode
     height: int
     width: int
     panel_cols: int
@@ -41,12 +41,12 @@ class Tiling:
     restart: bool
 
     @classmethod
-    def of(cls, problem: Problem, options: Options, num_panels: int, *, restart: bool) -> Tiling:
+    def of(cls, problem: PlanningProblem, options: Options, num_panels: int, *, restart: bool) -> Tiling:
         """Panels of about equal width; ``restart`` where there are several, and states at all."""
-        halo: Halo = "recompute" if options.halo == "recompute" else "carry"
+        halo: HaloMode = "recompute" if options.halo == "recompute" else "carry"
         runs = [phase.streamed for phase in problem.phases.phases if phase.streamed]
         width = max(map(problem.run_width, runs), default=1)
-        cols = panel_cols(problem, options, width, num_panels)
+        cols = choose_panel_cols(problem, options, width, num_panels)
         return cls(
             problem=problem,
             halo=halo,
@@ -111,7 +111,7 @@ class Tiling:
         )
 
 
-def panel_cols(problem: Problem, options: Options, width: int, num_panels: int) -> int:
+def choose_panel_cols(problem: PlanningProblem, options: Options, width: int, num_panels: int) -> int:
     """Columns of the widest source to a panel: a forced number, or ``num_panels`` of about equal width that end at whole strides."""
     if options.tile is not None:
         return min(options.tile[1] or width, width)

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft.errors import InputError
-from sft.walk.order import COPIES
+from sft.walk.order import COPY_SIGNS
 
-__all__ = ["Kind", "SegmentCost", "Timeline", "TimelineEntry"]
+__all__ = ["TimelineKind", "SegmentCost", "Timeline", "TimelineEntry"]
 
 #: What a move does. A forward move behind the loss is a recomputation.
-Kind = Literal["forward", "loss", "recompute", "backward", "offload", "release", "prefetch"]
+TimelineKind = Literal["forward", "loss", "recompute", "backward", "offload", "release", "prefetch"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,12 +129,12 @@ class Timeline:
     @property
     def estimated_seconds(self) -> float:
         """Of the step, at the rates of the kind of device."""
-        return _end(self._played([entry.estimated_seconds for entry in self.entries]))
+        return _end_seconds(self._played([entry.estimated_seconds for entry in self.entries]))
 
     @property
     def seconds(self) -> float:
         """Of the step: measured, where all of it was; else estimated."""
-        return _end(self.spans)
+        return _end_seconds(self.spans)
 
     @property
     def idle_seconds(self) -> float:
@@ -142,7 +142,7 @@ class Timeline:
 
         What a segment waits for its streamed cuts is in the seconds of its moves, and not in these.
         """
-        computing = (taken for entry, taken in zip(self.entries, self._seconds(), strict=True) if entry.move[0] not in COPIES)
+        computing = (taken for entry, taken in zip(self.entries, self._seconds(), strict=True) if entry.move[0] not in COPY_SIGNS)
         return max(0.0, self.seconds - sum(computing))
 
     @property
@@ -174,16 +174,16 @@ class Timeline:
         return tuple(found)
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
+    def kinds(self) -> tuple[TimelineKind, ...]:
         """What each entry does."""
-        found: list[Kind] = []
+        found: list[TimelineKind] = []
         is_behind = False
         for entry in self.entries:
             is_behind = is_behind or entry.move == "L"
             if entry.move == "L":
                 found.append("loss")
-            elif entry.move[0] in COPIES:
-                found.append(COPIES[entry.move[0]])
+            elif entry.move[0] in COPY_SIGNS:
+                found.append(COPY_SIGNS[entry.move[0]])
             elif entry.move.startswith("B"):
                 found.append("backward")
             else:
@@ -192,7 +192,7 @@ class Timeline:
 
     def costs(self) -> tuple[SegmentCost, ...]:
         """What each segment takes, by number."""
-        seconds: dict[int, dict[Kind, float]] = {}
+        seconds: dict[int, dict[TimelineKind, float]] = {}
         flops: dict[int, int] = {}
         for entry, kind, taken in zip(self.entries, self.kinds, self._seconds(), strict=True):
             if entry.segment is not None:
@@ -227,6 +227,6 @@ class Timeline:
         return tuple(entry.estimated_seconds for entry in self.entries)
 
 
-def _end(spans: Sequence[tuple[float, float]]) -> float:
+def _end_seconds(spans: Sequence[tuple[float, float]]) -> float:
     """When the last of them is over."""
     return max((stop for _, stop in spans), default=0.0)

@@ -10,14 +10,14 @@ from typing import Literal
 from sft.errors import InputError
 from sft.plan.mesh import MeshPlan
 from sft.plan.timeline import Timeline
-from sft.records import read_json, record_of
+from sft.records import parse_json_object, dataclass_from_dict
 
-__all__ = ["Halo", "Plan", "SegmentChoice", "SegmentPlan"]
+__all__ = ["HaloMode", "Plan", "SegmentChoice", "SegmentPlan"]
 
 _FORMAT = 10
 
 #: How a strip gets the rows around it.
-Halo = Literal["carry", "recompute"]
+HaloMode = Literal["carry", "recompute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class SegmentChoice:
     state_slots: int = 0
     batch_tile: int = 0
     panel_cols: int = 0
-    halo: Halo = "carry"
+    halo: HaloMode = "carry"
     restart: bool = False
     streamed: tuple[str, ...] = ()
 
@@ -86,7 +86,7 @@ class SegmentPlan:
     strip_rows: int
     panel_cols: int
     num_panels: int
-    halo: Halo
+    halo: HaloMode
     restart: bool
     state_every: int
     state_slots: int
@@ -214,9 +214,9 @@ class Plan:
         Args:
             costs: whether to say what each segment takes of the step's time. Default: `False`
         """
-        from sft.report import explain
+        from sft.report import plan_report
 
-        return explain(self, costs=costs)
+        return plan_report(self, costs=costs)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw what the step holds over time, and what it does meanwhile. Needs the extra ``plot``.
@@ -248,9 +248,9 @@ class Plan:
             InputError: the text is not a plan.
         """
         try:
-            data = read_json(text)
+            data = parse_json_object(text)
             if data.pop("format", None) != _FORMAT:
                 raise InputError(f"this is not a plan of format {_FORMAT}")
-            return record_of(cls, data)
+            return dataclass_from_dict(cls, data)
         except InputError as error:
             raise InputError(f"cannot read the plan: {error}; make a new one with sft.plan(...)") from error

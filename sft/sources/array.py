@@ -15,10 +15,10 @@ from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
 from sft.sources.host import AnyArray, HostArray, Layout, as_host_array, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.normalize import Normalizer
-from sft.sources.repeating import Bools, equal_rows
+from sft.sources.repeating import BoolArray, equal_rows
 from sft.sources.source import check_rows, check_samples
 
-__all__ = ["ArraySource", "map_file"]
+__all__ = ["ArraySource", "map_npy_file"]
 
 _PIXEL_DTYPES = {"uint8": torch.uint8, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 
@@ -58,7 +58,7 @@ class ArraySource:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
-        self._given: HostArray = as_host_array(array if self.path is None else map_file(self.path), "read rows from")
+        self._given: HostArray = as_host_array(array if self.path is None else map_npy_file(self.path), "read rows from")
         if not dtype.is_floating_point:
             raise InputError(f"cannot read {self._name} as {dtype}: normalised pixels are fractions. Use a floating-point dtype.")
         pixel_dtype = _pixel_dtype(self._given, self._name)
@@ -78,7 +78,7 @@ class ArraySource:
     def __reduce__(self) -> tuple[Any, ...]:
         # A mapped file travels as its path: pickling a memmap would read all of it.
         array = self._given if self.path is None else self.path
-        return _rebuild, (array, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
+        return _rebuild_source, (array, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
 
     @property
     def _name(self) -> str:
@@ -100,14 +100,14 @@ class ArraySource:
             self._normalizer.fill(pixels, out[sample])
             release_pages(pixels)
 
-    def repeated_rows(self, columns: Interval) -> Bools:
+    def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
 
         Raises:
             SourceError: the mapped file was cut short.
         """
         check_mapping(self._given, self._name)
-        same: Bools = np.logical_and.reduce([equal_rows(self._pixels[sample], columns) for sample in range(self.shape[0])])
+        same: BoolArray = np.logical_and.reduce([equal_rows(self._pixels[sample], columns) for sample in range(self.shape[0])])
         return same
 
     def samples(self, batch: Interval) -> ArraySource:
@@ -118,15 +118,17 @@ class ArraySource:
         """
         check_samples(self, batch)
         given = self._given[batch.start : batch.stop] if len(self.layout) == 4 else self._given
-        part = _rebuild(given, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
+        part = _rebuild_source(given, self.layout, self._normalizer.mean, self._normalizer.std, self.dtype)
         return part
 
 
-def _rebuild(array: HostArray | Path, layout: Layout, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> ArraySource:
+def _rebuild_source(
+    array: HostArray | Path, layout: Layout, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype
+) -> ArraySource:
     return ArraySource(array, layout=layout, mean=mean, std=std, dtype=dtype)
 
 
-def map_file(path: Path) -> AnyArray:
+def map_npy_file(path: Path) -> AnyArray:
     """A ``.npy`` file as a mapped array.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from sft.errors import InputError
-from sft.sources.array import map_file
+from sft.sources.array import map_npy_file
 from sft.sources.host import AnyArray, Layout, axis_order, check_mapping, release_pages, resolve_layout
 from sft.sources.image import Pixels, check_region
 from sft.sources.raster import Size, check_level
@@ -48,7 +48,7 @@ class ArrayImage:
         background: tuple[int, ...] | None = None,
     ) -> None:
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
-        given = map_file(Path(array)) if isinstance(array, (str, os.PathLike)) else array
+        given = map_npy_file(Path(array)) if isinstance(array, (str, os.PathLike)) else array
         self._name = "array" if self.path is None else str(self.path)
         if not isinstance(given, np.ndarray) or given.dtype != np.uint8:
             raise InputError(
@@ -75,7 +75,7 @@ class ArrayImage:
         # A mapped file travels as its path: pickling a memmap would read all of it.
         given = self._given if self.path is None else self.path
         layout = self.layout if self._given.ndim == 3 else None
-        return _rebuild, (given, layout, self.mpp, self.background)
+        return _rebuild_image, (given, layout, self.mpp, self.background)
 
     @property
     def level_dimensions(self) -> tuple[Size, ...]:
@@ -116,5 +116,7 @@ class ArrayImage:
         return pixels
 
 
-def _rebuild(given: AnyArray | Path, layout: Layout | None, mpp: tuple[float, float] | None, background: tuple[int, ...]) -> ArrayImage:
+def _rebuild_image(
+    given: AnyArray | Path, layout: Layout | None, mpp: tuple[float, float] | None, background: tuple[int, ...]
+) -> ArrayImage:
     return ArrayImage(given, layout=layout, mpp=mpp, background=background)

@@ -8,7 +8,7 @@ from sft.analysis.interval import Interval
 from sft.sources.blocks import RowBlocks
 from sft.sources.image import Image, Pixels
 from sft.sources.raster import Size
-from sft.sources.repeating import Bools, repeated_of
+from sft.sources.repeating import BoolArray, image_equal_rows
 from sft.sources.views import RasterView
 from sft.units import format_bytes, parse_bytes
 
@@ -84,9 +84,9 @@ class Cached(RasterView):
         self.forget()
         super().close()
 
-    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """As the image below says; see `sft.sources.repeating.RepeatingImage`."""
-        return repeated_of(self.image, part, columns=columns)
+        return image_equal_rows(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         if level == 0 and (x, w) == (0, self.width_px):

@@ -105,8 +105,8 @@ class Tolerant(RasterView):
         width_px, height_px = self.level_dimensions[level]
         tile_w, tile_h = self.level_tiles_px[level] or (_FALLBACK_TILE_PX, _FALLBACK_TILE_PX)
         out = np.empty((h, w, self.num_channels), np.uint8)
-        for top in _edges(y, h, tile_h):
-            for left in _edges(x, w, tile_w):
+        for top in _tile_edges(y, h, tile_h):
+            for left in _tile_edges(x, w, tile_w):
                 part = (slice(max(top, y) - y, min(top + tile_h, y + h) - y), slice(max(left, x) - x, min(left + tile_w, x + w) - x))
                 whole_w, whole_h = min(tile_w, width_px - left), min(tile_h, height_px - top)
                 known = (level, top, left) in self._bad
@@ -137,7 +137,7 @@ class Tolerant(RasterView):
         tile = self.level_tiles_px[level]
         if tile is None or not self._bad:
             return False
-        return any((level, top, left) in self._bad for top in _edges(y, h, tile[1]) for left in _edges(x, w, tile[0]))
+        return any((level, top, left) in self._bad for top in _tile_edges(y, h, tile[1]) for left in _tile_edges(x, w, tile[0]))
 
     def _note_good(self, x: int, y: int, w: int, h: int, level: int) -> None:
         tile, (width_px, height_px) = self.level_tiles_px[level], self.level_dimensions[level]
@@ -155,5 +155,5 @@ class Tolerant(RasterView):
         return {**self.__dict__, "_bad": self._bad.copy()}
 
 
-def _edges(start: int, extent: int, tile_px: int) -> Iterator[int]:
+def _tile_edges(start: int, extent: int, tile_px: int) -> Iterator[int]:
     yield from range(start - start % tile_px, start + extent, tile_px)

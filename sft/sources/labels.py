@@ -12,9 +12,9 @@ from torch import Tensor
 
 from sft.analysis.interval import Interval
 from sft.errors import InputError
-from sft.sources.array import map_file
+from sft.sources.array import map_npy_file
 from sft.sources.host import HostArray, as_host_array, check_mapping, release_pages
-from sft.sources.repeating import Bools, equal_rows
+from sft.sources.repeating import BoolArray, equal_rows
 from sft.sources.source import check_rows, check_samples
 
 __all__ = ["LabelSource"]
@@ -44,7 +44,7 @@ class LabelSource:
 
     def __init__(self, array: HostArray | str | os.PathLike[str]) -> None:
         self.path = Path(array) if isinstance(array, (str, os.PathLike)) else None
-        given = as_host_array(array if self.path is None else map_file(self.path), "read labels from")
+        given = as_host_array(array if self.path is None else map_npy_file(self.path), "read labels from")
         name = "array" if self.path is None else str(self.path)
         if not isinstance(given, np.ndarray) or given.dtype.kind not in "uib":
             raise InputError(
@@ -83,14 +83,14 @@ class LabelSource:
             out[sample, 0].numpy()[...] = labels
             release_pages(labels[..., None])
 
-    def repeated_rows(self, columns: Interval) -> Bools:
+    def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether it equals the row above it in these columns: all of them are read once. See `RepeatingSource`.
 
         Raises:
             SourceError: the mapped file was cut short.
         """
         check_mapping(self._given, self._name)
-        same: Bools = np.logical_and.reduce([equal_rows(labels[..., None], columns) for labels in self._labels])
+        same: BoolArray = np.logical_and.reduce([equal_rows(labels[..., None], columns) for labels in self._labels])
         return same
 
     def samples(self, batch: Interval) -> LabelSource:

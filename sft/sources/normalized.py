@@ -19,7 +19,7 @@ from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
 from sft.sources.image import Image, Pixels
 from sft.sources.normalize import Normalizer
-from sft.sources.repeating import Bools, repeated_of
+from sft.sources.repeating import BoolArray, image_equal_rows
 from sft.sources.source import check_rows
 
 __all__ = ["Normalized"]
@@ -103,9 +103,9 @@ class Normalized:
             self._blocks = known
             del pixels  # before the next block is read
 
-    def repeated_rows(self, columns: Interval) -> Bools:
+    def repeated_rows(self, columns: Interval) -> BoolArray:
         """For each row whether the image says that it equals the row above it in these columns; see `RepeatingSource`."""
-        return repeated_of(self.image, columns)
+        return image_equal_rows(self.image, columns)
 
     def forget(self) -> None:
         """Drop the blocks kept for the next interval: after a pass, when their memory has a better use."""

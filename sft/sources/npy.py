@@ -25,10 +25,10 @@ from sft.errors import InputError, SourceError
 from sft.sources.host import AnyArray, check_mapping, release_pages
 from sft.units import format_bytes
 
-__all__ = ["NpyFile", "allocate_blocks", "numpy_dtype", "room_on"]
+__all__ = ["NpyFile", "allocate_blocks", "numpy_dtype", "free_space_text"]
 
 #: The path itself is at fault, not the disk behind it.
-_CALLERS_MOVE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+_CALLER_ERRORS = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 #: File systems that cannot preallocate say so in one of these ways.
 _CANNOT_ALLOCATE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _PIECE_BYTES = 1 << 20
@@ -73,9 +73,9 @@ class NpyFile:
         except OSError as error:
             self.discard()
             wanted = f"cannot write an output of shape {tuple(shape)} ({format_bytes(num_bytes)}) to {os.fspath(path)!r}: {error.strerror}"
-            if isinstance(error, _CALLERS_MOVE) or error.errno == errno.EROFS:
+            if isinstance(error, _CALLER_ERRORS) or error.errno == errno.EROFS:
                 raise InputError(f"{wanted}. Give a path in a folder that exists and may be written to.") from error
-            raise SourceError(error.errno, f"{wanted}{room_on(self.path.parent)}. Make room, or choose another disk.") from error
+            raise SourceError(error.errno, f"{wanted}{free_space_text(self.path.parent)}. Make room, or choose another disk.") from error
         except BaseException:
             self.discard()
             raise
@@ -159,7 +159,7 @@ def allocate_blocks(descriptor: int, offset: int, num_bytes: int) -> None:
         num_bytes -= os.write(descriptor, zeros[: min(num_bytes, _PIECE_BYTES)])
 
 
-def room_on(folder: Path) -> str:
+def free_space_text(folder: Path) -> str:
     """How much is free on a folder's disk, for an error message."""
     try:
         return f"; {format_bytes(shutil.disk_usage(folder).free)} are free in {os.fspath(folder)!r}"

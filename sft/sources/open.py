@@ -97,7 +97,7 @@ def _open(path: Path, reader: Reader, policy: OnError, num_threads: int | None) 
     except OSError as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror
         raise SourceError(f"cannot open {path}: {why}. Check the path.") from error
-    kind = _kind(path) if reader == "auto" else reader
+    kind = _detect_reader(path) if reader == "auto" else reader
     image: Raster
     if kind == "zarr":
         image = ZarrImage(path)
@@ -111,7 +111,7 @@ def _open(path: Path, reader: Reader, policy: OnError, num_threads: int | None) 
     return image
 
 
-def _kind(path: Path) -> Reader:
+def _detect_reader(path: Path) -> Reader:
     if path.is_dir():
         if any((path / name).exists() for name in _ZARR_FILES):
             return "zarr"

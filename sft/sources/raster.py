@@ -24,7 +24,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 from sft.errors import InputError, SftError, SourceError
 from sft.sources.image import Image, Pixels, check_region
 
-__all__ = ["WHITE", "FileImage", "ImageFacts", "Raster", "Size", "check_level", "missing_extra", "place", "valid_mpp"]
+__all__ = ["WHITE", "FileImage", "ImageFacts", "Raster", "Size", "check_level", "missing_extra", "rectangle_text", "valid_mpp"]
 
 #: (width, height) in px.
 Size = tuple[int, int]
@@ -215,7 +215,9 @@ class FileImage(ABC, Generic[Handle]):
         x, y, w, h, level = index(x), index(y), index(w), index(h), index(level)
         check_level(repr(self), level, len(self.level_dimensions))
         check_region(f"{self} at level {level}", x, y, w, h, *self.level_dimensions[level])
-        return self._guarded(lambda: self._read(self._handle(), x, y, w, h, level), f"read {place(x, y, w, h, level)} of {self.path}")
+        return self._guarded(
+            lambda: self._read(self._handle(), x, y, w, h, level), f"read {rectangle_text(x, y, w, h, level)} of {self.path}"
+        )
 
     def _handle(self) -> Handle:
         opened = self._opened
@@ -237,10 +239,10 @@ class FileImage(ABC, Generic[Handle]):
             ) from error
 
 
-def place(x: int, y: int, w: int, h: int, level: int) -> str:
+def rectangle_text(x: int, y: int, w: int, h: int, level: int) -> str:
     """A rectangle in words.
 
-    >>> place(3, 4, 10, 20, 1)
+    >>> rectangle_text(3, 4, 10, 20, 1)
     'columns [3, 13) and rows [4, 24) of level 1'
     """
     return f"columns [{x}, {x + w}) and rows [{y}, {y + h}) of level {level}"

@@ -16,12 +16,23 @@ from torch import Tensor
 from sft.analysis.interval import Interval
 from sft.sources.source import Source
 
-__all__ = ["Bytes", "Failure", "Shared", "allocate_bytes", "read_all", "reader_bytes", "reader_bytes_at", "row_bytes", "shut_down", "stop"]
+__all__ = [
+    "ByteArray",
+    "PrefetchFailure",
+    "PrefetchState",
+    "allocate_bytes",
+    "prefetch_strips",
+    "reader_bytes",
+    "reader_bytes_at",
+    "row_bytes",
+    "shut_down_prefetch",
+    "request_stop",
+]
 
 _JOIN_SECONDS = 5.0
 _EMPTY = Interval(0, 0)
 
-Bytes = npt.NDArray[np.uint8]
+ByteArray = npt.NDArray[np.uint8]
 Ints = npt.NDArray[np.int64]
 
 
@@ -54,17 +65,17 @@ def reader_bytes_at(start: Ints, stop: Ints, num_row_bytes: int, num_buffers: in
     return min(num_buffers, len(start)), tallest * num_row_bytes, carried_rows * num_row_bytes
 
 
-def allocate_bytes(num_bytes: int) -> Bytes:
+def allocate_bytes(num_bytes: int) -> ByteArray:
     """A buffer that starts on a cache line; its pages are not touched before they are filled.
 
     It is torch's, so that `sft.measure_peak` sees it.
     """
-    data: Bytes = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
+    data: ByteArray = torch.empty(num_bytes, dtype=torch.uint8, device="cpu").numpy()
     return data
 
 
 @dataclass(slots=True, kw_only=True)
-class Failure:
+class PrefetchFailure:
     """The thread's last word."""
 
     error: BaseException
@@ -72,7 +83,7 @@ class Failure:
 
 
 @dataclass(slots=True, kw_only=True)
-class Shared:
+class PrefetchState:
     """All that the thread knows. It must not know the reader, which could then never be collected while the thread waits.
 
     The queues are `SimpleQueue`s since a buffer comes back in a destructor, which may run anywhere, even inside another ``put``.
@@ -91,39 +102,39 @@ class Shared:
 
     source: Source
     intervals: tuple[Interval, ...]
-    buffers: list[Bytes]
-    carry: Bytes
+    buffers: list[ByteArray]
+    carry: ByteArray
     free: queue.SimpleQueue[int | None]
-    filled: queue.SimpleQueue[int | Failure]
+    filled: queue.SimpleQueue[int | PrefetchFailure]
     stopped: bool = False
     read_seconds: float = 0.0
     num_rows_read: int = 0
 
-    def strip_bytes(self, index: int, interval: Interval) -> Bytes:
+    def strip_bytes(self, index: int, interval: Interval) -> ByteArray:
         """The part of a buffer that a strip takes."""
         return self.buffers[index][: len(interval) * row_bytes(self.source)]
 
-    def strip(self, data: Bytes, interval: Interval) -> Tensor:
+    def strip(self, data: ByteArray, interval: Interval) -> Tensor:
         """The bytes as a strip ``[N, C, rows, W]``, contiguous in channels-last order."""
         num, channels, _, width_px = self.source.shape
         numbers = torch.from_numpy(data).view(self.source.dtype)
         return numbers.view(num, len(interval), width_px, channels).permute(0, 3, 1, 2)
 
 
-def stop(shared: Shared) -> None:
+def request_stop(shared: PrefetchState) -> None:
     """Ask the thread to end after the read that it is in."""
     shared.stopped = True
     shared.free.put(None)
 
 
-def shut_down(shared: Shared, thread: threading.Thread) -> None:
+def shut_down_prefetch(shared: PrefetchState, thread: threading.Thread) -> None:
     """For a reader that was not closed. It may run inside garbage collection: in any thread, so the wait for it has an end."""
-    stop(shared)
+    request_stop(shared)
     if thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)
 
 
-def read_all(shared: Shared) -> None:
+def prefetch_strips(shared: PrefetchState) -> None:
     """The thread."""
     carried = interval = _EMPTY
     try:
@@ -134,14 +145,14 @@ def read_all(shared: Shared) -> None:
                     return
                 following = shared.intervals[position + 1] if position + 1 < len(shared.intervals) else _EMPTY
                 started = time.perf_counter()
-                carried = _fill(shared, shared.strip_bytes(index, interval), interval, carried, following)
+                carried = _read_strip(shared, shared.strip_bytes(index, interval), interval, carried, following)
                 shared.read_seconds += time.perf_counter() - started
                 shared.filled.put(index)
     except BaseException as error:  # whatever it is, the consumer must not wait for ever
-        shared.filled.put(Failure(error=error, interval=interval))
+        shared.filled.put(PrefetchFailure(error=error, interval=interval))
 
 
-def _fill(shared: Shared, data: Bytes, interval: Interval, carried: Interval, following: Interval) -> Interval:
+def _read_strip(shared: PrefetchState, data: ByteArray, interval: Interval, carried: Interval, following: Interval) -> Interval:
     """Read a strip, but for the rows carried from the one before; returns the rows set aside for the next one.
 
     Rows move as bytes, with NumPy: torch would start a team of OpenMP threads here that fights the network's for the cores.
@@ -150,7 +161,7 @@ def _fill(shared: Shared, data: Bytes, interval: Interval, carried: Interval, fo
     by_row = data.reshape(num, len(interval), -1)
     out = shared.strip(data, interval)
 
-    def carry_of(rows: Interval) -> Bytes:
+    def carry_of(rows: Interval) -> ByteArray:
         return shared.carry[: len(rows) * row_bytes(shared.source)].reshape(num, len(rows), -1)
 
     if carried:  # always inside the interval: it is the intersection of two neighbours in the list

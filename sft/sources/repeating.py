@@ -17,9 +17,9 @@ from torch import Tensor
 from sft.analysis.interval import Interval
 from sft.sources.host import HostArray, release_pages
 
-__all__ = ["Bools", "RepeatingImage", "equal_rows", "repeated_of"]
+__all__ = ["BoolArray", "RepeatingImage", "equal_rows", "image_equal_rows"]
 
-Bools = npt.NDArray[np.bool_]
+BoolArray = npt.NDArray[np.bool_]
 
 #: Rows of arrays are compared in pieces of so many bytes.
 _PIECE_BYTES = 1 << 20
@@ -30,7 +30,7 @@ _BITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 class RepeatingImage(Protocol):
     """What an image may have besides `sft.sources.Image`."""
 
-    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """For each row of level 0, ``[height_px]``, whether it is known to equal the row above it in the columns ``part``.
 
         With ``columns`` for each column, ``[width_px]``, whether it is known to equal the column to its left in the rows ``part``. False
@@ -39,14 +39,14 @@ class RepeatingImage(Protocol):
         ...
 
 
-def repeated_of(image: Any, part: Interval, *, columns: bool = False) -> Bools:
+def image_equal_rows(image: Any, part: Interval, *, columns: bool = False) -> BoolArray:
     """What an image says of itself; nothing, where it cannot."""
     if isinstance(image, RepeatingImage):
         return image.repeated(part, columns=columns)
     return np.zeros(image.width_px if columns else image.height_px, dtype=bool)
 
 
-def equal_rows(pixels: HostArray, columns: Interval) -> Bools:
+def equal_rows(pixels: HostArray, columns: Interval) -> BoolArray:
     """For each row of ``[rows, width, channels]`` whether it equals the row above it in some columns, bit for bit; all of them are read."""
     part = pixels[:, columns.start : columns.stop]
     if isinstance(part, Tensor):  # a type that NumPy does not have

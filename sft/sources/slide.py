@@ -38,7 +38,7 @@ __all__ = ["Slide"]
 _WHITE = (255, 255, 255)
 
 
-class _Handle(Protocol):
+class _OpenSlideHandle(Protocol):
     """The part of ``openslide.OpenSlide`` that is used here."""
 
     @property
@@ -57,11 +57,11 @@ class _Handle(Protocol):
 
 #: Handles that a forked process got from its parent.  They are never closed: a thread of the parent may have held one
 #: of their locks at the fork, and closing would wait for it for ever.
-_inherited: list[_Handle] = []
+_inherited: list[_OpenSlideHandle] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
+class _SlideFacts:
     """What a slide file says about itself; all levels are the file's own."""
 
     level_dimensions: tuple[tuple[int, int], ...]  #: (width, height) of each level, in px
@@ -85,9 +85,9 @@ class Slide:
     def __init__(self, path: str | os.PathLike[str], *, level: int = 0) -> None:
         self.path = Path(path)
         self.level = level
-        self._facts: _Facts | None = None
+        self._facts: _SlideFacts | None = None
         # The process that opened the handle, and the handle: one attribute, so that threads see both or neither.
-        self._opened: tuple[int, _Handle] | None = None
+        self._opened: tuple[int, _OpenSlideHandle] | None = None
         if not self.path.exists():
             raise SourceError(f"cannot open slide {self.path}: there is no such file. Check the path.")
 
@@ -220,7 +220,7 @@ class Slide:
         """Read the slide from top to bottom in full-width strips of `rows` rows; the last strip may be lower."""
         return read_strips(self, rows)
 
-    def _open(self) -> _Handle:
+    def _open(self) -> _OpenSlideHandle:
         # No lock: threads that race here open the file twice and one handle is dropped.  A lock could be inherited,
         # held for ever, by a process forked at the wrong moment.
         opened = self._opened
@@ -230,7 +230,7 @@ class Slide:
             opened = self._opened = os.getpid(), _open_handle(self.path)
         return opened[1]
 
-    def _read_facts(self) -> _Facts:
+    def _read_facts(self) -> _SlideFacts:
         if self._facts is None:
             handle = self._open()
             num_levels = len(handle.level_dimensions)
@@ -238,7 +238,7 @@ class Slide:
                 raise InputError(
                     f"cannot use level {self.level} of slide {self.path}: it has levels 0 to {num_levels - 1}. Choose one of them."
                 )
-            self._facts = _Facts(
+            self._facts = _SlideFacts(
                 level_dimensions=tuple(handle.level_dimensions),
                 level_downsamples=tuple(handle.level_downsamples),
                 mpp=_parse_mpp(handle.properties),
@@ -248,7 +248,7 @@ class Slide:
         return self._facts
 
 
-def _open_handle(path: Path) -> _Handle:
+def _open_handle(path: Path) -> _OpenSlideHandle:
     try:
         import openslide  # the only user; everything else in sft works without it
     except (ImportError, OSError) as error:
@@ -258,7 +258,7 @@ def _open_handle(path: Path) -> _Handle:
     if not path.exists():
         raise SourceError(f"cannot open slide {path}: there is no such file. Check the path.")
     try:
-        handle: _Handle = openslide.OpenSlide(path)
+        handle: _OpenSlideHandle = openslide.OpenSlide(path)
     except Exception as error:
         num_bytes = path.stat().st_size
         raise SourceError(

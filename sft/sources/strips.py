@@ -27,7 +27,17 @@ from torch import Tensor
 
 from sft.analysis.interval import Interval
 from sft.errors import InputError, SkipSlideError, SourceError
-from sft.sources.readahead import Bytes, Failure, Shared, allocate_bytes, read_all, reader_bytes, row_bytes, shut_down, stop
+from sft.sources.readahead import (
+    ByteArray,
+    PrefetchFailure,
+    PrefetchState,
+    allocate_bytes,
+    prefetch_strips,
+    reader_bytes,
+    row_bytes,
+    shut_down_prefetch,
+    request_stop,
+)
 from sft.sources.source import Source
 
 __all__ = ["StripReader", "source_error"]
@@ -72,7 +82,7 @@ class StripReader:
         self.num_buffers = num_buffers
         wanted = tuple(rows for rows in intervals if rows)
         count, strip_bytes, carry_bytes = reader_bytes(wanted, row_bytes(source), num_buffers)
-        self._shared = shared = Shared(
+        self._shared = shared = PrefetchState(
             source=source,
             intervals=wanted,
             buffers=[allocate_bytes(strip_bytes) for _ in range(count)],
@@ -87,12 +97,12 @@ class StripReader:
         self._position = 0
         self._waited_seconds = 0.0
         self._error: SourceError | None = None
-        self._lent: list[weakref.ref[Bytes]] = []
+        self._lent: list[weakref.ref[ByteArray]] = []
         self._process = os.getpid()
         # A daemon, so that a forgotten reader does not keep the process from ending; the finalizer also runs at exit and joins.
-        self._thread = threading.Thread(target=read_all, args=(shared,), name="sft-strip-reader", daemon=True)
+        self._thread = threading.Thread(target=prefetch_strips, args=(shared,), name="sft-strip-reader", daemon=True)
         self._thread.start()
-        self._finalizer = weakref.finalize(self, shut_down, shared, self._thread)
+        self._finalizer = weakref.finalize(self, shut_down_prefetch, shared, self._thread)
 
     def __repr__(self) -> str:
         return f"StripReader({self._shared.source!r}, {self._position} of {len(self.intervals)} strips served)"
@@ -149,7 +159,7 @@ class StripReader:
         started = time.perf_counter()
         result = self._shared.filled.get()
         self._waited_seconds += time.perf_counter() - started
-        if isinstance(result, Failure):
+        if isinstance(result, PrefetchFailure):
             self._error = source_error(self._shared.source, result.interval, result.error)
             self.close()
             raise self._error from result.error
@@ -163,7 +173,7 @@ class StripReader:
     def close(self) -> None:
         """End the thread (it finishes the read that it is in). Strips that were handed out stay valid. Calling it twice is fine."""
         if self._finalizer.detach() is not None:
-            stop(self._shared)
+            request_stop(self._shared)
             if os.getpid() == self._process:
                 self._thread.join()
 

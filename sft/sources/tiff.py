@@ -51,12 +51,12 @@ _PLANAR = 2
 #: extra samples that are alpha, multiplied into the colours or not
 _ALPHA = (1, 2)
 #: the header of a TIFF has so many bytes
-_LEAST_OFFSET = 8
+_MIN_OFFSET = 8
 #: Formats of vendors that tifffile knows, in which tiles overlap, lie in several areas, or are placed by metadata.
 _FOREIGN = ("is_bif", "is_ndpi", "is_scn", "is_philips", "is_qpi", "is_fluoview", "is_lsm", "is_avs")
 _FOREIGN_SOFTWARE = ("MedScan",)  # Trestle
 
-Decode = Callable[[bytes, int], Pixels]
+TileDecoder = Callable[[bytes, int], Pixels]
 
 
 class NotTiledError(SourceError):
@@ -64,7 +64,7 @@ class NotTiledError(SourceError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Level:
+class _TiffLevel:
     """One level: where its tiles lie in the file, and how to decode one."""
 
     width_px: int
@@ -73,17 +73,17 @@ class _Level:
     tile_height_px: int
     offsets: npt.NDArray[np.int64]  #: of each tile, row by row, in bytes
     sizes: npt.NDArray[np.int64]  #: of each tile, in bytes
-    decode: Decode
+    decode: TileDecoder
 
     @property
     def num_across(self) -> int:
         return -(-self.width_px // self.tile_width_px)
 
 
-class _Handle:
+class _TiffHandle:
     """An open file. Reads carry their position, so threads share it; the file closes with the last reference."""
 
-    def __init__(self, path: Path, levels: tuple[_Level, ...], mpp: tuple[float, float] | None, num_channels: int) -> None:
+    def __init__(self, path: Path, levels: tuple[_TiffLevel, ...], mpp: tuple[float, float] | None, num_channels: int) -> None:
         self.path, self.levels, self.mpp, self.num_channels = path, levels, mpp, num_channels
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0))
         weakref.finalize(self, os.close, self.descriptor)
@@ -97,7 +97,7 @@ class _Handle:
             return file.read(num_bytes)
 
 
-class TiffImage(FileImage[_Handle]):
+class TiffImage(FileImage[_TiffHandle]):
     """A tiled TIFF as an `sft.sources.Raster`, decoded tile by tile.
 
     Args:
@@ -128,7 +128,7 @@ class TiffImage(FileImage[_Handle]):
         num_bytes = self.path.stat().st_size
         for number, level in enumerate(self._handle().levels):
             ends = level.offsets + level.sizes
-            beyond = np.flatnonzero(((ends > num_bytes) | (level.offsets < _LEAST_OFFSET)) & (level.sizes > 0))
+            beyond = np.flatnonzero(((ends > num_bytes) | (level.offsets < _MIN_OFFSET)) & (level.sizes > 0))
             if len(beyond):
                 down, across = divmod(int(beyond[0]), level.num_across)
                 raise SourceError(
@@ -137,7 +137,7 @@ class TiffImage(FileImage[_Handle]):
                     'damaged; compare its size with the original and copy it again, or keep what is there with on_error="fill".'
                 )
 
-    def _open(self) -> _Handle:
+    def _open(self) -> _TiffHandle:
         try:
             import tifffile
         except ImportError as error:
@@ -147,7 +147,7 @@ class TiffImage(FileImage[_Handle]):
                 pages = _level_pages(self.path, tiff)
                 levels = tuple(_level(page, _decoder(page)) for page in pages)
                 mpp = read_mpp(tiff, pages[0])
-                return _Handle(self.path, levels, mpp, pages[0].samplesperpixel)
+                return _TiffHandle(self.path, levels, mpp, pages[0].samplesperpixel)
         except (SourceError, ImportError):
             raise
         except Exception as error:
@@ -156,7 +156,7 @@ class TiffImage(FileImage[_Handle]):
                 "short; compare its size with the original and copy it again."
             ) from error
 
-    def _describe(self, handle: _Handle) -> ImageFacts:
+    def _describe(self, handle: _TiffHandle) -> ImageFacts:
         return ImageFacts(
             level_dimensions=tuple((level.width_px, level.height_px) for level in handle.levels),
             tiles_px=tuple((level.tile_width_px, level.tile_height_px) for level in handle.levels),
@@ -165,7 +165,7 @@ class TiffImage(FileImage[_Handle]):
             background=WHITE[: handle.num_channels],
         )
 
-    def _read(self, handle: _Handle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+    def _read(self, handle: _TiffHandle, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         out = np.empty((h, w, handle.num_channels), np.uint8)
         wanted = handle.levels[level]
         tile_w, tile_h = wanted.tile_width_px, wanted.tile_height_px
@@ -176,7 +176,7 @@ class TiffImage(FileImage[_Handle]):
         self.num_tiles_decoded += len(tiles)
         return out
 
-    def _place(self, handle: _Handle, level: int, out: Pixels, x: int, y: int, tile: tuple[int, int]) -> None:
+    def _place(self, handle: _TiffHandle, level: int, out: Pixels, x: int, y: int, tile: tuple[int, int]) -> None:
         """Decode one tile into its place in a rectangle whose corner is (x, y)."""
         wanted, (down, across) = handle.levels[level], tile
         left, top = across * wanted.tile_width_px, down * wanted.tile_height_px
@@ -190,7 +190,7 @@ class TiffImage(FileImage[_Handle]):
             return
         try:
             data = handle.read(size, int(wanted.offsets[position]))
-            if int(wanted.offsets[position]) < _LEAST_OFFSET:
+            if int(wanted.offsets[position]) < _MIN_OFFSET:
                 raise ValueError(f"its place in the file is given as {wanted.offsets[position]}, in the header")
             if len(data) != size:
                 raise ValueError(f"the file ends after {len(data)} of {size} bytes")
@@ -239,11 +239,11 @@ def _level_pages(path: Path, tiff: Any) -> list[Any]:
             raise SourceError(f"cannot read {path}: it has {several}. Export that one.")
     pages.sort(key=lambda page: -page.imagewidth)
     for page in pages:
-        unread = _unread(page)
+        unread = _unsupported_content(page)
         if unread:
             raise SourceError(f"cannot read {path}: {unread}. Convert it to RGB or grey of uint8.")
         _check_page(path, page)
-        reason = _refusal(page, pages[0])
+        reason = _decode_error(page, pages[0])
         if reason:
             raise NotTiledError(f"cannot decode {path} by tiles: {reason}. Use OpenSlide, or convert it to RGB of uint8 in tiles.")
     return pages
@@ -269,7 +269,7 @@ def _check_directories(path: Path, tiff: Any) -> None:
         )
 
 
-def _unread(page: Any) -> str | None:
+def _unsupported_content(page: Any) -> str | None:
     """What of a page no reader here hands out as it is; None if all of it is pixels."""
     if page.dtype is None or page.dtype.kind not in "bu" or page.dtype.itemsize > 1:
         return f"its samples are {page.dtype}, which would be scaled to 8 bits"
@@ -280,7 +280,7 @@ def _unread(page: Any) -> str | None:
     return None
 
 
-def _refusal(page: Any, base: Any) -> str | None:
+def _decode_error(page: Any, base: Any) -> str | None:
     """Why a page cannot be decoded into uint8 pixels; None if it can."""
     samples = page.samplesperpixel
     if page.dtype != np.uint8 or page.bitspersample != 8 or page.sampleformat != 1:
@@ -319,8 +319,8 @@ def _check_page(path: Path, page: Any) -> None:
         raise SourceError(f"cannot open {path}: it is stored turned (orientation {int(turned)}). Write it upright, without that tag.")
 
 
-def _level(page: Any, decode: Decode) -> _Level:
-    return _Level(
+def _level(page: Any, decode: TileDecoder) -> _TiffLevel:
+    return _TiffLevel(
         width_px=page.imagewidth,
         height_px=page.imagelength,
         tile_width_px=page.tilewidth,
@@ -331,7 +331,7 @@ def _level(page: Any, decode: Decode) -> _Level:
     )
 
 
-def _decoder(page: Any) -> Decode:
+def _decoder(page: Any) -> TileDecoder:
     shape = page.tilelength, page.tilewidth, page.samplesperpixel
     if page.compression == _JPEG:
         return jpeg_decoder(page.jpegtables, shape, is_ycbcr=page.photometric == _YCBCR)

@@ -14,7 +14,7 @@ from sft.errors import InputError
 from sft.sources.blocks import RowBlocks
 from sft.sources.image import Image, Pixels, check_region
 from sft.sources.raster import WHITE, Size, check_level, valid_mpp
-from sft.sources.repeating import Bools, repeated_of
+from sft.sources.repeating import BoolArray, image_equal_rows
 
 __all__ = ["AtLevel", "Cropped", "OneLevelView", "RasterView", "WithMpp", "resolve_mpp"]
 
@@ -284,10 +284,10 @@ class Cropped(OneLevelView):
         self._blocks.forget()
         super().close()
 
-    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """As the image below says; see `sft.sources.repeating.RepeatingImage`."""
         start, extent = (self.x, self._size[0]) if columns else (self.y, self._size[1])
-        found = repeated_of(self.image, part.shift(self.y if columns else self.x), columns=columns)
+        found = image_equal_rows(self.image, part.shift(self.y if columns else self.x), columns=columns)
         return found[start : start + extent]
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:

@@ -154,11 +154,11 @@ class NiftiVolume:
     def _image(self) -> Any:
         opened = self._opened
         if opened is None or opened[0] != os.getpid():
-            opened = self._opened = os.getpid(), _load(self.path)
+            opened = self._opened = os.getpid(), _load_nifti(self.path)
         return opened[1]
 
 
-def _load(path: Path) -> Any:
+def _load_nifti(path: Path) -> Any:
     try:
         import nibabel
     except ImportError as error:

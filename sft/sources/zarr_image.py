@@ -31,7 +31,7 @@ _DESCRIPTIONS = ("zarr.json", ".zarray")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Levels:
+class _ZarrLevels:
     """An open store."""
 
     arrays: tuple[Any, ...]
@@ -40,7 +40,7 @@ class _Levels:
     descriptions: tuple[Path | None, ...]  #: the file that describes each array, where it is one
 
 
-class ZarrImage(FileImage[_Levels]):
+class ZarrImage(FileImage[_ZarrLevels]):
     """A Zarr array or an OME-Zarr group of uint8 pixels as a `sft.sources.Raster`.
 
     Args:
@@ -57,14 +57,14 @@ class ZarrImage(FileImage[_Levels]):
         super().__init__(path)
         self.layout, self.at = layout, dict(at or {})
 
-    def _open(self) -> _Levels:
+    def _open(self) -> _ZarrLevels:
         try:
             import zarr
         except ImportError as error:
             raise missing_extra(f"open {self.path}", "zarr", error) from error
         found = zarr.open(str(self.path), mode="r")
         if isinstance(found, zarr.Array):
-            return _Levels(arrays=(found,), axes=self._array_axes(found), mpp=None, descriptions=(self._description(found),))
+            return _ZarrLevels(arrays=(found,), axes=self._array_axes(found), mpp=None, descriptions=(self._description(found),))
         attributes: dict[str, Any] = dict(found.attrs)
         multiscales = attributes.get("ome", attributes).get("multiscales")
         if not multiscales:
@@ -74,8 +74,8 @@ class ZarrImage(FileImage[_Levels]):
             )
         described = multiscales[0]
         axes = "".join(axis if isinstance(axis, str) else axis["name"] for axis in described["axes"])
-        arrays = _of_one_stack([found[dataset["path"]] for dataset in described["datasets"]], axes)
-        return _Levels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes), descriptions=tuple(map(self._description, arrays)))
+        arrays = _pyramid_levels([found[dataset["path"]] for dataset in described["datasets"]], axes)
+        return _ZarrLevels(arrays=arrays, axes=axes, mpp=_ome_mpp(described, axes), descriptions=tuple(map(self._description, arrays)))
 
     def _description(self, array: Any) -> Path | None:
         files = (Path(self.path, array.path, name) for name in _DESCRIPTIONS)
@@ -87,7 +87,7 @@ class ZarrImage(FileImage[_Levels]):
         layout = resolve_layout(str(self.path), tuple(array.shape), self.layout)
         return layout.replace("H", "y").replace("W", "x").replace("C", "c").replace("N", "n")
 
-    def _describe(self, handle: _Levels) -> ImageFacts:
+    def _describe(self, handle: _ZarrLevels) -> ImageFacts:
         first, axes = handle.arrays[0], handle.axes
         if not {"y", "x"} <= set(axes) or len(axes) != first.ndim:
             raise SourceError(f"cannot use {self.path} as an image: its axes are {axes!r} for shape {first.shape}. Give an image.")
@@ -105,7 +105,7 @@ class ZarrImage(FileImage[_Levels]):
             background=(255,) * num_channels,
         )
 
-    def _read(self, handle: _Levels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
+    def _read(self, handle: _ZarrLevels, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         index = {"y": slice(y, y + h), "x": slice(x, x + w), "c": slice(None)}
         part = np.asarray(handle.arrays[level][tuple(index.get(axis, self.at.get(axis, 0)) for axis in handle.axes)])
         description = handle.descriptions[level]
@@ -117,7 +117,7 @@ class ZarrImage(FileImage[_Levels]):
         return np.ascontiguousarray(part.transpose([left.index(axis) for axis in "yxc"]))
 
 
-def _of_one_stack(arrays: Sequence[Any], axes: str) -> tuple[Any, ...]:
+def _pyramid_levels(arrays: Sequence[Any], axes: str) -> tuple[Any, ...]:
     """The levels that differ from the first in height and width alone: where planes were merged, an index is another plane's."""
 
     def others(array: Any) -> list[int]:

@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 
 from sft.errors import SourceError
-from sft.files import replacing
+from sft.files import atomic_write
 from sft.sources.raster import missing_extra
 from sft.tissue.mask import TissueMask
 from sft.tissue.regions import Polygon, Regions
 
-__all__ = ["outline", "read_geojson", "write_geojson"]
+__all__ = ["mask_outline", "read_geojson", "write_geojson"]
 
 
 def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *, name: str = "Tissue") -> None:
@@ -38,7 +38,7 @@ def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *,
     Raises:
         SourceError: it cannot be written, or shapely is not installed.
     """
-    regions = outline(tissue) if isinstance(tissue, TissueMask) else tissue
+    regions = mask_outline(tissue) if isinstance(tissue, TissueMask) else tissue
     features = [
         {
             "type": "Feature",
@@ -48,7 +48,7 @@ def write_geojson(path: str | os.PathLike[str], tissue: TissueMask | Regions, *,
         for polygon in regions.polygons
     ]
     text = json.dumps({"type": "FeatureCollection", "features": features})
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
@@ -62,7 +62,7 @@ def read_geojson(path: str | os.PathLike[str], *, names: Sequence[str] | None = 
     Raises:
         SourceError: the file cannot be read or is no GeoJSON, or shapely is not installed.
     """
-    shapely = _shapely(f"read {path}")
+    shapely = _import_shapely(f"read {path}")
     polygons: list[Polygon] = []
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -73,13 +73,13 @@ def read_geojson(path: str | os.PathLike[str], *, names: Sequence[str] | None = 
     return Regions(polygons)
 
 
-def outline(mask: TissueMask) -> Regions:
+def mask_outline(mask: TissueMask) -> Regions:
     """The outline of a mask's pixels, in px of level 0.
 
     Raises:
         SourceError: shapely is not installed.
     """
-    shapely = _shapely("outline a mask")
+    shapely = _import_shapely("outline a mask")
     # Runs of tissue in each row: where they begin and end, by turns.
     changes = np.diff(np.pad(mask.pixels, ((0, 0), (1, 1))).astype(np.int8), axis=1)
     row, column = (places.astype(float) for places in np.nonzero(changes))
@@ -120,7 +120,7 @@ def _polygons(geometry: Any) -> list[Polygon]:
     return [polygon for part in getattr(geometry, "geoms", ()) for polygon in _polygons(part)]
 
 
-def _shapely(purpose: str) -> Any:
+def _import_shapely(purpose: str) -> Any:
     try:
         import shapely
         import shapely.geometry

@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from sft.analysis.interval import Interval
 from sft.errors import InputError, SourceError
-from sft.files import replacing
+from sft.files import atomic_write
 from sft.sources.raster import missing_extra
-from sft.tissue.regions import Mask, Regions
+from sft.tissue.regions import MaskArray, Regions
 
 __all__ = ["Box", "TissueMask"]
 
@@ -52,7 +52,7 @@ class TissueMask:
         height_px: rows of the slide at level 0.
     """
 
-    pixels: Mask
+    pixels: MaskArray
     width_px: int
     height_px: int
 
@@ -101,14 +101,14 @@ class TissueMask:
         """The share of the slide that is tissue, in 0..1."""
         return float(self.pixels.mean())
 
-    def region(self, x: int, y: int, w: int, h: int) -> Mask:
+    def region(self, x: int, y: int, w: int, h: int) -> MaskArray:
         """Which pixels of a rectangle of the slide are tissue, ``[h, w]``."""
         rows, columns = self.pixels.shape
-        row = _under(np.arange(y, y + h), rows, self.height_px)
-        column = _under(np.arange(x, x + w), columns, self.width_px)
+        row = _nearest_indices(np.arange(y, y + h), rows, self.height_px)
+        column = _nearest_indices(np.arange(x, x + w), columns, self.width_px)
         return self.pixels[row[:, None], column]
 
-    def used(self, part: Interval, *, columns: bool = False) -> Mask:
+    def used(self, part: Interval, *, columns: bool = False) -> MaskArray:
         """For each row of the slide whether it has tissue in the columns ``part``; with ``columns`` for each column, in the rows ``part``.
 
         >>> mask = TissueMask(pixels=np.array([[False, True], [False, False]]), width_px=4, height_px=4)
@@ -117,9 +117,9 @@ class TissueMask:
         """
         pixels = self.pixels.T if columns else self.pixels
         lines_px, across_px = (self.width_px, self.height_px) if columns else (self.height_px, self.width_px)
-        across = np.unique(_under(np.arange(part.start, part.stop), pixels.shape[1], across_px))
-        used: Mask = np.asarray(pixels[:, across].any(axis=1))
-        return used[_under(np.arange(lines_px), pixels.shape[0], lines_px)]
+        across = np.unique(_nearest_indices(np.arange(part.start, part.stop), pixels.shape[1], across_px))
+        used: MaskArray = np.asarray(pixels[:, across].any(axis=1))
+        return used[_nearest_indices(np.arange(lines_px), pixels.shape[0], lines_px)]
 
     def bounding_box(self, *, margin_px: int = 0) -> Box | None:
         """The smallest rectangle that holds all tissue, and a margin inside the slide; None where there is no tissue.
@@ -140,11 +140,11 @@ class TissueMask:
         Raises:
             SourceError: it cannot be written, or Pillow is not installed.
         """
-        image, png = _pillow(path)
+        image, png = _import_pillow(path)
         note = png.PngInfo()
         note.add_text(_SIZE_KEY, f"{self.width_px} {self.height_px}")
         picture = image.fromarray(self.pixels.astype(np.uint8) * np.uint8(255))
-        with replacing(path) as part:
+        with atomic_write(path) as part:
             picture.save(part, format="PNG", pnginfo=note)
 
     @classmethod
@@ -159,7 +159,7 @@ class TissueMask:
             InputError: the size of the slide is not known.
             SourceError: the file cannot be read.
         """
-        image, _ = _pillow(path)
+        image, _ = _import_pillow(path)
         try:
             with image.open(path) as picture:
                 if picture.width * picture.height > _MAX_PIXELS:
@@ -175,7 +175,7 @@ class TissueMask:
         return cls(pixels=pixels, width_px=width_px, height_px=height_px)
 
 
-def _under(px: Indices, extent: int, size_px: int) -> Indices:
+def _nearest_indices(px: Indices, extent: int, size_px: int) -> Indices:
     """The mask's row (or column) under the centre of each of the slide's: floor((px + 1/2) extent / size), in whole numbers."""
     return (2 * px + 1) * extent // (2 * size_px)
 
@@ -188,7 +188,7 @@ def _edges(used: Indices, extent: int, size_px: int, margin_px: int) -> tuple[in
     return max(0, left - margin_px), min(size_px, right + margin_px)
 
 
-def _pillow(path: object) -> tuple[Any, Any]:
+def _import_pillow(path: object) -> tuple[Any, Any]:
     try:
         from PIL import Image, PngImagePlugin
     except ImportError as error:

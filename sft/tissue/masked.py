@@ -14,10 +14,10 @@ import numpy as np
 from sft.analysis.interval import Interval
 from sft.errors import InputError
 from sft.sources.image import Image, Pixels
-from sft.sources.repeating import Bools
+from sft.sources.repeating import BoolArray
 from sft.sources.views import Cropped, OneLevelView
 from sft.tissue.mask import TissueMask
-from sft.tissue.regions import Mask
+from sft.tissue.regions import MaskArray
 
 __all__ = ["Masked", "crop_to_tissue"]
 
@@ -28,7 +28,7 @@ _PIECE_PX = 1 << 22
 
 @runtime_checkable
 class _HasRegion(Protocol):
-    def region(self, x: int, y: int, w: int, h: int) -> Mask: ...
+    def region(self, x: int, y: int, w: int, h: int) -> MaskArray: ...
 
 
 class Masked(OneLevelView):
@@ -57,7 +57,7 @@ class Masked(OneLevelView):
                 f"{mask.height_px} px. At another resolution of the same slide, give mask.at(width_px, height_px)."
             )
         self.mask = mask
-        self._known: dict[tuple[Interval, bool], Bools] = {}
+        self._known: dict[tuple[Interval, bool], BoolArray] = {}
         self._background = super().background if background is None else tuple(background)
         if len(self._background) != self.num_channels or not all(0 <= value <= 255 for value in self._background):
             raise InputError(f"cannot paint {image} with {self._background}: give {self.num_channels} numbers of 0 to 255.")
@@ -70,13 +70,13 @@ class Masked(OneLevelView):
         """Colour outside the mask."""
         return self._background
 
-    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """Lines outside of the mask that follow one another, as both have the background's colour; see `RepeatingImage`."""
         empty = ~(self.mask.used(part, columns=columns) if isinstance(self.mask, TissueMask) else self._used(part, columns=columns))
-        found: Bools = np.concatenate([[False], empty[1:] & empty[:-1]])
+        found: BoolArray = np.concatenate([[False], empty[1:] & empty[:-1]])
         return found
 
-    def _used(self, part: Interval, *, columns: bool) -> Bools:
+    def _used(self, part: Interval, *, columns: bool) -> BoolArray:
         """For each row whether the mask has something of it in the columns ``part``; with ``columns`` the other way round."""
         if (part, columns) not in self._known:
             extent = self.width_px if columns else self.height_px
@@ -98,7 +98,7 @@ class Masked(OneLevelView):
             np.copyto(out[:, left - x : right - x], self.image.read(left, y, right - left, h), where=part[..., None])
         return out
 
-    def _runs(self, used: Mask, x: int) -> list[tuple[int, int]]:
+    def _runs(self, used: MaskArray, x: int) -> list[tuple[int, int]]:
         """Stretches of columns to read, ``[left, right)``: whole tiles, neighbours together, cut to the rectangle."""
         columns = np.flatnonzero(used) + x
         if not len(columns):

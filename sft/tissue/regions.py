@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from sft.errors import InputError
 
-__all__ = ["Mask", "Polygon", "Regions", "Ring"]
+__all__ = ["MaskArray", "Polygon", "Regions", "Ring"]
 
-Mask = npt.NDArray[np.bool_]
+MaskArray = npt.NDArray[np.bool_]
 #: Corners ``[n, 2]`` of a closed line, (x, y); the last need not repeat the first.
 Ring = npt.NDArray[np.float64]
 #: Outer ring, then holes.
@@ -66,7 +66,7 @@ class Regions:
         right, bottom = self._bounds[:, 2:].max(axis=0)
         return float(left), float(top), float(right), float(bottom)
 
-    def region(self, x: int, y: int, w: int, h: int, *, step: tuple[float, float] = (1.0, 1.0)) -> Mask:
+    def region(self, x: int, y: int, w: int, h: int, *, step: tuple[float, float] = (1.0, 1.0)) -> MaskArray:
         """Which pixels of a rectangle are inside, ``[h, w]``.
 
         Args:

@@ -23,11 +23,11 @@ from functools import lru_cache
 from math import comb
 from typing import Literal
 
-__all__ = ["Action", "Checkpoints"]
+__all__ = ["CheckpointAction", "Checkpoints"]
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class CheckpointAction:
     """One event of the backward walk: run strip ``strip`` forward, to get the next state, or backward.
 
     Attributes:
@@ -68,7 +68,7 @@ class Checkpoints:
             free -= 1
         return frozenset(found)
 
-    def actions(self, num_strips: int) -> tuple[Action, ...]:
+    def actions(self, num_strips: int) -> tuple[CheckpointAction, ...]:
         """The backward walk.
 
         >>> "".join(f"{a.kind[0]}{a.strip} " for a in Checkpoints(3).actions(7)).strip()
@@ -78,34 +78,34 @@ class Checkpoints:
         """
         return _actions(self, num_strips)
 
-    def _in_order(self, num_strips: int) -> Iterator[Action]:
+    def _in_order(self, num_strips: int) -> Iterator[CheckpointAction]:
         return self._revolve(num_strips) if self.slots else self._groups(num_strips)
 
-    def _groups(self, num_strips: int) -> Iterator[Action]:
+    def _groups(self, num_strips: int) -> Iterator[CheckpointAction]:
         last = (num_strips - 1) // self.every * self.every
         for start in range(last, -1, -self.every):
             stop = min(start + self.every, num_strips)
             if start != last:
                 for strip in range(start, stop - 1):
-                    yield Action("forward", strip)
+                    yield CheckpointAction("forward", strip)
             for strip in range(stop - 1, start - 1, -1):
-                yield Action("joint", strip)
+                yield CheckpointAction("joint", strip)
 
-    def _revolve(self, num_strips: int) -> Iterator[Action]:
+    def _revolve(self, num_strips: int) -> Iterator[CheckpointAction]:
         # Parts still to be reversed, the next one last: first and last+1 strip, free slots, whether its inner states are held already.
         parts = [(0, num_strips, self.slots - 1, True)]
         while parts:
             start, stop, free, is_placed = parts.pop()
             if stop - start == 1:
-                yield Action("joint", start)
+                yield CheckpointAction("joint", start)
             elif not free:
                 for last in range(stop - 1, start - 1, -1):
-                    yield from _run_on(start, last)
-                    yield Action("joint", last)
+                    yield from _forward_actions(start, last)
+                    yield CheckpointAction("joint", last)
             else:
                 middle = start + _advance(stop - start, free)
                 if not is_placed:
-                    yield from _run_on(start, middle)
+                    yield from _forward_actions(start, middle)
                 parts += [(start, middle, free, False), (middle, stop, free - 1, is_placed)]
 
     def num_restored(self, num_strips: int) -> int:
@@ -123,31 +123,31 @@ class Checkpoints:
 @lru_cache(maxsize=1024)
 def _num_restored(checkpoints: Checkpoints, num_strips: int) -> int:
     """Where states are held in slots: the walk there is counted for the states that the forward pass has kept."""
-    repetitions = _repetitions(num_strips, checkpoints.slots)
+    repetitions = _max_repetitions(num_strips, checkpoints.slots)
     in_all = repetitions * num_strips - comb(checkpoints.slots + repetitions, repetitions - 1) if repetitions else 0
     return in_all - max(checkpoints.kept(num_strips))
 
 
 # A plan is projected several times, and then run.
 @lru_cache(maxsize=16)
-def _actions(checkpoints: Checkpoints, num_strips: int) -> tuple[Action, ...]:
+def _actions(checkpoints: Checkpoints, num_strips: int) -> tuple[CheckpointAction, ...]:
     return tuple(checkpoints._in_order(num_strips))
 
 
-def _run_on(start: int, stop: int) -> Iterator[Action]:
+def _forward_actions(start: int, stop: int) -> Iterator[CheckpointAction]:
     """Forward from the held state ``start`` to ``stop``; the states between are not held."""
     for strip in range(start, stop):
-        yield Action("forward", strip, drops=strip > start)
+        yield CheckpointAction("forward", strip, drops=strip > start)
 
 
 def _advance(num_strips: int, free: int) -> int:
     """How far to run on to the next state to hold, with ``free`` slots to give (Griewank and Walther, section 2)."""
-    repetitions = max(1, _repetitions(num_strips, free + 1))
+    repetitions = max(1, _max_repetitions(num_strips, free + 1))
     # What lies before needs one repetition less, what lies behind one slot less.
     return max(1, min(comb(free + repetitions, repetitions - 1), num_strips - comb(free + repetitions - 1, repetitions - 1)))
 
 
-def _repetitions(num_strips: int, slots: int) -> int:
+def _max_repetitions(num_strips: int, slots: int) -> int:
     """How often a strip runs at most: the least number for which the binomial is enough; ``r n - binomial(c + r, r - 1)`` run in all."""
     enough = 1
     while comb(slots + enough, enough) < num_strips:

@@ -16,21 +16,21 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from sft.walk.order import Move
+from sft.walk.order import ScheduleOp
 
 if TYPE_CHECKING:
-    from sft.walk.machine import Handle, Machine
+    from sft.walk.machine import Buffer, Machine
 
-__all__ = ["Copies", "Copy", "HostSpace", "lives_of", "misplaced"]
+__all__ = ["OffloadState", "OffloadedValue", "HostArena", "value_lifetimes", "copy_schedule_error"]
 
 _ALIGNMENT_BYTES = 256
 
 
 @dataclass(slots=True)
-class HostSpace:
+class HostArena:
     """Which parts of a slab of host memory are taken.
 
-    >>> space = HostSpace()
+    >>> space = HostArena()
     >>> space.take(1000), space.take(10), space.num_bytes
     (0, 1024, 1280)
     >>> space.give_back(0)
@@ -61,7 +61,7 @@ class HostSpace:
 
 
 @dataclass(slots=True, eq=False)
-class Copy:
+class OffloadedValue:
     """Buffers that have, or are getting, a copy on the host.
 
     Attributes:
@@ -91,7 +91,7 @@ class Copy:
 
 
 @dataclass(slots=True)
-class Copies:
+class OffloadState:
     """The copies of a step that are in use.
 
     Attributes:
@@ -99,14 +99,14 @@ class Copies:
         lasting: those that stay when a backward pass is through, since another one follows.
     """
 
-    by_target: dict[str, Copy] = field(default_factory=dict)
-    lasting: dict[str, tuple[Copy, bool]] = field(default_factory=dict)
+    by_target: dict[str, OffloadedValue] = field(default_factory=dict)
+    lasting: dict[str, tuple[OffloadedValue, bool]] = field(default_factory=dict)
 
-    def fork(self) -> Copies:
+    def fork(self) -> OffloadState:
         """For a backward pass that is not the last: what it finds on the host is there again when it is through (`restore`)."""
-        return Copies(dict(self.by_target), {target: (copy, copy.is_away) for target, copy in self.by_target.items()})
+        return OffloadState(dict(self.by_target), {target: (copy, copy.is_away) for target, copy in self.by_target.items()})
 
-    def run(self, machine: Machine, move: Move, buffers: Sequence[Handle]) -> None:
+    def run(self, machine: Machine, move: ScheduleOp, buffers: Sequence[Buffer]) -> None:
         """Do what a move says; ``buffers`` are those of an offload."""
         if move.kind == "offload":
             self.by_target[move.target] = machine.offload(move.target, buffers)
@@ -141,8 +141,8 @@ class Copies:
                 machine.release(copy)
 
 
-def lives_of(
-    moves: Sequence[Move],
+def value_lifetimes(
+    moves: Sequence[ScheduleOp],
     reads: Sequence[Collection[str]],
     reads_back: Sequence[Collection[str]],
     makes: Sequence[Collection[str]],
@@ -151,7 +151,7 @@ def lives_of(
 ) -> dict[str, list[tuple[int, int]]]:
     """For everything that may leave the moves that make it and read it last, once for each time that it is made.
 
-    Args: as for :func:`misplaced`; the moves hold no copies.
+    Args: as for :func:`copy_schedule_error`; the moves hold no copies.
     """
     found: dict[str, list[tuple[int, int]]] = {}
     for place, move in enumerate(moves):
@@ -172,8 +172,8 @@ def lives_of(
     return found
 
 
-def misplaced(
-    moves: Sequence[Move],
+def copy_schedule_error(
+    moves: Sequence[ScheduleOp],
     reads: Sequence[Collection[str]],
     reads_back: Sequence[Collection[str]],
     makes: Sequence[Collection[str]],

@@ -18,23 +18,23 @@ import torch
 
 from sft.analysis.axes import ROWS
 from sft.analysis.interval import Interval
-from sft.analysis.schedule import Schedule
-from sft.analysis.steps import NodeRows, Step
-from sft.analysis.tile import TileSchedule, kinds_of
-from sft.lower.context import Scope
+from sft.analysis.schedule import StripSchedule
+from sft.analysis.steps import NodeRows, StripStep
+from sft.analysis.tile import TileSchedule, distinct_steps
+from sft.lower.context import SegmentInfo
 from sft.lower.program import Port, Program
 from sft.lower.reducing import lower_finish
 from sft.lower.step import StripKind
 from sft.lower.strips import StripPrograms
 from sft.walk.checkpoints import Checkpoints
 
-__all__ = ["TiledLayout", "Walk"]
+__all__ = ["TiledLayout", "Sweep"]
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Walk:
+class Sweep:
     """One walk over the strips: some batch elements of one panel."""
 
     chunk: Interval
@@ -59,9 +59,9 @@ class TiledLayout:
         skips_repeats: whether strips are left out that would make what a neighbour made (``sft.walk.repeats``).
     """
 
-    scope: Scope
-    schedule: Schedule | TileSchedule
-    panels: tuple[Step, ...]
+    scope: SegmentInfo
+    schedule: StripSchedule | TileSchedule
+    panels: tuple[StripStep, ...]
     checkpoints: Checkpoints
     restart: bool
     num_batch: int
@@ -74,8 +74,8 @@ class TiledLayout:
     profiles: dict[Hashable, Any] = field(init=False, default_factory=dict, repr=False)
     _programs: dict[tuple[str, int, int, int], Program] = field(default_factory=dict, repr=False)
     _lowerings: dict[tuple[int, int], StripPrograms] = field(default_factory=dict, repr=False)
-    _steps: dict[int, Step] = field(default_factory=dict, repr=False)
-    _scopes: dict[tuple[int, int], Scope] = field(default_factory=dict, repr=False)
+    _steps: dict[int, StripStep] = field(default_factory=dict, repr=False)
+    _scopes: dict[tuple[int, int], SegmentInfo] = field(default_factory=dict, repr=False)
     _rows: dict[tuple[int, int], Mapping[str, Interval]] = field(default_factory=dict, repr=False)
     _finishes: dict[tuple[str, int], Program] = field(default_factory=dict, repr=False)
 
@@ -100,23 +100,23 @@ class TiledLayout:
         return tuple(Interval(b, min(b + tile, self.num_batch)) for b in range(0, self.num_batch, tile))
 
     @cached_property
-    def walks(self) -> tuple[Walk, ...]:
+    def walks(self) -> tuple[Sweep, ...]:
         """All walks in the order of the forward pass: the panels of the first batch elements, of the next, ...; none without strips."""
         if not self.schedule.num_steps:
             return ()
-        return tuple(Walk(chunk, panel) for chunk in self.chunks for panel in range(len(self.panels)))
+        return tuple(Sweep(chunk, panel) for chunk in self.chunks for panel in range(len(self.panels)))
 
-    def keeps_states(self, walk: Walk) -> bool:
+    def keeps_states(self, walk: Sweep) -> bool:
         """Whether a walk's states stay from its forward to its backward pass."""
         return not self.restart or walk == self.walks[-1]
 
     @cached_property
     def panel_kinds(self) -> tuple[int, ...]:
         """For each panel the first one of the same geometry, with which it shares its programs."""
-        first, kinds = kinds_of(self.panels)
+        first, kinds = distinct_steps(self.panels)
         return tuple(int(first[kind]) for kind in kinds)
 
-    def scope_of(self, walk: Walk) -> Scope:
+    def scope_of(self, walk: Sweep) -> SegmentInfo:
         """What the lowering needs of one walk."""
         key = (len(walk.chunk), self.panel_kinds[walk.panel])
         if key not in self._scopes:
@@ -124,33 +124,33 @@ class TiledLayout:
             self._scopes[key] = replace(self.scope, batch=key[0], columns=columns)
         return self._scopes[key]
 
-    def step(self, index: int) -> Step:
+    def step(self, index: int) -> StripStep:
         """Strip ``index``."""
         if index not in self._steps:
             self._steps[index] = self.schedule.step(index)
         return self._steps[index]
 
-    def reads(self, step: Step, walk: Walk) -> Mapping[str, Interval]:
+    def reads(self, step: StripStep, walk: Sweep) -> Mapping[str, Interval]:
         """The rows of each operand that a step reads."""
         key = (step.index, self.panel_kinds[walk.panel])
         if key not in self._rows:
             self._rows[key] = self.scope_of(walk).rows_read(step)
         return self._rows[key]
 
-    def rows_read(self, name: str, walk: Walk) -> tuple[Ints, Ints]:
+    def rows_read(self, name: str, walk: Sweep) -> tuple[Ints, Ints]:
         """First row, and the one behind the last, that each step of a walk reads of a source."""
         return self._lowering(walk).rows_read(name)
 
-    def row_bytes(self, name: str, walk: Walk) -> int:
+    def row_bytes(self, name: str, walk: Sweep) -> int:
         """Bytes of one row of a streamed value in a walk."""
         scope = self.scope_of(walk)
         return math.prod(scope.strip_shape(name, 1)) * scope.graph[name].itemsize_bytes
 
-    def row_elements(self, name: str, walk: Walk) -> int:
+    def row_elements(self, name: str, walk: Sweep) -> int:
         """Elements of one row of a streamed value in a walk."""
         return math.prod(self.scope_of(walk).strip_shape(name, 1))
 
-    def source_row_bytes(self, name: str, walk: Walk, *, gradient: bool = False) -> int:
+    def source_row_bytes(self, name: str, walk: Sweep, *, gradient: bool = False) -> int:
         """Bytes of one row in full width of an input that is not resident, or of its gradient."""
         shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, 1)
         dtype = self.source_grad_dtype(name) if gradient else self.scope.dtype_of(name)
@@ -170,21 +170,21 @@ class TiledLayout:
         """The largest peak of the programs lowered so far."""
         return max((program.peak_bytes for program in self._programs.values()), default=0)
 
-    def program(self, kind: StripKind, index: int, walk: Walk) -> Program:
+    def program(self, kind: StripKind, index: int, walk: Sweep) -> Program:
         """The program of a strip; strips of one signature share it, in panels of one geometry."""
         key = (kind, int(self.schedule.kinds[1][index]), self.panel_kinds[walk.panel], len(walk.chunk))
         if key not in self._programs:
             self._programs[key] = self._lowering(walk).lower(kind, index)
         return self._programs[key]
 
-    def finish(self, name: str, walk: Walk) -> Program:
+    def finish(self, name: str, walk: Sweep) -> Program:
         """The program that turns a running reduction of a walk's batch elements into the global value."""
         key = (name, len(walk.chunk))
         if key not in self._finishes:
             self._finishes[key] = lower_finish(self.scope_of(walk), name)
         return self._finishes[key]
 
-    def _lowering(self, walk: Walk) -> StripPrograms:
+    def _lowering(self, walk: Sweep) -> StripPrograms:
         """What lowers the strips of walks of one geometry."""
         key = (len(walk.chunk), self.panel_kinds[walk.panel])
         if key not in self._lowerings:
@@ -203,19 +203,19 @@ class TiledLayout:
         """Strips that a walk forward runs: all, or those before the last kept state."""
         return self.schedule.num_steps if direction == "forward" else max(self.kept)
 
-    def origin(self, name: str, step: Step, walk: Walk) -> tuple[int, int, int]:
+    def origin(self, name: str, step: StripStep, walk: Sweep) -> tuple[int, int, int]:
         """Batch element, row and column of the first element that a strip adds to a value, or that it reduces."""
-        return (walk.chunk.start, _first(step[name]), _first(self.columns_of(name, walk)))
+        return (walk.chunk.start, _first_row(step[name]), _first_row(self.columns_of(name, walk)))
 
-    def columns_of(self, name: str, walk: Walk) -> NodeRows:
+    def columns_of(self, name: str, walk: Sweep) -> NodeRows:
         """What a walk's panel computes and reads of a value along the width; `scope_of` speaks of the first panel of its geometry."""
         return self.panels[walk.panel][name]
 
-    def part(self, name: str, step: Step, walk: Walk) -> tuple[Interval, Interval]:
+    def part(self, name: str, step: StripStep, walk: Sweep) -> tuple[Interval, Interval]:
         """Rows and columns of a streamed output that a strip is for."""
         return step[name].wanted, self.columns_of(name, walk).wanted
 
 
-def _first(part: NodeRows) -> int:
+def _first_row(part: NodeRows) -> int:
     """The first row computed; of a reduction, which has none, the first one read."""
     return part.new.start if part.new or not part.reads else part.reads[0].rows.start

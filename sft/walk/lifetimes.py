@@ -8,13 +8,13 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from sft.analysis.graph import Graph
-from sft.lower.context import Scope
-from sft.walk.copies import lives_of, misplaced
-from sft.walk.machine import Handle, Machine
-from sft.walk.order import Order, dying_at, plain_order
-from sft.walk.values import Gradients, Values
+from sft.lower.context import SegmentInfo
+from sft.walk.copies import value_lifetimes, copy_schedule_error
+from sft.walk.machine import Buffer, Machine
+from sft.walk.order import SegmentSchedule, last_uses, default_schedule
+from sft.walk.values import Gradients, ValueBindings
 
-__all__ = ["Lifetimes", "Segment"]
+__all__ = ["Liveness", "Segment"]
 
 
 class Segment(Protocol):
@@ -23,7 +23,7 @@ class Segment(Protocol):
     @property
     def accumulates(self) -> bool: ...
     @property
-    def scope(self) -> Scope: ...
+    def scope(self) -> SegmentInfo: ...
     @property
     def to_host(self) -> frozenset[str]: ...
     @property
@@ -32,15 +32,15 @@ class Segment(Protocol):
     def views(self) -> frozenset[str]: ...
     @property
     def keeps_buffers(self) -> bool: ...
-    def buffers(self, machine: Machine, saved: Any) -> Sequence[Handle]: ...
+    def buffers(self, machine: Machine, saved: Any) -> Sequence[Buffer]: ...
     def hands_on(self, keep: bool) -> frozenset[str]: ...
     def reads_back(self, reads: Sequence[str]) -> Sequence[str]: ...
-    def forward(self, machine: Machine, values: Values, *, keep: bool) -> Any: ...
-    def backward(self, machine: Machine, values: Values, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
+    def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> Any: ...
+    def backward(self, machine: Machine, values: ValueBindings, saved: Any, grads: Gradients, *, consume: bool = True) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lifetimes:
+class Liveness:
     """When the values of a region live.
 
     Attributes:
@@ -61,7 +61,7 @@ class Lifetimes:
     requires_grad: frozenset[str]
     outputs: tuple[str, ...]
     streamed: frozenset[str]
-    moves: Order
+    moves: SegmentSchedule
 
     @cached_property
     def differentiated(self) -> tuple[bool, ...]:
@@ -76,7 +76,7 @@ class Lifetimes:
     def dying(self) -> tuple[tuple[str, ...], ...]:
         """For each move of a step the values that go behind it."""
         moves = [move for move in self.moves if move.kind != "backward" or self.differentiated[move.segment]]
-        dying = iter(dying_at(moves, self.reads_from_outside, self.reads_back, self.makes, self.leaves))
+        dying = iter(last_uses(moves, self.reads_from_outside, self.reads_back, self.makes, self.leaves))
         skipped = (move.kind == "backward" and not self.differentiated[move.segment] for move in self.moves)
         return tuple(() if skips else next(dying) for skips in skipped)
 
@@ -97,8 +97,8 @@ class Lifetimes:
     @cached_property
     def dying_forward(self) -> tuple[tuple[str, ...], ...]:
         """The same where no backward pass follows."""
-        moves = plain_order(len(self.segments))[: len(self.segments)]
-        return dying_at(moves, self.reads_from_outside, self.reads, self.makes, self.leaves)
+        moves = default_schedule(len(self.segments))[: len(self.segments)]
+        return last_uses(moves, self.reads_from_outside, self.reads, self.makes, self.leaves)
 
     @cached_property
     def reads_from_outside(self) -> tuple[tuple[str, ...], ...]:
@@ -135,12 +135,12 @@ class Lifetimes:
     def misplaced(self) -> str | None:
         """What is wrong with the order's copies; ``None`` if nothing is."""
         back = self._reading_back(through_kept=True)
-        return misplaced(self.moves, self.reads_from_outside, back, self.makes, self.dying, self.movable, self.keepers)
+        return copy_schedule_error(self.moves, self.reads_from_outside, back, self.makes, self.dying, self.movable, self.keepers)
 
-    def lives(self, moves: Order) -> dict[str, list[tuple[int, int]]]:
-        """When what may leave for the host is made and read last, in an order without copies; see `lives_of`."""
+    def lives(self, moves: SegmentSchedule) -> dict[str, list[tuple[int, int]]]:
+        """When what may leave for the host is made and read last, in an order without copies; see `value_lifetimes`."""
         back = self._reading_back(through_kept=True)
-        return lives_of(moves, self.reads_from_outside, back, self.makes, self.movable, self.keepers)
+        return value_lifetimes(moves, self.reads_from_outside, back, self.makes, self.movable, self.keepers)
 
     @cached_property
     def keepers(self) -> frozenset[int]:

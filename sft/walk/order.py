@@ -24,18 +24,28 @@ from typing import Literal
 
 from sft.errors import InputError
 
-__all__ = ["COPIES", "LOSS", "Move", "MoveKind", "Order", "dying_at", "num_forwards_of", "parse_order", "plain_order"]
+__all__ = [
+    "COPY_SIGNS",
+    "LOSS_OP",
+    "ScheduleOp",
+    "ScheduleOpKind",
+    "SegmentSchedule",
+    "last_uses",
+    "num_forwards_of",
+    "parse_schedule",
+    "default_schedule",
+]
 
-MoveKind = Literal["forward", "loss", "backward", "offload", "release", "prefetch"]
+ScheduleOpKind = Literal["forward", "loss", "backward", "offload", "release", "prefetch"]
 CopyKind = Literal["offload", "release", "prefetch"]
 
 #: The signs of the moves that copy.
-COPIES: dict[str, CopyKind] = {">": "offload", "~": "release", "<": "prefetch"}
-_SIGNS: dict[str, str] = {kind: sign for sign, kind in COPIES.items()}
+COPY_SIGNS: dict[str, CopyKind] = {">": "offload", "~": "release", "<": "prefetch"}
+_SIGNS: dict[str, str] = {kind: sign for sign, kind in COPY_SIGNS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class ScheduleOp:
     """One entry of an order.
 
     ``F3`` runs segment 3 forward, ``F3+`` keeps what its backward pass needs, ``L`` is the caller's turn, ``B3`` runs segment 3 back.
@@ -43,7 +53,7 @@ class Move:
     on do that with what segment 3 kept.
     """
 
-    kind: MoveKind
+    kind: ScheduleOpKind
     segment: int = -1
     keep: bool = False
     value: str = ""
@@ -66,27 +76,27 @@ class Move:
         return f"{self.kind[0].upper()}{self.segment}{'+' if self.keep else ''}"
 
 
-LOSS = Move("loss")
-Order = tuple[Move, ...]
+LOSS_OP = ScheduleOp("loss")
+SegmentSchedule = tuple[ScheduleOp, ...]
 
 
-def plain_order(num_segments: int) -> Order:
+def default_schedule(num_segments: int) -> SegmentSchedule:
     """Every segment once forward and once back.
 
-    >>> print(*plain_order(2))
+    >>> print(*default_schedule(2))
     F0+ F1+ L B1 B0
     """
     indices = range(num_segments)
-    forward = (Move("forward", i, True) for i in indices)
-    return (*forward, LOSS, *(Move("backward", i) for i in reversed(indices)))
+    forward = (ScheduleOp("forward", i, True) for i in indices)
+    return (*forward, LOSS_OP, *(ScheduleOp("backward", i) for i in reversed(indices)))
 
 
-def parse_order(entries: Sequence[str], num_segments: int) -> Order:
+def parse_schedule(entries: Sequence[str], num_segments: int) -> SegmentSchedule:
     """Read an order as text.
 
-    >>> print(*parse_order(["F0", "F1+", "L", "B1", "F0+", "B0"], 2))
+    >>> print(*parse_schedule(["F0", "F1+", "L", "B1", "F0+", "B0"], 2))
     F0 F1+ L B1 F0+ B0
-    >>> print(*parse_order(["F0+", ">0+", "F1+", "~0+", "L", "B1", "<0+", "B0"], 2))
+    >>> print(*parse_schedule(["F0+", ">0+", "F1+", "~0+", "L", "B1", "<0+", "B0"], 2))
     F0+ >0+ F1+ ~0+ L B1 <0+ B0
 
     Raises:
@@ -98,24 +108,24 @@ def parse_order(entries: Sequence[str], num_segments: int) -> Order:
         if match is None:
             raise InputError(f"{entry!r} is no move of a plan: write F3, F3+, L or B3, or >x, ~x, <x with a value or 3+ for x")
         if match[4] is not None:
-            found.append(Move(COPIES[match[4]], -1 if match[5] is None else int(match[5]), value=match[6] or ""))
+            found.append(ScheduleOp(COPY_SIGNS[match[4]], -1 if match[5] is None else int(match[5]), value=match[6] or ""))
         elif match[1] is not None:
-            found.append(Move("forward", int(match[1]), bool(match[2])))
+            found.append(ScheduleOp("forward", int(match[1]), bool(match[2])))
         else:
-            found.append(LOSS if match[3] is None else Move("backward", int(match[3])))
-    _check(found, num_segments)
+            found.append(LOSS_OP if match[3] is None else ScheduleOp("backward", int(match[3])))
+    _check_schedule(found, num_segments)
     return tuple(found)
 
 
-def _check(entries: Sequence[Move], num_segments: int) -> None:
+def _check_schedule(entries: Sequence[ScheduleOp], num_segments: int) -> None:
     indices = list(range(num_segments))
     for move in entries:
         if move.is_copy and not move.value and move.segment >= num_segments:
             raise InputError(f"{move}: there are only {num_segments} segments")
     moves = [move for move in entries if not move.is_copy]
-    if moves.count(LOSS) != 1:
-        raise InputError(f"an order has one loss, this one has {moves.count(LOSS)}")
-    turn = moves.index(LOSS)
+    if moves.count(LOSS_OP) != 1:
+        raise InputError(f"an order has one loss, this one has {moves.count(LOSS_OP)}")
+    turn = moves.index(LOSS_OP)
     before, behind = moves[:turn], moves[turn + 1 :]
     if [move.segment for move in before] != indices or any(move.kind != "forward" for move in before):
         raise InputError(f"before its loss an order runs the segments 0..{num_segments - 1} forward, each once")
@@ -131,8 +141,8 @@ def _check(entries: Sequence[Move], num_segments: int) -> None:
         raise InputError(f"segments {left} never run back")
 
 
-def dying_at(
-    moves: Sequence[Move],
+def last_uses(
+    moves: Sequence[ScheduleOp],
     reads: Sequence[Collection[str]],
     reads_back: Sequence[Collection[str]],
     makes: Sequence[Collection[str]],
@@ -166,6 +176,6 @@ def dying_at(
     return tuple(tuple(dying.get(place, ())) for place in range(len(moves)))
 
 
-def num_forwards_of(moves: Sequence[Move], segment: int) -> int:
+def num_forwards_of(moves: Sequence[ScheduleOp], segment: int) -> int:
     """How often a segment runs forward."""
     return sum(move.kind == "forward" and move.segment == segment for move in moves)

@@ -24,21 +24,21 @@ import numpy.typing as npt
 
 from sft.lower.program import Program
 from sft.walk.checkpoints import Checkpoints
-from sft.walk.layout import TiledLayout, Walk
-from sft.walk.reading import reading_bytes, strip_bytes
-from sft.walk.repeats import comparing_bytes, spare_bytes, twins
+from sft.walk.layout import TiledLayout, Sweep
+from sft.walk.reading import input_buffer_bytes, input_strip_bytes
+from sft.walk.repeats import comparison_bytes, separate_grad_bytes, same_geometry_strips
 
-__all__ = ["Runs", "WalkProfile", "WalkProfiles", "alive_at", "first_block_rows", "profile_walk"]
+__all__ = ["ProgramRuns", "SweepProfile", "SweepProfiles", "live_bytes_per_action", "first_block_rows", "profile_sweep"]
 
 Ints = npt.NDArray[np.int64]
 #: Programs and how often each of them runs.
-Runs = tuple[tuple[Program, int], ...]
+ProgramRuns = tuple[tuple[Program, int], ...]
 #: Pairs of states in a table of all values.
-_MOST_PAIRS = 4096
+_MAX_PAIRS = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WalkProfile:
+class SweepProfile:
     """Bytes above what was live before, for one walk, and FLOPs.
 
     Attributes:
@@ -57,11 +57,11 @@ class WalkProfile:
     backward_peak_bytes: int
     forward_flops: int
     backward_flops: int
-    forward_runs: Runs = ()
-    backward_runs: Runs = ()
+    forward_runs: ProgramRuns = ()
+    backward_runs: ProgramRuns = ()
 
 
-def profile_walk(segment: TiledLayout, walk: Walk, *, keep: bool, differentiate: bool, on_host: bool = True) -> WalkProfile:
+def profile_sweep(segment: TiledLayout, walk: Sweep, *, keep: bool, differentiate: bool, on_host: bool = True) -> SweepProfile:
     """Project one walk of a segment.
 
     Args:
@@ -78,23 +78,23 @@ def profile_walk(segment: TiledLayout, walk: Walk, *, keep: bool, differentiate:
     forward = [segment.program("forward", int(step), walk) for step in first]
     forward_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in forward])[kinds]
     names = [name for name in schedule.names if name not in schedule.sources and name in segment.scope.streamed]
-    frontier, kept = (_stacked([array[name] for name in names], num_steps + 1) for array in (schedule.frontier, schedule.kept))
+    frontier, kept = (_stack_rows([array[name] for name in names], num_steps + 1) for array in (schedule.frontier, schedule.kept))
     row_bytes = np.array([segment.row_bytes(name, walk) for name in names], dtype=np.int64)
     blocks = row_bytes[:, None] * (frontier[:, 1:] - np.maximum(kept[:, 1:], frontier[:, :-1])).clip(0)
     states = np.array(sorted(checkpoints.kept(num_steps))) if keep else np.array([], dtype=np.int64)
-    lasting = blocks * _lasts(frontier, kept, states, num_steps)
+    lasting = blocks * _is_needed_later(frontier, kept, states, num_steps)
     stays = lasting if segment.keeps_states(walk) else np.zeros_like(lasting)
-    before = _alive_before(frontier, kept, blocks, stays)
+    before = _live_bytes_before(frontier, kept, blocks, stays)
     num_of_kind = np.bincount(kinds, minlength=len(first)).tolist()
     forward_runs = tuple(zip(forward, num_of_kind, strict=True))
     forward_flops = int(np.array([program.flops for program in forward])[kinds].sum())
-    read = reading_bytes(segment, "forward", walk) if on_host else strip_bytes(segment, "forward", "source", all_steps, walk)
+    read = input_buffer_bytes(segment, "forward", walk) if on_host else input_strip_bytes(segment, "forward", "source", all_steps, walk)
     forward_peak = int((before + forward_peaks + read).max())
-    comparing = comparing_bytes(segment, walk, backward=False) if segment.skips_repeats else 0
+    comparing = comparison_bytes(segment, walk, backward=False) if segment.skips_repeats else 0
     forward_peak = max(forward_peak, comparing)
     store = int(stays.sum())
     if not differentiate:
-        return WalkProfile(
+        return SweepProfile(
             forward_peak_bytes=forward_peak,
             store_bytes=store,
             backward_peak_bytes=0,
@@ -108,17 +108,17 @@ def profile_walk(segment: TiledLayout, walk: Walk, *, keep: bool, differentiate:
     joint_peaks = np.array([program.peak_bytes + segment.host_strip_bytes(program) for program in joint])[kinds]
     if segment.skips_repeats:
         is_twin = np.zeros(len(first), dtype=bool)
-        is_twin[kinds[twins(segment)]] = True
-        joint_peaks += (is_twin * np.array([spare_bytes(segment, program) for program in joint]))[kinds]
-    buffers = reading_bytes(segment, "backward", walk) if on_host else 0
-    strips = strip_bytes(segment, "joint", "grad_source", all_steps, walk)
+        is_twin[kinds[same_geometry_strips(segment)]] = True
+        joint_peaks += (is_twin * np.array([separate_grad_bytes(segment, program) for program in joint]))[kinds]
+    buffers = input_buffer_bytes(segment, "backward", walk) if on_host else 0
+    strips = input_strip_bytes(segment, "joint", "grad_source", all_steps, walk)
     if not on_host:
-        strips += strip_bytes(segment, "joint", "source", all_steps, walk)
+        strips += input_strip_bytes(segment, "joint", "source", all_steps, walk)
     actions = checkpoints.actions(num_steps)
     strip = np.array([action.strip for action in actions])
     is_joint = np.array([action.kind == "joint" for action in actions])
-    alive = alive_at(checkpoints, row_bytes, frontier, first_block_rows(frontier, kept))
-    comparing_back = int(alive[0]) + comparing_bytes(segment, walk, backward=True) if segment.skips_repeats else 0
+    alive = live_bytes_per_action(checkpoints, row_bytes, frontier, first_block_rows(frontier, kept))
+    comparing_back = int(alive[0]) + comparison_bytes(segment, walk, backward=True) if segment.skips_repeats else 0
     # The gradient that waits at an action is that of the state behind which all strips are done.
     done = np.concatenate([[num_steps], np.minimum.accumulate(np.where(is_joint, strip, num_steps))[:-1]])
     alive += gradients[done] + buffers
@@ -132,15 +132,15 @@ def profile_walk(segment: TiledLayout, walk: Walk, *, keep: bool, differentiate:
         programs = {int(k): segment.program("restore", int(first[k]), walk) for k in np.unique(kinds[strips])}
         flops += sum(programs[int(k)].flops for k in kinds[strips])
         backward_runs.extend((program, int((kinds[strips] == kind).sum())) for kind, program in programs.items())
-        copies = 0 if on_host or not strips.size else strip_bytes(segment, "restore", "source", strips, walk)
+        copies = 0 if on_host or not strips.size else input_strip_bytes(segment, "restore", "source", strips, walk)
         return int((alive + np.array([programs[int(k)].peak_bytes for k in kinds[strips]]) + copies).max(initial=0))
 
     peak = max(peak, restore(strip[~is_joint], alive[~is_joint]))
     if not segment.keeps_states(walk):
         again = np.arange(states.max())
-        buffers = reading_bytes(segment, "restore", walk) if on_host else 0
-        peak = max(peak, comparing, restore(again, _alive_before(frontier, kept, blocks, lasting)[again] + buffers))
-    return WalkProfile(
+        buffers = input_buffer_bytes(segment, "restore", walk) if on_host else 0
+        peak = max(peak, comparing, restore(again, _live_bytes_before(frontier, kept, blocks, lasting)[again] + buffers))
+    return SweepProfile(
         forward_peak_bytes=forward_peak,
         store_bytes=store,
         backward_peak_bytes=peak,
@@ -152,20 +152,20 @@ def profile_walk(segment: TiledLayout, walk: Walk, *, keep: bool, differentiate:
 
 
 @dataclass(frozen=True, slots=True)
-class WalkProfiles:
-    """The profiles of a segment's walks, which keeps them; walks of one geometry share theirs. Arguments as for :func:`profile_walk`."""
+class SweepProfiles:
+    """The profiles of a segment's walks, which keeps them; walks of one geometry share theirs. Arguments as for :func:`profile_sweep`."""
 
     segment: TiledLayout
     keep: bool
     differentiate: bool
     on_host: bool = True
 
-    def __getitem__(self, walk: Walk) -> WalkProfile:
+    def __getitem__(self, walk: Sweep) -> SweepProfile:
         segment, how = self.segment, (self.keep, self.differentiate, self.on_host)
         key = (*how, len(walk.chunk), segment.panel_kinds[walk.panel], segment.keeps_states(walk))
-        found: WalkProfile | None = segment.profiles.get(key)
+        found: SweepProfile | None = segment.profiles.get(key)
         if found is None:
-            found = profile_walk(segment, walk, keep=self.keep, differentiate=self.differentiate, on_host=self.on_host)
+            found = profile_sweep(segment, walk, keep=self.keep, differentiate=self.differentiate, on_host=self.on_host)
             segment.profiles[key] = found
         return found
 
@@ -187,12 +187,12 @@ def first_block_rows(frontier: Ints, kept: Ints) -> Ints:
     return found
 
 
-def _stacked(rows: list[Ints], length: int) -> Ints:
+def _stack_rows(rows: list[Ints], length: int) -> Ints:
     """A row for each value; a run that only reduces its source has no values of its own."""
     return np.stack(rows) if rows else np.zeros((0, length), dtype=np.int64)
 
 
-def _lasts(frontier: Ints, kept: Ints, states: Ints, num_steps: int) -> npt.NDArray[np.bool_]:
+def _is_needed_later(frontier: Ints, kept: Ints, states: Ints, num_steps: int) -> npt.NDArray[np.bool_]:
     """Whether each step's block is needed by the next kept state."""
     following = np.searchsorted(states, np.arange(1, num_steps + 1))
     exists = following < len(states)
@@ -202,7 +202,7 @@ def _lasts(frontier: Ints, kept: Ints, states: Ints, num_steps: int) -> npt.NDAr
     return exists[None, :] & (frontier[:, 1:] > kept[:, state])
 
 
-def _alive_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> Ints:
+def _live_bytes_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> Ints:
     """Bytes in the store before each step of the forward walk."""
     num_steps = blocks.shape[1]
     total = np.zeros(num_steps, dtype=np.int64)
@@ -216,7 +216,7 @@ def _alive_before(frontier: Ints, kept: Ints, blocks: Ints, lasting: Ints) -> In
     return np.concatenate([[0], total[:-1]])
 
 
-def alive_at(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: Ints) -> Ints:
+def live_bytes_per_action(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: Ints) -> Ints:
     """Bytes in the store before each action of the backward walk, [..., action].
 
     Args:
@@ -225,7 +225,7 @@ def alive_at(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: 
         frontier: rows that are there at each state, [value, state].
         begins: what :func:`first_block_rows` finds.
     """
-    num_actions, at, sign, belows, above = _stacked_states(checkpoints, frontier.shape[1] - 1)
+    num_actions, at, sign, belows, above = _state_changes(checkpoints, frontier.shape[1] - 1)
     sizes = [
         row_bytes @ (frontier[:, state] - np.maximum(begins[:, state], frontier[:, below])).clip(0)
         for below, state in zip(_chunks(belows), _chunks(above), strict=True)
@@ -238,7 +238,7 @@ def alive_at(checkpoints: Checkpoints, row_bytes: Ints, frontier: Ints, begins: 
 
 # Segments of a plan, and the heights of a survey, have few numbers of strips among them.
 @lru_cache(maxsize=64)
-def _stacked_states(checkpoints: Checkpoints, num_strips: int) -> tuple[int, Ints, Ints, Ints, Ints]:
+def _state_changes(checkpoints: Checkpoints, num_strips: int) -> tuple[int, Ints, Ints, Ints, Ints]:
     """How the held states change in a backward walk: the number of its actions, and events.
 
     Held states are a stack. What the store has for state ``h`` beyond the one held below it, ``g``, are the blocks of steps ``g..h-1``
@@ -264,4 +264,4 @@ def _stacked_states(checkpoints: Checkpoints, num_strips: int) -> tuple[int, Int
 
 def _chunks(indices: Ints) -> list[Ints]:
     """In parts, so that tables of all values stay small."""
-    return [indices[start : start + _MOST_PAIRS] for start in range(0, len(indices), _MOST_PAIRS)]
+    return [indices[start : start + _MAX_PAIRS] for start in range(0, len(indices), _MAX_PAIRS)]

@@ -20,27 +20,29 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.analysis.interval import Interval
-from sft.analysis.repeats import Bools
+from sft.analysis.repeats import BoolArray
 from sft.lower.program import Port
 from sft.lower.step import StripKind
 from sft.sources.readahead import reader_bytes_at
-from sft.walk.layout import TiledLayout, Walk
-from sft.walk.machine import Handle, Machine, Strips
+from sft.walk.layout import TiledLayout, Sweep
+from sft.walk.machine import Buffer, Machine, StripLoader
 
-__all__ = ["Direction", "opened", "reading_bytes", "reading_order", "reads_skipped", "strip_bytes"]
+__all__ = ["SweepDirection", "open_loaders", "input_buffer_bytes", "row_read_order", "reads_skipped_strips", "input_strip_bytes"]
 
 Ints = npt.NDArray[np.int64]
 
 #: What a walk is for: results, states alone, or gradients.
-Direction = Literal["forward", "restore", "backward"]
+SweepDirection = Literal["forward", "restore", "backward"]
 
 
-def reads_skipped(segment: TiledLayout, direction: Direction) -> bool:
+def reads_skipped_strips(segment: TiledLayout, direction: SweepDirection) -> bool:
     """Whether strips that are left out of a walk are read all the same."""
     return direction == "backward" and any(action.kind == "forward" for action in segment.checkpoints.actions(segment.schedule.num_steps))
 
 
-def reading_order(segment: TiledLayout, direction: Direction, walk: Walk, skipped: Bools | None = None) -> dict[str, tuple[Interval, ...]]:
+def row_read_order(
+    segment: TiledLayout, direction: SweepDirection, walk: Sweep, skipped: BoolArray | None = None
+) -> dict[str, tuple[Interval, ...]]:
     """The rows that a walk reads of each input that is not resident, in order; inputs that it does not read are left out.
 
     Args:
@@ -55,24 +57,26 @@ def reading_order(segment: TiledLayout, direction: Direction, walk: Walk, skippe
     return found
 
 
-def _strips_read(segment: TiledLayout, direction: Direction, walk: Walk, skipped: Bools | None = None) -> Iterator[tuple[str, Ints, Ints]]:
+def _strips_read(
+    segment: TiledLayout, direction: SweepDirection, walk: Sweep, skipped: BoolArray | None = None
+) -> Iterator[tuple[str, Ints, Ints]]:
     """Of each input that is read where its strips begin and end, in order."""
     num_steps = segment.schedule.num_steps
     if direction == "backward":
         actions = segment.checkpoints.actions(num_steps)
         steps = np.array([action.strip for action in actions], dtype=np.int64)
         restores = np.array([action.kind == "forward" for action in actions], dtype=bool)
-        parts: list[tuple[StripKind, Bools]] = [("restore", restores), ("joint", ~restores)]
+        parts: list[tuple[StripKind, BoolArray]] = [("restore", restores), ("joint", ~restores)]
     else:
         steps = np.arange(segment.walked(direction))
         parts = [(direction, np.ones(len(steps), dtype=bool))]
     stays = np.ones(len(steps), dtype=bool)
-    if skipped is not None and not reads_skipped(segment, direction):
+    if skipped is not None and not reads_skipped_strips(segment, direction):
         stays = ~skipped[steps]
     kinds = segment.schedule.kinds[1][steps]
     for name in sorted(segment.from_source):
         start, stop = segment.rows_read(name, walk)
-        reads = _Reads(segment, walk, Port("source", name))
+        reads = _ReadsCache(segment, walk, Port("source", name))
         is_read = np.zeros(len(steps), dtype=bool)
         for kind, among in parts:
             for of_step in np.unique(kinds[among & stays]).tolist():
@@ -82,10 +86,10 @@ def _strips_read(segment: TiledLayout, direction: Direction, walk: Walk, skipped
             yield name, start[steps[is_read]], stop[steps[is_read]]
 
 
-class _Reads(dict[tuple[StripKind, int], bool]):
+class _ReadsCache(dict[tuple[StripKind, int], bool]):
     """Whether strips of a kind have the port of an input; strips of one signature share their program, so each is asked once."""
 
-    def __init__(self, segment: TiledLayout, walk: Walk, port: Port) -> None:
+    def __init__(self, segment: TiledLayout, walk: Sweep, port: Port) -> None:
         super().__init__()
         self._segment, self._walk, self._port = segment, walk, port
         self._first = segment.schedule.kinds[0].tolist()
@@ -97,25 +101,25 @@ class _Reads(dict[tuple[StripKind, int], bool]):
 
 
 @contextmanager
-def opened(
+def open_loaders(
     machine: Machine,
     segment: TiledLayout,
-    handles: Mapping[str, Handle],
-    direction: Direction,
-    walk: Walk,
+    handles: Mapping[str, Buffer],
+    direction: SweepDirection,
+    walk: Sweep,
     *,
-    skipped: Bools | None = None,
-) -> Iterator[dict[str, Strips]]:
+    skipped: BoolArray | None = None,
+) -> Iterator[dict[str, StripLoader]]:
     """Readers of a walk's inputs by name, for the time of the walk."""
-    readers: dict[str, Strips] = {}
+    readers: dict[str, StripLoader] = {}
     with ExitStack() as stack:
-        for name, order in reading_order(segment, direction, walk, skipped).items():
+        for name, order in row_read_order(segment, direction, walk, skipped).items():
             reader = machine.read(handles[name], walk.chunk, order, segment.source_row_bytes(name, walk))
             readers[name] = stack.enter_context(closing(reader))
         yield readers
 
 
-def reading_bytes(segment: TiledLayout, direction: Direction, walk: Walk) -> int:
+def input_buffer_bytes(segment: TiledLayout, direction: SweepDirection, walk: Sweep) -> int:
     """Bytes of the buffers that reading holds during a walk, where they are in the device's memory."""
     total = 0
     for name, start, stop in _strips_read(segment, direction, walk):
@@ -124,7 +128,7 @@ def reading_bytes(segment: TiledLayout, direction: Direction, walk: Walk) -> int
     return total
 
 
-def strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, walk: Walk) -> Ints:
+def input_strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, walk: Sweep) -> Ints:
     """Bytes of the strips of inputs that are not resident, at each of some steps.
 
     Args:
@@ -138,7 +142,7 @@ def strip_bytes(segment: TiledLayout, kind: StripKind, role: str, steps: Ints, w
     kinds = segment.schedule.kinds[1][steps].tolist()
     for name in sorted(segment.from_source):
         start, stop = segment.rows_read(name, walk)
-        reads = _Reads(segment, walk, Port(role, name))
+        reads = _ReadsCache(segment, walk, Port(role, name))
         is_bound = np.array([reads[kind, of_step] for of_step in kinds], dtype=bool)
         total += is_bound * (stop - start)[steps] * segment.source_row_bytes(name, walk, gradient=role == "grad_source")
     return total

@@ -25,13 +25,13 @@ from functools import cached_property
 from typing import Any
 
 from sft.analysis.graph import Graph
-from sft.walk.copies import Copies
-from sft.walk.lifetimes import Lifetimes, Segment
-from sft.walk.machine import Handle, Machine
-from sft.walk.order import LOSS, Move, Order, plain_order
+from sft.walk.copies import OffloadState
+from sft.walk.lifetimes import Liveness, Segment
+from sft.walk.machine import Buffer, Machine
+from sft.walk.order import LOSS_OP, ScheduleOp, SegmentSchedule, default_schedule
 from sft.walk.segments import TiledSegment
-from sft.walk.values import Gradients, Values
-from sft.walk.weights import Passage, StreamedWeights, completed_by, read_by
+from sft.walk.values import Gradients, ValueBindings
+from sft.walk.weights import WeightPrefetcher, StreamedWeights, weights_completed_per_segment, weights_read_per_op
 
 __all__ = ["Region", "Tape"]
 
@@ -41,10 +41,10 @@ class Tape:
     """What a forward pass leaves for the backward pass: cuts, by segment its own (row stores, or saved tensors), what of these has a
     copy on the host, and handles on streamed weights, of no bytes."""
 
-    values: Values = field(default_factory=Values)
+    values: ValueBindings = field(default_factory=ValueBindings)
     kept: dict[int, Any] = field(default_factory=dict)
-    copies: Copies = field(default_factory=Copies)
-    weights: dict[str, Handle] = field(default_factory=dict)
+    copies: OffloadState = field(default_factory=OffloadState)
+    weights: dict[str, Buffer] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
@@ -83,12 +83,12 @@ class Region:
     from_source: frozenset[str] = frozenset()
     host_outputs: frozenset[str] = frozenset()
     streamed: frozenset[str] = frozenset()
-    order: Order | None = None
+    order: SegmentSchedule | None = None
     weights: StreamedWeights | None = None
 
     def forward(
-        self, machine: Machine, given: Mapping[str, Handle], *, keep: bool, hosts: Mapping[str, Handle] | None = None
-    ) -> tuple[dict[str, Handle], Tape]:
+        self, machine: Machine, given: Mapping[str, Buffer], *, keep: bool, hosts: Mapping[str, Buffer] | None = None
+    ) -> tuple[dict[str, Buffer], Tape]:
         """Compute the outputs from inputs, parameters and buffers.
 
         Args:
@@ -97,11 +97,11 @@ class Region:
             keep: whether a backward pass follows.
             hosts: what takes the outputs that are on the host; it is returned in their place.
         """
-        tape, hosts = Tape(Values(dict(given))), hosts or {}
-        outputs: dict[str, Handle] = {name: given[name] for name in self.outputs if name in given}
+        tape, hosts = Tape(ValueBindings(dict(given))), hosts or {}
+        outputs: dict[str, Buffer] = {name: given[name] for name in self.outputs if name in given}
         outputs.update({name: hosts[name] for name in self.host_outputs})
-        moves = self.moves if keep else plain_order(len(self.segments))
-        moves = moves[: moves.index(LOSS)]
+        moves = self.moves if keep else default_schedule(len(self.segments))
+        moves = moves[: moves.index(LOSS_OP)]
         with self._passing(machine, moves, tape.weights) as passage:
             for place, (move, dying) in enumerate(zip(moves, self.lifetimes.dying if keep else self.lifetimes.dying_forward, strict=False)):
                 machine.begin(move)
@@ -123,7 +123,7 @@ class Region:
                     passage.leave(place)
                 self._drop(machine, tape.values, tape.copies, dying)
         if keep:
-            machine.begin(LOSS)
+            machine.begin(LOSS_OP)
         return outputs, tape
 
     def run_in_full(self) -> Region:
@@ -136,9 +136,9 @@ class Region:
         return self.shapes[name]
 
     @cached_property
-    def lifetimes(self) -> Lifetimes:
+    def lifetimes(self) -> Liveness:
         """What lives from when to when."""
-        return Lifetimes(
+        return Liveness(
             graph=self.graph,
             segments=self.segments,
             reads=self.reads,
@@ -150,19 +150,19 @@ class Region:
         )
 
     @property
-    def moves(self) -> Order:
+    def moves(self) -> SegmentSchedule:
         """The moves of a step with a backward pass."""
-        return plain_order(len(self.segments)) if self.order is None else self.order
+        return default_schedule(len(self.segments)) if self.order is None else self.order
 
-    def _copy(self, machine: Machine, values: Values, kept: Mapping[int, Any], copies: Copies, move: Move) -> None:
+    def _copy(self, machine: Machine, values: ValueBindings, kept: Mapping[int, Any], copies: OffloadState, move: ScheduleOp) -> None:
         """Run a move that copies."""
-        handles: Sequence[Handle] = ()
+        handles: Sequence[Buffer] = ()
         if move.kind == "offload":
             segment = self.segments[move.segment]
             handles = [values.by_name[move.value]] if move.value else segment.buffers(machine, kept[move.segment])
         copies.run(machine, move, handles)
 
-    def _run_forward(self, machine: Machine, values: Values, kept: dict[int, Any] | None, move: Move) -> None:
+    def _run_forward(self, machine: Machine, values: ValueBindings, kept: dict[int, Any] | None, move: ScheduleOp) -> None:
         """Run a segment forward; without ``kept`` no backward pass follows."""
         segment, keep = self.segments[move.segment], kept is not None and move.keep and self.lifetimes.differentiated[move.segment]
         own = segment.to_host | segment.hands_on(keep)
@@ -176,7 +176,7 @@ class Region:
         if keep and kept is not None:
             kept[move.segment] = saved
 
-    def _drop(self, machine: Machine, values: Values, copies: Copies, names: Sequence[str]) -> None:
+    def _drop(self, machine: Machine, values: ValueBindings, copies: OffloadState, names: Sequence[str]) -> None:
         for name in names:
             values.by_name.pop(name, None)
         copies.end(machine, names)
@@ -185,21 +185,21 @@ class Region:
         self,
         machine: Machine,
         tape: Tape,
-        output_grads: Mapping[str, Handle],
+        output_grads: Mapping[str, Buffer],
         *,
-        sinks: Mapping[str, Handle] | None = None,
+        sinks: Mapping[str, Buffer] | None = None,
         consume: bool = True,
-    ) -> dict[str, Handle]:
+    ) -> dict[str, Buffer]:
         """Gradients of the inputs and parameters that need one, given those of the outputs that need one (on the host where they are).
 
         Those of inputs that are not resident go to their ``sinks`` instead, strip by strip.
         """
-        values = tape.values if consume else Values(dict(tape.values.by_name))
+        values = tape.values if consume else ValueBindings(dict(tape.values.by_name))
         kept = tape.kept if consume else dict(tape.kept)
         copies = tape.copies if consume else tape.copies.fork()
         grads, borrowed = Gradients(dict(output_grads), dict(sinks or {})), set(output_grads) - self.host_outputs
         waiting = {name for name in self.host_outputs if name in output_grads}
-        turn = self.moves.index(LOSS)
+        turn = self.moves.index(LOSS_OP)
         self._drop(machine, values, copies, self.lifetimes.dying[turn])
         moves = self.moves[turn + 1 :]
         try:
@@ -228,31 +228,33 @@ class Region:
             self._complete_leaves(machine, grads)
         finally:
             copies.restore(machine)
-        found: dict[str, Handle] = {}
+        found: dict[str, Buffer] = {}
         for name in [name for name in grads.by_name if name in self.lifetimes.leaves]:
             found[name] = self._rounded(machine, name, grads)
         return found
 
-    def _rounded(self, machine: Machine, name: str, grads: Gradients) -> Handle:
+    def _rounded(self, machine: Machine, name: str, grads: Gradients) -> Buffer:
         """The gradient of a leaf, which is not added to any more, in the leaf's own type."""
         handle = grads.by_name.pop(name)
         return handle if self.grad_dtypes[name] == self.dtypes[name] else machine.cast(handle, self.shapes[name], self.dtypes[name])
 
     @contextmanager
-    def _passing(self, machine: Machine, moves: Order, handles: dict[str, Handle]) -> Iterator[Passage | None]:
+    def _passing(self, machine: Machine, moves: SegmentSchedule, handles: dict[str, Buffer]) -> Iterator[WeightPrefetcher | None]:
         """The streamed weights of a pass over these moves; ``None`` where there are none."""
         if self.weights is None:
             yield None
             return
         reads_back = self.lifetimes.reads_back if any(move.kind == "backward" for move in moves) else self.reads
-        reads = read_by(moves, self.lifetimes.reads_from_outside, reads_back, self.weights.num_bytes)
-        passage = Passage(machine=machine, weights=self.weights, shapes=self.shapes, dtypes=self.dtypes, handles=handles, reads=reads)
+        reads = weights_read_per_op(moves, self.lifetimes.reads_from_outside, reads_back, self.weights.num_bytes)
+        passage = WeightPrefetcher(
+            machine=machine, weights=self.weights, shapes=self.shapes, dtypes=self.dtypes, handles=handles, reads=reads
+        )
         try:
             yield passage
         finally:
             passage.end()
 
-    def _hand_over(self, machine: Machine, move: Move, grads: Gradients, passage: Passage) -> None:
+    def _hand_over(self, machine: Machine, move: ScheduleOp, grads: Gradients, passage: WeightPrefetcher) -> None:
         """Have the gradients of streamed weights taken that are whole behind a move."""
         for name in self._completed[move.segment] if move.kind == "backward" else ():
             if name in grads.by_name:
@@ -262,7 +264,7 @@ class Region:
     def _completed(self) -> tuple[tuple[str, ...], ...]:
         """For each segment the streamed weights whose gradients are whole when it has run back."""
         weights = self.requires_grad.intersection(() if self.weights is None else self.weights.num_bytes)
-        return completed_by(self.reads, self.lifetimes.differentiated, weights)
+        return weights_completed_per_segment(self.reads, self.lifetimes.differentiated, weights)
 
     def _complete_leaves(self, machine: Machine, grads: Gradients) -> None:
         """Hear that all gradients of inputs and parameters are there that this process can compute."""
@@ -270,7 +272,7 @@ class Region:
     def _run_back(
         self,
         machine: Machine,
-        values: Values,
+        values: ValueBindings,
         kept: dict[int, Any],
         grads: Gradients,
         index: int,
@@ -306,14 +308,14 @@ class Region:
         if name not in grads.by_name:
             grads.by_name[name] = grads.sinks[name] = machine.host_gradient(self.shapes[name], self.grad_dtypes[name])
 
-    def _load_gradient(self, machine: Machine, name: str, values: Values, grads: Gradients, waiting: set[str]) -> None:
+    def _load_gradient(self, machine: Machine, name: str, values: ValueBindings, grads: Gradients, waiting: set[str]) -> None:
         """Bring the gradient of an output from the host: all of it, to be added to."""
         own = machine.zeros_like(values.by_name.get(name), self.shapes[name], self.grad_dtypes[name])
         machine.fetch(grads.by_name[name], own)
         grads.by_name[name] = own
         waiting.discard(name)
 
-    def _make_accumulators(self, machine: Machine, index: int, values: Values, grads: Gradients, borrowed: set[str]) -> None:
+    def _make_accumulators(self, machine: Machine, index: int, values: ValueBindings, grads: Gradients, borrowed: set[str]) -> None:
         """Zeros to add to, where strips add to them.
 
         The gradient of an output that is read inside too is the caller's: it is copied before anything is added.

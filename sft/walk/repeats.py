@@ -2,7 +2,7 @@
 
 Which strips these are is found before a walk begins, from rows alone (``sft.analysis.repeats``): of each source, and backwards of each
 output's gradient, whether each row equals the row above it in the panel's columns. A program that knows where its strip lies repeats where
-all that its place changes is the same, too (`Positional`); one that says nothing about that never does.
+all that its place changes is the same, too (`PositionalFunction`); one that says nothing about that never does.
 
 *Once for all.* Of a strip and those that repeat it one is run, with a weight. What a program adds to (running reductions, gradients of
 parameters and of global values) is divided by their number ``m`` before, and multiplied by it behind:
@@ -10,7 +10,7 @@ parameters and of global values) is divided by their number ``m`` before, and mu
     m (A / m + g) = A + m g.
 
 That takes no memory, and rounds three times instead of ``m`` times; where ``m`` is a power of two, as often as one addition does.
-A reduction says itself which part of its running value is a sum (`Additive`): a running mean is none, the largest element is none, but how
+A reduction says itself which part of its running value is a sum (`AdditivePart`): a running mean is none, the largest element is none, but how
 often it occurs is one. Rows of outputs are copied, blocks of carried rows are shared, and the gradient that a strip adds to a source, whose
 rows overlap its neighbours', is made once, in a buffer of its own, and added at each place.
 
@@ -26,31 +26,31 @@ from contextlib import contextmanager
 import numpy as np
 
 from sft.analysis.axes import ROWS
-from sft.analysis.repeats import Bools, constant_over, repeating, repeating_back
-from sft.lower.program import Port, Positional, Program, slots_of
+from sft.analysis.repeats import BoolArray, is_constant_per_strip, constant_strips_forward, constant_strips_backward
+from sft.lower.program import Port, PositionalFunction, Program, slots_of
 from sft.lower.reducing import partial_additive
-from sft.lower.rules.base import Additive
+from sft.lower.rules.base import AdditivePart
 from sft.lower.step import StripKind
-from sft.walk.layout import TiledLayout, Walk
-from sft.walk.machine import Handle, Machine
-from sft.walk.values import Gradients, Values
+from sft.walk.layout import TiledLayout, Sweep
+from sft.walk.machine import Buffer, Machine
+from sft.walk.values import Gradients, ValueBindings
 
 __all__ = [
-    "backward_repeats",
-    "comparing_bytes",
-    "forward_repeats",
-    "num_alike",
-    "piece_rows",
-    "spare_bytes",
-    "twins",
-    "weighed",
+    "backward_constant_strips",
+    "comparison_bytes",
+    "forward_constant_strips",
+    "num_repeated_strips",
+    "comparison_chunk_rows",
+    "separate_grad_bytes",
+    "same_geometry_strips",
+    "weighted_accumulation",
 ]
 
 #: Rows are compared so many elements at a time, or one by one where a row has more.
 _PIECE_ELEMENTS = 1 << 20
 
 
-def twins(segment: TiledLayout) -> Bools:
+def same_geometry_strips(segment: TiledLayout) -> BoolArray:
     """For each strip whether the one before it has the same geometry."""
     _, kinds = segment.schedule.kinds
     found = np.zeros(len(kinds), dtype=bool)
@@ -58,20 +58,20 @@ def twins(segment: TiledLayout) -> Bools:
     return found
 
 
-def forward_repeats(machine: Machine, segment: TiledLayout, values: Values, walk: Walk) -> Bools:
+def forward_constant_strips(machine: Machine, segment: TiledLayout, values: ValueBindings, walk: Sweep) -> BoolArray:
     """The strips of a walk that make what the strip before them makes."""
-    scope, alike = segment.scope_of(walk), twins(segment)
-    alike = _with_programs(segment, "forward", walk, alike, step=-1)
+    scope, alike = segment.scope_of(walk), same_geometry_strips(segment)
+    alike = _with_repeatable_programs(segment, "forward", walk, alike, step=-1)
     readers = [name for name in scope.names if scope.has_columns(name)]
     for name in scope.sources:
         start, stop = segment.schedule.rows_read(name, readers)
         if alike.any() and (stop > start).any():
             same = machine.repeated_rows(values.by_name[name], walk.chunk, segment.columns_of(name, walk).new, axes=scope.axes)
-            alike = np.zeros_like(alike) if same is None else alike & constant_over(same, start, stop)
-    return repeating(scope.graph, scope.rows, scope.streamed, segment.schedule, alike)
+            alike = np.zeros_like(alike) if same is None else alike & is_constant_per_strip(same, start, stop)
+    return constant_strips_forward(scope.graph, scope.rows, scope.streamed, segment.schedule, alike)
 
 
-def backward_repeats(machine: Machine, segment: TiledLayout, grads: Gradients, walk: Walk, forward: Bools) -> Bools:
+def backward_constant_strips(machine: Machine, segment: TiledLayout, grads: Gradients, walk: Sweep, forward: BoolArray) -> BoolArray:
     """The strips of a walk whose gradients are those of the strip behind them.
 
     Args:
@@ -83,28 +83,30 @@ def backward_repeats(machine: Machine, segment: TiledLayout, grads: Gradients, w
     """
     scope = segment.scope_of(walk)
     alike = np.concatenate([forward[1:], [False]])
-    alike = _with_programs(segment, "joint", walk, alike, step=1)
-    for name in _outputs(segment, walk):
+    alike = _with_repeatable_programs(segment, "joint", walk, alike, step=1)
+    for name in _differentiated_outputs(segment, walk):
         if alike.any():
             same = machine.repeated_rows(grads.by_name[name], walk.chunk, segment.columns_of(name, walk).wanted, axes=scope.axes)
             wanted = [segment.step(index)[name].wanted for index in range(len(alike))]
             start, stop = (np.array([getattr(rows, end) for rows in wanted], dtype=np.int64) for end in ("start", "stop"))
-            is_constant = np.zeros_like(alike) if same is None else constant_over(same, start, stop)
+            is_constant = np.zeros_like(alike) if same is None else is_constant_per_strip(same, start, stop)
             alike &= np.concatenate([is_constant[1:], [False]])
     wanted_gradients = scope.streamed & scope.requires_grad
-    return repeating_back(scope.graph, scope.rows, wanted_gradients, segment.schedule, alike)
+    return constant_strips_backward(scope.graph, scope.rows, wanted_gradients, segment.schedule, alike)
 
 
-def num_alike(repeats: Bools, index: int, *, step: int) -> int:
+def num_repeated_strips(repeats: BoolArray, index: int, *, step: int) -> int:
     """How many strips a strip stands for: itself, and those behind (``step`` 1) or before it (-1) that repeat one another."""
     following = repeats[index + 1 :] if step > 0 else repeats[:index][::-1]
     return 1 + (int(following.argmin()) if not following.all() else len(following))
 
 
 @contextmanager
-def weighed(machine: Machine, segment: TiledLayout, bindings: Mapping[Port, Handle], walk: Walk, count: int) -> Iterator[None]:
+def weighted_accumulation(
+    machine: Machine, segment: TiledLayout, bindings: Mapping[Port, Buffer], walk: Sweep, count: int
+) -> Iterator[None]:
     """What a program that runs in the block adds to what lasts counts so many times."""
-    sums = _sums_of(segment, bindings, walk) if count > 1 else []
+    sums = _accumulated_buffers(segment, bindings, walk) if count > 1 else []
     for handle, additive in sums:
         machine.weigh(handle, additive, count, down=True)
     yield
@@ -112,45 +114,45 @@ def weighed(machine: Machine, segment: TiledLayout, bindings: Mapping[Port, Hand
         machine.weigh(handle, additive, count, down=False)
 
 
-def comparing_bytes(segment: TiledLayout, walk: Walk, *, backward: bool) -> int:
+def comparison_bytes(segment: TiledLayout, walk: Sweep, *, backward: bool) -> int:
     """Most bytes that comparing rows takes at the begin of a walk."""
-    if not twins(segment).any():
+    if not same_geometry_strips(segment).any():
         return 0
     scope = segment.scope_of(walk)
-    names = _outputs(segment, walk) if backward else [name for name in scope.sources if name not in segment.from_source]
+    names = _differentiated_outputs(segment, walk) if backward else [name for name in scope.sources if name not in segment.from_source]
     found = 0
     for name in names:
         extent, elements = scope.extent(name, ROWS), segment.row_elements(name, walk)
-        found = max(found, extent + min(extent, piece_rows(elements)) * (elements + 1))
+        found = max(found, extent + min(extent, comparison_chunk_rows(elements)) * (elements + 1))
     return found
 
 
-def piece_rows(row_elements: int) -> int:
+def comparison_chunk_rows(row_elements: int) -> int:
     """Rows that are compared at a time."""
     return max(1, _PIECE_ELEMENTS // max(1, row_elements))
 
 
-def spare_bytes(segment: TiledLayout, program: Program) -> int:
+def separate_grad_bytes(segment: TiledLayout, program: Program) -> int:
     """Bytes of the gradients of resident sources that a strip makes apart where others repeat it."""
     ports = program.ports.items()
     return sum(slot.num_bytes for port, slot in ports if port.role == "grad_source" and port.name not in segment.from_source)
 
 
-def _outputs(segment: TiledLayout, walk: Walk) -> list[str]:
+def _differentiated_outputs(segment: TiledLayout, walk: Sweep) -> list[str]:
     """The streamed outputs that bring a gradient."""
     scope = segment.scope_of(walk)
     return [n for n in scope.outputs if n in scope.streamed and n in scope.requires_grad and scope.columns[n].wanted]
 
 
-def _with_programs(segment: TiledLayout, kind: StripKind, walk: Walk, alike: Bools, *, step: int) -> Bools:
+def _with_repeatable_programs(segment: TiledLayout, kind: StripKind, walk: Sweep, alike: BoolArray, *, step: int) -> BoolArray:
     """Those of some strips whose programs may repeat that of the strip beside them."""
     alike = alike.copy()
     first, kinds = segment.schedule.kinds
     for number in np.unique(kinds[alike]):
         program = segment.program(kind, int(first[number]), walk)
         of_kind = np.flatnonzero(alike & (kinds == number))
-        placed = _placed(program)
-        if placed is None or not _has_sums(segment, program, walk):
+        placed = _positional_functions(program)
+        if placed is None or not _has_weightable_sums(segment, program, walk):
             alike[of_kind] = False
             continue
         for index in of_kind.tolist() if placed else ():
@@ -161,32 +163,32 @@ def _with_programs(segment: TiledLayout, kind: StripKind, walk: Walk, alike: Boo
     return alike
 
 
-def _placed(program: Program) -> list[tuple[str, Positional]] | None:
+def _positional_functions(program: Program) -> list[tuple[str, PositionalFunction]] | None:
     """The functions that are told where the strip lies, by operator; None where one cannot say what that changes."""
     origins = {slot.number: port.name for port, slot in program.ports.items() if port.role == "origin"}
-    found: list[tuple[str, Positional]] = []
+    found: list[tuple[str, PositionalFunction]] = []
     for instruction in program.instructions if origins else ():
         function: object = instruction.function
         for slot in slots_of(instruction):
             if slot.number in origins:
-                if not isinstance(function, Positional):
+                if not isinstance(function, PositionalFunction):
                     return None
                 found.append((origins[slot.number], function))
     return found
 
 
-def _has_sums(segment: TiledLayout, program: Program, walk: Walk) -> bool:
+def _has_weightable_sums(segment: TiledLayout, program: Program, walk: Sweep) -> bool:
     """Whether all running reductions of a program can be given a weight."""
     scope = segment.scope_of(walk)
     return all(partial_additive(scope, port.name) is not None for port in program.ports if port.role == "partial")
 
 
-def _sums_of(segment: TiledLayout, bindings: Mapping[Port, Handle], walk: Walk) -> list[tuple[Handle, Additive]]:
+def _accumulated_buffers(segment: TiledLayout, bindings: Mapping[Port, Buffer], walk: Sweep) -> list[tuple[Buffer, AdditivePart]]:
     """What a program adds to that lasts: running reductions, and gradients of whole tensors."""
-    found: list[tuple[Handle, Additive]] = []
+    found: list[tuple[Buffer, AdditivePart]] = []
     for port, handle in bindings.items():
         if port.role == "grad_side":
-            found.append((handle, Additive()))
+            found.append((handle, AdditivePart()))
         elif port.role == "partial":
             additive = partial_additive(segment.scope_of(walk), port.name)
             assert additive is not None

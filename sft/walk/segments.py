@@ -20,24 +20,24 @@ import torch
 
 from sft.analysis.axes import ROWS
 from sft.analysis.interval import Interval
-from sft.analysis.repeats import Bools
-from sft.analysis.steps import Step
+from sft.analysis.repeats import BoolArray
+from sft.analysis.steps import StripStep
 from sft.lower.program import Port, Program
 from sft.lower.reducing import partial_shape, partial_start
-from sft.walk.layout import TiledLayout, Walk
-from sft.walk.machine import Handle, Machine
-from sft.walk.reading import opened, reads_skipped
+from sft.walk.layout import TiledLayout, Sweep
+from sft.walk.machine import Buffer, Machine
+from sft.walk.reading import open_loaders, reads_skipped_strips
 from sft.walk.repeats import (
-    backward_repeats,
-    comparing_bytes,
-    forward_repeats,
-    num_alike,
-    spare_bytes,
-    twins,
-    weighed,
+    backward_constant_strips,
+    comparison_bytes,
+    forward_constant_strips,
+    num_repeated_strips,
+    separate_grad_bytes,
+    same_geometry_strips,
+    weighted_accumulation,
 )
-from sft.walk.rowstore import RowStore
-from sft.walk.values import Gradients, Values
+from sft.walk.rowstore import CarryCache
+from sft.walk.values import Gradients, ValueBindings
 
 __all__ = ["TiledSegment"]
 
@@ -51,21 +51,21 @@ class TiledSegment(TiledLayout):
     #: its backward pass needs the states of its forward pass
     saves: ClassVar[bool] = True
 
-    def open_reductions(self, machine: Machine, chunk: Interval | None) -> dict[str, Handle]:
+    def open_reductions(self, machine: Machine, chunk: Interval | None) -> dict[str, Buffer]:
         """Running reductions of nothing yet: those of some batch elements, or (``None``) those that span the whole batch."""
-        scope = self.scope if chunk is None else self.scope_of(Walk(chunk, 0))
+        scope = self.scope if chunk is None else self.scope_of(Sweep(chunk, 0))
         names = [name for name in self.reductions if self.spans_batch(name) == (chunk is None)]
         found = {name: machine.allocate(partial_shape(scope, name), torch.float64, zero=False) for name in names}
         for name, handle in found.items():
             machine.fill(handle, partial_start(scope, name))
         return found
 
-    def close_reductions(self, machine: Machine, values: Values, partial: dict[str, Handle], chunk: Interval | None) -> None:
+    def close_reductions(self, machine: Machine, values: ValueBindings, partial: dict[str, Buffer], chunk: Interval | None) -> None:
         """Turn running reductions into global values."""
         for name in self.reductions:
             if self.spans_batch(name) == (chunk is None):
                 out = values.by_name[name] if chunk is None else machine.view(values.by_name[name], chunk, None)
-                program = self.finish(name, Walk(self.chunks[0] if chunk is None else chunk, 0))
+                program = self.finish(name, Sweep(self.chunks[0] if chunk is None else chunk, 0))
                 machine.run(program, {Port("partial", name): partial.pop(name), Port("out", name): out})
 
     def hands_on(self, keep: bool) -> frozenset[str]:
@@ -77,7 +77,7 @@ class TiledSegment(TiledLayout):
     #: its states are buffers that nobody else knows
     keeps_buffers: ClassVar[bool] = True
 
-    def buffers(self, machine: Machine, stores: list[RowStore | None]) -> list[Handle]:
+    def buffers(self, machine: Machine, stores: list[CarryCache | None]) -> list[Buffer]:
         """The buffers of its states."""
         return [block.handle for store in stores if store for blocks in store.blocks.values() for block in blocks]
 
@@ -85,9 +85,9 @@ class TiledSegment(TiledLayout):
         """Of the values that it reads those that its backward pass needs: all, as it computes everything again."""
         return reads
 
-    def forward(self, machine: Machine, values: Values, *, keep: bool) -> list[RowStore | None]:
+    def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> list[CarryCache | None]:
         """Walk all strips; with ``keep`` the states for the backward walks stay in the returned stores (``None``: not kept)."""
-        stores: list[RowStore | None] = []
+        stores: list[CarryCache | None] = []
         shared = self.open_reductions(machine, None)
         for chunk in self.chunks:
             partial = {**shared, **self.open_reductions(machine, chunk)}
@@ -101,14 +101,14 @@ class TiledSegment(TiledLayout):
         return stores
 
     def _walk_forward(
-        self, machine: Machine, values: Values, walk: Walk, partial: Mapping[str, Handle] | None, kept: frozenset[int]
-    ) -> RowStore:
+        self, machine: Machine, values: ValueBindings, walk: Sweep, partial: Mapping[str, Buffer] | None, kept: frozenset[int]
+    ) -> CarryCache:
         """Walk forward, holding on to some states; without ``partial`` only for the sake of these states."""
         direction: Literal["forward", "restore"] = "restore" if partial is None else "forward"
         last = self.walked(direction)
-        store = RowStore(repeats=self._repeats(machine, values, walk))
-        with opened(machine, self, values.by_name, direction, walk, skipped=store.repeats) as readers:
-            reading = Values(values.by_name, readers)
+        store = CarryCache(repeats=self._repeats(machine, values, walk))
+        with open_loaders(machine, self, values.by_name, direction, walk, skipped=store.repeats) as readers:
+            reading = ValueBindings(values.by_name, readers)
             for index in range(last):
                 self._run_forward(machine, reading, store, index, walk, partial)
                 store.hold(self.schedule.carried_rows(index + 1))
@@ -118,23 +118,23 @@ class TiledSegment(TiledLayout):
             store.release(self.schedule.carried_rows(last))
         return store
 
-    def _repeats(self, machine: Machine, values: Values, walk: Walk) -> Bools | None:
+    def _repeats(self, machine: Machine, values: ValueBindings, walk: Sweep) -> BoolArray | None:
         """The strips that make what the strip before them makes; ``None`` where all are run."""
         if not self.skips_repeats:
             return None
-        room = machine.reserve(comparing_bytes(self, walk, backward=False))
-        found = forward_repeats(machine, self, values, walk)
+        room = machine.reserve(comparison_bytes(self, walk, backward=False))
+        found = forward_constant_strips(machine, self, values, walk)
         del room
         return found if found.any() else None
 
     def _run_forward(
         self,
         machine: Machine,
-        values: Values,
-        store: RowStore,
+        values: ValueBindings,
+        store: CarryCache,
         index: int,
-        walk: Walk,
-        partial: Mapping[str, Handle] | None,
+        walk: Sweep,
+        partial: Mapping[str, Buffer] | None,
     ) -> None:
         step, program = self.step(index), self.program("forward" if partial is not None else "restore", index, walk)
         if store.repeats is not None and store.repeats[index]:
@@ -144,9 +144,9 @@ class TiledSegment(TiledLayout):
             self._skip(machine, program, step, walk, values)
             return
         # Of strips that repeat this one the outputs are written, and the sums are made, here; what is carried is theirs to hand on.
-        count = 1 if store.repeats is None or partial is None else num_alike(store.repeats, index, step=1)
+        count = 1 if store.repeats is None or partial is None else num_repeated_strips(store.repeats, index, step=1)
         bindings = self._bind(machine, program, step, walk, values, store)
-        leaving: dict[str, Handle] = {}
+        leaving: dict[str, Buffer] = {}
         for port, slot in program.ports.items():
             if self.is_exchanged(port):
                 leaving[port.name] = machine.allocate(slot.shape, slot.dtype, zero=False, contiguous=port.name in self.contiguous)
@@ -156,7 +156,7 @@ class TiledSegment(TiledLayout):
             elif port.role == "partial":
                 assert partial is not None
                 bindings[port] = partial[port.name]
-        with weighed(machine, self, bindings, walk, count):
+        with weighted_accumulation(machine, self, bindings, walk, count):
             results, _ = machine.run(program, bindings)
         machine.note_strips(program, num_run=1, num_skipped=0)
         for node in step.nodes:
@@ -176,7 +176,7 @@ class TiledSegment(TiledLayout):
                 machine.put(values.by_name[name], part, walk.chunk, rows, columns, axes=self.scope.axes)
             del part
 
-    def _skip(self, machine: Machine, program: Program, step: Step, walk: Walk, values: Values) -> None:
+    def _skip(self, machine: Machine, program: Program, step: StripStep, walk: Sweep, values: ValueBindings) -> None:
         """Leave a strip out."""
         machine.note_strips(program, num_run=0, num_skipped=1)
         if values.reads_skipped:
@@ -184,9 +184,11 @@ class TiledSegment(TiledLayout):
                 if port.role == "source" and port.name in values.readers:
                     values.readers[port.name].take(self.reads(step, walk)[port.name])
 
-    def _bind(self, machine: Machine, program: Program, step: Step, walk: Walk, values: Values, store: RowStore) -> dict[Port, Handle]:
+    def _bind(
+        self, machine: Machine, program: Program, step: StripStep, walk: Sweep, values: ValueBindings, store: CarryCache
+    ) -> dict[Port, Buffer]:
         """The ports that forward and backward have in common."""
-        bindings: dict[Port, Handle] = {}
+        bindings: dict[Port, Buffer] = {}
         for port in program.ports:
             if port.role == "source":
                 bindings[port] = self._rows_read(machine, values, port.name, step, walk)
@@ -198,29 +200,31 @@ class TiledSegment(TiledLayout):
                 bindings[port] = self.origin(port.name, step, walk)
         return bindings
 
-    def _rows_read(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
+    def _rows_read(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
         """What a strip reads of a source, or of its gradient."""
         rows, columns = self.reads(step, walk)[name], self.columns_of(name, walk).new
-        reader = tensors.readers.get(name) if isinstance(tensors, Values) else None
+        reader = tensors.readers.get(name) if isinstance(tensors, ValueBindings) else None
         if reader is not None:
             return machine.view(reader.take(rows), None, None, columns, axes=self.scope.axes)
         return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
 
-    def _zero_rows(self, machine: Machine, name: str, step: Step, walk: Walk) -> Handle:
+    def _zero_rows(self, machine: Machine, name: str, step: StripStep, walk: Sweep) -> Buffer:
         """Room for a strip's gradient of an input that is not resident: rows in full width, as a sink takes them."""
         shape = self.scope.axes.with_extent(self.scope.shapes[name], ROWS, len(self.reads(step, walk)[name]))
         return machine.allocate((len(walk.chunk), *shape[1:]), self.source_grad_dtype(name), zero=True)
 
-    def _own_part(self, machine: Machine, tensors: Values | Gradients, name: str, step: Step, walk: Walk) -> Handle:
+    def _own_part(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, step: StripStep, walk: Sweep) -> Buffer:
         """The part of a streamed output, or of its gradient, that a strip is for."""
         rows, columns = self.part(name, step, walk)
         return machine.view(tensors.by_name[name], walk.chunk, rows, columns, axes=self.scope.axes)
 
-    def _side(self, machine: Machine, tensors: Values | Gradients, name: str, chunk: Interval) -> Handle:
+    def _side(self, machine: Machine, tensors: ValueBindings | Gradients, name: str, chunk: Interval) -> Buffer:
         handle = tensors.by_name[name]
         return machine.view(handle, chunk, None) if name in self.scope.per_sample else handle
 
-    def backward(self, machine: Machine, values: Values, stores: list[RowStore | None], grads: Gradients, *, consume: bool = True) -> None:
+    def backward(
+        self, machine: Machine, values: ValueBindings, stores: list[CarryCache | None], grads: Gradients, *, consume: bool = True
+    ) -> None:
         """Walk the strips in reverse.
 
         Args:
@@ -237,26 +241,28 @@ class TiledSegment(TiledLayout):
         while walks:
             self._walk_backward(machine, values, stores.pop(), grads, walks.pop())
 
-    def _walk_backward(self, machine: Machine, values: Values, store: RowStore | None, grads: Gradients, walk: Walk) -> None:
+    def _walk_backward(self, machine: Machine, values: ValueBindings, store: CarryCache | None, grads: Gradients, walk: Sweep) -> None:
         if store is None:
             store = self._walk_forward(machine, values, walk, None, self.kept)
         repeats = self._backward_repeats(machine, grads, walk, store)
-        with opened(machine, self, values.by_name, "backward", walk, skipped=repeats) as readers:
-            reading = Values(values.by_name, readers, reads_skipped(self, "backward"))
+        with open_loaders(machine, self, values.by_name, "backward", walk, skipped=repeats) as readers:
+            reading = ValueBindings(values.by_name, readers, reads_skipped_strips(self, "backward"))
             self._walk_joint(machine, reading, store, grads, walk, repeats)
 
-    def _backward_repeats(self, machine: Machine, grads: Gradients, walk: Walk, store: RowStore) -> Bools | None:
+    def _backward_repeats(self, machine: Machine, grads: Gradients, walk: Sweep, store: CarryCache) -> BoolArray | None:
         """The strips whose gradients are those of the strip behind them; ``None`` where all are run."""
         if not self.skips_repeats:
             return None
-        room = machine.reserve(comparing_bytes(self, walk, backward=True))
-        found = None if store.repeats is None else backward_repeats(machine, self, grads, walk, store.repeats)
+        room = machine.reserve(comparison_bytes(self, walk, backward=True))
+        found = None if store.repeats is None else backward_constant_strips(machine, self, grads, walk, store.repeats)
         del room
         return found if found is not None and found.any() else None
 
-    def _walk_joint(self, machine: Machine, values: Values, store: RowStore, grads: Gradients, walk: Walk, repeats: Bools | None) -> None:
+    def _walk_joint(
+        self, machine: Machine, values: ValueBindings, store: CarryCache, grads: Gradients, walk: Sweep, repeats: BoolArray | None
+    ) -> None:
         schedule = self.schedule
-        carried: dict[str, Handle] = {}
+        carried: dict[str, Buffer] = {}
         for action in self.checkpoints.actions(schedule.num_steps):
             if action.kind == "forward":
                 self._run_forward(machine, values, store, action.strip, walk, None)
@@ -267,27 +273,27 @@ class TiledSegment(TiledLayout):
             if repeats is not None and repeats[action.strip]:  # what it hands on is what was handed to it
                 self._skip(machine, self.program("joint", action.strip, walk), self.step(action.strip), walk, values)
             else:
-                count = 1 if repeats is None else num_alike(repeats, action.strip, step=-1)
+                count = 1 if repeats is None else num_repeated_strips(repeats, action.strip, step=-1)
                 carried = self._run_joint(machine, values, store, grads, action.strip, walk, carried, count)
             store.release(schedule.carried_rows(action.strip))
 
     def _run_joint(
         self,
         machine: Machine,
-        values: Values,
-        store: RowStore,
+        values: ValueBindings,
+        store: CarryCache,
         grads: Gradients,
         index: int,
-        walk: Walk,
-        carried: dict[str, Handle],
+        walk: Sweep,
+        carried: dict[str, Buffer],
         count: int,
-    ) -> dict[str, Handle]:
+    ) -> dict[str, Buffer]:
         """Differentiate a strip, for ``count`` of them upwards; takes the gradients of the rows that it hands on and returns those of the
         rows handed to it."""
         step, program = self.step(index), self.program("joint", index, walk)
         bindings = self._bind(machine, program, step, walk, values, store)
-        parts: dict[str, Handle] = {}
-        apart: dict[str, Handle] = {}
+        parts: dict[str, Buffer] = {}
+        apart: dict[str, Buffer] = {}
         for port, slot in program.ports.items():
             if self.is_exchanged(port):
                 bindings[port] = machine.allocate(slot.shape, slot.dtype, zero=False)
@@ -310,8 +316,8 @@ class TiledSegment(TiledLayout):
                 bindings[port] = self._rows_read(machine, grads, port.name, step, walk)
             elif port.role == "grad_side":
                 bindings[port] = self._side(machine, grads, port.name, walk.chunk)
-        room = machine.reserve(spare_bytes(self, program)) if self.skips_repeats and count == 1 and self._twins[index] else None
-        with weighed(machine, self, bindings, walk, count):
+        room = machine.reserve(separate_grad_bytes(self, program)) if self.skips_repeats and count == 1 and self._twins[index] else None
+        with weighted_accumulation(machine, self, bindings, walk, count):
             results, _ = machine.run(program, bindings)
         machine.note_strips(program, num_run=1, num_skipped=0)
         del room
@@ -325,7 +331,7 @@ class TiledSegment(TiledLayout):
         return {port.name: handle for port, handle in results.items()}
 
     @cached_property
-    def _twins(self) -> Bools:
+    def _twins(self) -> BoolArray:
         """Strips of a geometry that stands twice in a row somewhere, so that one might repeat the other."""
-        found = twins(self)
+        found = same_geometry_strips(self)
         return np.isin(self.schedule.kinds[1], self.schedule.kinds[1][found])

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from sft.walk.machine import Handle, Strips
+from sft.walk.machine import Buffer, StripLoader
 
-__all__ = ["Gradients", "Values"]
+__all__ = ["Gradients", "ValueBindings"]
 
 
 @dataclass(slots=True)
-class Values:
+class ValueBindings:
     """Whole tensors by value name: cuts, parameters, buffers, global values; of inputs that are not resident, the sources; of outputs
     that leave strip by strip, what takes them on the host.
 
     ``readers`` are those of the running walk, by input; ``reads_skipped`` says whether they read strips that are left out, too.
     """
 
-    by_name: dict[str, Handle] = field(default_factory=dict)
-    readers: dict[str, Strips] = field(default_factory=dict)
+    by_name: dict[str, Buffer] = field(default_factory=dict)
+    readers: dict[str, StripLoader] = field(default_factory=dict)
     reads_skipped: bool = False
 
 
@@ -29,5 +29,5 @@ class Gradients:
     ``sinks`` take those of inputs that are not resident.
     """
 
-    by_name: dict[str, Handle] = field(default_factory=dict)
-    sinks: dict[str, Handle] = field(default_factory=dict)
+    by_name: dict[str, Buffer] = field(default_factory=dict)
+    sinks: dict[str, Buffer] = field(default_factory=dict)

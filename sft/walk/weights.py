@@ -17,16 +17,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from sft.walk.order import Move
+from sft.walk.order import ScheduleOp
 
 if TYPE_CHECKING:
-    from sft.walk.machine import Handle, Machine
+    from sft.walk.machine import Buffer, Machine
 
-__all__ = ["Passage", "StreamedWeights", "Taking", "completed_by", "read_by"]
+__all__ = ["WeightPrefetcher", "StreamedWeights", "GradientTransfer", "weights_completed_per_segment", "weights_read_per_op"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taking:
+class GradientTransfer:
     """What it takes to take the gradient of a weight: all of it is over before the next gradient is taken.
 
     Attributes:
@@ -51,12 +51,12 @@ class StreamedWeights:
     """
 
     num_bytes: Mapping[str, int]
-    takings: Mapping[str, Taking]
+    takings: Mapping[str, GradientTransfer]
     reads_ahead: bool
 
 
-def read_by(
-    moves: Sequence[Move], reads: Sequence[Collection[str]], reads_back: Sequence[Collection[str]], weights: Collection[str]
+def weights_read_per_op(
+    moves: Sequence[ScheduleOp], reads: Sequence[Collection[str]], reads_back: Sequence[Collection[str]], weights: Collection[str]
 ) -> tuple[tuple[str, ...], ...]:
     """For each move the weights that its segment reads; none where something is copied, or the caller has its turn.
 
@@ -73,7 +73,9 @@ def read_by(
     )
 
 
-def completed_by(reads: Sequence[Collection[str]], differentiated: Sequence[bool], weights: Collection[str]) -> tuple[tuple[str, ...], ...]:
+def weights_completed_per_segment(
+    reads: Sequence[Collection[str]], differentiated: Sequence[bool], weights: Collection[str]
+) -> tuple[tuple[str, ...], ...]:
     """For each segment the weights whose gradients are whole when it has run back: it is the first that reads them.
 
     Args:
@@ -91,7 +93,7 @@ def completed_by(reads: Sequence[Collection[str]], differentiated: Sequence[bool
 
 
 @dataclass(slots=True, kw_only=True)
-class Passage:
+class WeightPrefetcher:
     """The weights of one pass.
 
     Attributes:
@@ -107,12 +109,12 @@ class Passage:
     weights: StreamedWeights
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, object]
-    handles: dict[str, Handle]
+    handles: dict[str, Buffer]
     reads: Sequence[tuple[str, ...]]
     _there: dict[str, None] = field(default_factory=dict)
     _taken: set[str] = field(default_factory=set)
 
-    def enter(self, place: int, values: dict[str, Handle]) -> None:
+    def enter(self, place: int, values: dict[str, Buffer]) -> None:
         """Have the weights of a move there, by name in ``values``, and begin to read those of the next one."""
         own = self.reads[place]
         if not own:
@@ -134,7 +136,7 @@ class Passage:
         """Let go of everything, be it after a failure."""
         self._release(list(self._there))
 
-    def take(self, name: str, gradient: Handle) -> None:
+    def take(self, name: str, gradient: Buffer) -> None:
         """Have a gradient taken that is whole; the weight is there."""
         self._taken.add(name)
         self.machine.take_gradient(name, gradient, self.handles[name], self.weights.takings[name])

@@ -10,12 +10,12 @@ from typing import ClassVar
 from sft.analysis.axes import ROWS
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.interval import Interval
-from sft.analysis.steps import Step
-from sft.lower.context import Scope
+from sft.analysis.steps import StripStep
+from sft.lower.context import SegmentInfo
 from sft.lower.program import Port, Program
 from sft.lower.wholes import lower_whole
-from sft.walk.machine import Handle, Machine, Saved
-from sft.walk.values import Gradients, Values
+from sft.walk.machine import Buffer, Machine, Residuals
+from sft.walk.values import Gradients, ValueBindings
 
 __all__ = ["WholeSegment"]
 
@@ -34,8 +34,8 @@ class WholeSegment:
     #: its outputs are whole on the device, wherever they go then
     to_host: ClassVar[frozenset[str]] = frozenset()
 
-    scope: Scope
-    step: Step
+    scope: SegmentInfo
+    step: StripStep
     sides: tuple[str, ...]
     from_source: frozenset[str] = frozenset()
     _programs: dict[bool, tuple[Program, Program | None]] = field(default_factory=dict, repr=False)
@@ -60,7 +60,7 @@ class WholeSegment:
     def views(self) -> frozenset[str]:
         """Outputs that what its backward pass needs are views of."""
         forward, _ = self.programs(True)
-        viewed = _roots_of(forward, forward.saved)
+        viewed = _storage_roots(forward, forward.saved)
         outputs = (*forward.results.items(), *((port, slot) for port, slot in forward.ports.items() if port.role == "out"))
         return frozenset(port.name for port, slot in outputs if slot.root in viewed)
 
@@ -77,7 +77,7 @@ class WholeSegment:
         """Whether its backward pass needs buffers that nobody else knows."""
         return bool(self._own)
 
-    def buffers(self, machine: Machine, saved: Saved) -> Sequence[Handle]:
+    def buffers(self, machine: Machine, saved: Residuals) -> Sequence[Buffer]:
         """These buffers."""
         return machine.buffers_of(saved, self._own)
 
@@ -88,19 +88,19 @@ class WholeSegment:
         """
         forward, backward = self.programs(True)
         assert backward is not None
-        viewed = _roots_of(forward, forward.saved)
+        viewed = _storage_roots(forward, forward.saved)
         bound = {port.name for port in backward.ports if port.role in ("source", "side")}
         bound |= {port.name for port, slot in forward.ports.items() if port.role in ("source", "side") and slot.root in viewed}
         bound |= {port.name for port in backward.results if port.role == "grad_side"}
         return [name for name in reads if name in bound]
 
-    def forward(self, machine: Machine, values: Values, *, keep: bool) -> Saved:
+    def forward(self, machine: Machine, values: ValueBindings, *, keep: bool) -> Residuals:
         """Run it; with ``keep`` what the backward needs is returned."""
         program, _ = self.programs(keep)
         bindings = {port: self._given(machine, port.name, values) for port in program.ports if port.role in ("source", "side", "out")}
         bindings |= {port: _NO_OFFSET for port in program.ports if port.role == "origin"}
         results, saved = machine.run(program, bindings)
-        viewed = _roots_of(program, program.saved)
+        viewed = _storage_roots(program, program.saved)
         for port, slot in program.ports.items():
             if port.name in self.from_source and port.role == "source" and slot.root in viewed:
                 saved.loaded[port.name] = bindings[port]
@@ -110,7 +110,7 @@ class WholeSegment:
                 saved.handed.append(handle)
         return saved
 
-    def _given(self, machine: Machine, name: str, values: Values) -> Handle:
+    def _given(self, machine: Machine, name: str, values: ValueBindings) -> Buffer:
         """A value from outside; an input that is not resident is read as a whole."""
         handle = values.by_name[name]
         return machine.load(handle, self.scope.shapes[name], self.scope.dtype_of(name)) if name in self.from_source else handle
@@ -120,12 +120,12 @@ class WholeSegment:
         """Whether its backward pass needs anything of its forward pass."""
         return bool(self.programs(True)[0].saved)
 
-    def backward(self, machine: Machine, values: Values, saved: Saved | None, grads: Gradients, *, consume: bool = True) -> None:
+    def backward(self, machine: Machine, values: ValueBindings, saved: Residuals | None, grads: Gradients, *, consume: bool = True) -> None:
         """Differentiate it; gradients of sources come out as new buffers, or are added to those that exist."""
         _, program = self.programs(True)
         assert program is not None
-        saves, saved = saved is not None, saved or Saved({})
-        bindings: dict[Port, Handle] = {}
+        saves, saved = saved is not None, saved or Residuals({})
+        bindings: dict[Port, Buffer] = {}
         for port in program.ports:
             if port.role == "source" and port.name in saved.loaded:
                 bindings[port] = saved.loaded[port.name]
@@ -160,7 +160,7 @@ class WholeSegment:
         return frozenset(inputs) - scope.in_layout
 
 
-def _roots_of(program: Program, slots: Iterable[int]) -> frozenset[int]:
+def _storage_roots(program: Program, slots: Iterable[int]) -> frozenset[int]:
     """The slots that own the memory of these."""
     roots = {out.number: out.root for i in program.instructions for out in i.outputs if out is not None}
     return frozenset(roots[number] for number in slots)

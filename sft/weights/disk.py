@@ -36,24 +36,24 @@ from torch import Tensor
 
 from sft.errors import InputError, SourceError
 from sft.weights.header import header_bytes, read_header
-from sft.weights.layout import ALIGNMENT_BYTES, Layout, Part
+from sft.weights.layout import ALIGNMENT_BYTES, RecordLayout, RecordPart
 from sft.weights.store import record_offsets
 
 __all__ = ["DiskStore"]
 
-_MOST_HEADER_BYTES = 2**31
+_MAX_HEADER_BYTES = 2**31
 
 
 class DiskStore:
     """Records in a file. Made by :meth:`create` and :meth:`open`."""
 
-    def __init__(self, path: Path, layouts: tuple[Layout, ...], metadata: dict[str, str], data: Tensor, *, durable: bool) -> None:
+    def __init__(self, path: Path, layouts: tuple[RecordLayout, ...], metadata: dict[str, str], data: Tensor, *, durable: bool) -> None:
         self.layouts, self.metadata, self.path, self.durable = layouts, metadata, path, durable
         self.generation = 0
         self._offsets = record_offsets(layouts)
         self._data = data
         self._identity: tuple[int, int] | None = None
-        self._file: _File | None = None
+        self._file: _SelfClosingFile | None = None
         self._start = 0
         self._written: set[tuple[int, str]] = set()
 
@@ -61,7 +61,7 @@ class DiskStore:
     def create(
         cls,
         path: str | os.PathLike[str],
-        layouts: Sequence[Layout],
+        layouts: Sequence[RecordLayout],
         fill: Callable[[int, dict[str, Tensor]], None],
         *,
         metadata: Mapping[str, str] | None = None,
@@ -105,9 +105,12 @@ class DiskStore:
             SourceError: it cannot be read, is cut short, or is not such a file.
         """
         target = Path(path)
-        layouts, metadata, data, identity = _map(target)
-        with suppress(OSError), _locked(_next_of(target), creates=False):  # not where somebody writes, or the folder is not ours
-            _next_of(target).unlink()
+        layouts, metadata, data, identity = _map_records(target)
+        with (
+            suppress(OSError),
+            _open_locked(_next_generation_path(target), creates=False),
+        ):  # not where somebody writes, or the folder is not ours
+            _next_generation_path(target).unlink()
         store = cls(target, layouts, metadata, data, durable=durable)
         store._identity = identity
         return store
@@ -137,9 +140,9 @@ class DiskStore:
         """
         if self._file is not None:
             raise InputError("the next generation of weights was started before; commit it or abort it first")
-        path = _next_of(self.path)
+        path = _next_generation_path(self.path)
         try:
-            self._file = _locked_at_last(path)
+            self._file = _lock_after_gc(path)
             self._check_identity()
             self._file.truncate(0)
             self._start = len(header_bytes(self.layouts, metadata or self.metadata, room_bytes=0)) + _METADATA_ROOM_BYTES
@@ -148,13 +151,13 @@ class DiskStore:
             raise SourceError(f"another process, or another model of this one, writes weights to {self.path}; give each its own") from error
         except OSError as error:
             self.abort()
-            raise _cannot("write", path, error) from error
+            raise _io_error("write", path, error) from error
         except BaseException:  # Ctrl-C
             self.abort()
             raise
         self._written = set()
 
-    def write(self, block: int, data: Tensor, part: Part = "all") -> None:
+    def write(self, block: int, data: Tensor, part: RecordPart = "all") -> None:
         """Write a block, or half of it, of the next generation.
 
         Raises:
@@ -184,15 +187,15 @@ class DiskStore:
         for block, layout in enumerate(self.layouts):
             for half in ("weights", "state"):
                 if (block, half) not in self._written and layout.part_bytes("state" if half == "state" else "weights"):
-                    part: Part = "state" if half == "state" else "weights"
+                    part: RecordPart = "state" if half == "state" else "weights"
                     start, stop = layout.span(part)
                     self.write(block, self.record(block)[start:stop], part)
         self._put(0, memoryview(header))
-        path = _next_of(self.path)
+        path = _next_generation_path(self.path)
         try:
             if self.durable:
                 os.fsync(self._file.fileno())
-            layouts, metadata_read, data, identity = _map(path)
+            layouts, metadata_read, data, identity = _map_records(path)
             assert layouts == self.layouts
             try:
                 os.replace(path, self.path)
@@ -205,14 +208,14 @@ class DiskStore:
                 _sync_folder(self.path.parent)
         except OSError as error:
             self.abort()
-            raise _cannot("write", self.path, error) from error
+            raise _io_error("write", self.path, error) from error
 
     def abort(self) -> None:
         """Drop the next generation."""
         if self._file is None:
             return
         with suppress(OSError):
-            _next_of(self.path).unlink(missing_ok=True)
+            _next_generation_path(self.path).unlink(missing_ok=True)
         self._let_go()
 
     def close(self) -> None:
@@ -245,46 +248,46 @@ class DiskStore:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 data, at = data[count:], at + count
         except OSError as error:
-            raise _cannot("write", _next_of(self.path), error) from error
+            raise _io_error("write", _next_generation_path(self.path), error) from error
 
 
 #: What a header's metadata may grow by while a generation is written.
 _METADATA_ROOM_BYTES = 16 * ALIGNMENT_BYTES
 
 
-def _next_of(path: Path) -> Path:
+def _next_generation_path(path: Path) -> Path:
     return path.with_name(path.name + ".next")
 
 
-class _File(io.FileIO):
+class _SelfClosingFile(io.FileIO):
     """A file that is closed when nobody holds it: not even Ctrl-C, which may come as it opens, leaves it locked."""
 
     def __del__(self) -> None:
         self.close()
 
 
-def _opened(path: Path, *, creates: bool) -> _File:
+def _open_or_create(path: Path, *, creates: bool) -> _SelfClosingFile:
     """A file to read and write; where there is none a new one."""
     while True:
         try:
-            return _File(path, "r+")
+            return _SelfClosingFile(path, "r+")
         except FileNotFoundError:
             if not creates:
                 raise
         with suppress(FileExistsError):
-            return _File(path, "x+")
+            return _SelfClosingFile(path, "x+")
 
 
-def _locked_at_last(path: Path) -> _File:
+def _lock_after_gc(path: Path) -> _SelfClosingFile:
     """The same of a file that models may have which nobody uses: what their graphs of gradients hold is found behind them."""
     for _ in range(2):
         with suppress(BlockingIOError):
-            return _locked(path, creates=True)
+            return _open_locked(path, creates=True)
         gc.collect()
-    return _locked(path, creates=True)
+    return _open_locked(path, creates=True)
 
 
-def _locked(path: Path, *, creates: bool) -> _File:
+def _open_locked(path: Path, *, creates: bool) -> _SelfClosingFile:
     """The file, opened, and locked until it is closed.
 
     Raises:
@@ -292,7 +295,7 @@ def _locked(path: Path, *, creates: bool) -> _File:
         OSError: it cannot be opened.
     """
     while True:
-        file = _opened(path, creates=creates)
+        file = _open_or_create(path, creates=creates)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
@@ -314,7 +317,7 @@ def _identity_of(path: Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def _cannot(verb: str, path: Path, error: OSError) -> SourceError:
+def _io_error(verb: str, path: Path, error: OSError) -> SourceError:
     remedy = "Make room, or give a path that can be written." if verb == "write" else "Give the path of a file that can be read."
     return SourceError(f"cannot {verb} weights at {path}: {error.strerror or error}. {remedy}")
 
@@ -327,7 +330,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor, tuple[int, int]]:
+def _map_records(path: Path) -> tuple[tuple[RecordLayout, ...], dict[str, str], Tensor, tuple[int, int]]:
     """The layouts, the metadata and the mapped records of a file, and which one it is: its device and inode.
 
     Raises:
@@ -338,7 +341,7 @@ def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor, tuple[
             found = os.fstat(file.fileno())
             num_bytes = found.st_size
             num_header_bytes = int.from_bytes(file.read(8), "little")
-            if num_bytes < 8 or not 2 <= num_header_bytes <= min(num_bytes - 8, _MOST_HEADER_BYTES):
+            if num_bytes < 8 or not 2 <= num_header_bytes <= min(num_bytes - 8, _MAX_HEADER_BYTES):
                 raise SourceError(f"{path} is no file of weights, or was cut short: {num_bytes} bytes, a header of {num_header_bytes}.")
             text = file.read(num_header_bytes)
         layouts, metadata = read_header(path, text)
@@ -350,5 +353,5 @@ def _map(path: Path) -> tuple[tuple[Layout, ...], dict[str, str], Tensor, tuple[
     except OSError as error:
         if isinstance(error, SourceError):
             raise
-        raise _cannot("read", path, error) from error
+        raise _io_error("read", path, error) from error
     return layouts, metadata, torch.from_numpy(data), (found.st_dev, found.st_ino)

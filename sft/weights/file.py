@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from sft.errors import InputError
 
-__all__ = ["WeightsFile", "check_resumed"]
+__all__ = ["WeightsFile", "check_resume"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class WeightsFile:
             raise InputError(f"weights file {os.fspath(self.path)!r}: there is no folder {folder!r}; make it first")
 
 
-def check_resumed(path: str | os.PathLike[str], *, resume: bool) -> None:
+def check_resume(path: str | os.PathLike[str], *, resume: bool) -> None:
     """Nobody's weights are replaced, and nobody begins anew who wants to go on.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sft.errors import InputError, SourceError
-from sft.weights.layout import ALIGNMENT_BYTES, Field, Layout, TensorSpec
+from sft.weights.layout import ALIGNMENT_BYTES, RecordField, RecordLayout, TensorSpec
 
 __all__ = ["header_bytes", "read_header"]
 
@@ -34,16 +34,16 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 #: Fills a gap, since safetensors allows none.
 _GAP = "_gap"
 _STATE = "_state"
-_MARK = {"format": "pt", "sft": "blocks-1"}
+_FORMAT_METADATA = {"format": "pt", "sft": "blocks-1"}
 
 
-def header_bytes(layouts: Sequence[Layout], metadata: Mapping[str, str], *, room_bytes: int) -> bytes:
+def header_bytes(layouts: Sequence[RecordLayout], metadata: Mapping[str, str], *, room_bytes: int) -> bytes:
     """What stands in front of the data: at least ``room_bytes``, in whole cache lines.
 
     Raises:
         InputError: they are more than the room.
     """
-    entries: dict[str, Any] = {"__metadata__": {**metadata, **_MARK}}
+    entries: dict[str, Any] = {"__metadata__": {**metadata, **_FORMAT_METADATA}}
     start = 0
     for block, layout in enumerate(layouts):
         end = start
@@ -70,7 +70,7 @@ def _fill_gap(entries: dict[str, Any], block: int, begin: int, end: int) -> None
         entries[f"{block}.{_GAP}.{begin}"] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
 
 
-def read_header(path: Path, text: bytes) -> tuple[tuple[Layout, ...], dict[str, str]]:
+def read_header(path: Path, text: bytes) -> tuple[tuple[RecordLayout, ...], dict[str, str]]:
     """The layouts of a header.
 
     Raises:
@@ -79,7 +79,7 @@ def read_header(path: Path, text: bytes) -> tuple[tuple[Layout, ...], dict[str, 
     try:
         entries = json.loads(text)
         metadata = entries.pop("__metadata__")
-        if metadata.pop("sft") != _MARK["sft"]:
+        if metadata.pop("sft") != _FORMAT_METADATA["sft"]:
             raise KeyError("sft")
         metadata.pop("format", None)
         by_block: dict[int, list[tuple[int, int, TensorSpec | None]]] = {}
@@ -96,7 +96,7 @@ def read_header(path: Path, text: bytes) -> tuple[tuple[Layout, ...], dict[str, 
             by_block.setdefault(int(number), []).append((begin, end, None if is_gap else spec))
         if sorted(by_block) != list(range(len(by_block))) or not by_block:
             raise ValueError("its blocks are not numbered from 0")
-        same: dict[Layout, Layout] = {}
+        same: dict[RecordLayout, RecordLayout] = {}
         layouts, start = [], 0
         for block in range(len(by_block)):
             layout, start = _layout(by_block[block], start)
@@ -109,7 +109,7 @@ def read_header(path: Path, text: bytes) -> tuple[tuple[Layout, ...], dict[str, 
     return tuple(layouts), metadata
 
 
-def _layout(entries: Iterable[tuple[int, int, TensorSpec | None]], start: int) -> tuple[Layout, int]:
+def _layout(entries: Iterable[tuple[int, int, TensorSpec | None]], start: int) -> tuple[RecordLayout, int]:
     """A block's layout, and where its record ends."""
     ordered = sorted(entries, key=lambda entry: entry[:2])
     end = start
@@ -117,9 +117,9 @@ def _layout(entries: Iterable[tuple[int, int, TensorSpec | None]], start: int) -
         if begin != end or after < begin:
             raise ValueError(f"bytes {end}..{begin} belong to nothing")
         end = after
-    fields = tuple(Field(spec=spec, offset_bytes=begin - start) for begin, _, spec in ordered if spec is not None)
+    fields = tuple(RecordField(spec=spec, offset_bytes=begin - start) for begin, _, spec in ordered if spec is not None)
     states = [field.offset_bytes for field in fields if field.spec.is_state]
-    layout = Layout(fields=fields, weight_bytes=min(states, default=end - start), record_bytes=end - start)
-    if layout != Layout.of(field.spec for field in fields):
+    layout = RecordLayout(fields=fields, weight_bytes=min(states, default=end - start), record_bytes=end - start)
+    if layout != RecordLayout.of(field.spec for field in fields):
         raise ValueError("its tensors lie in another order")
     return layout, end

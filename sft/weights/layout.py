@@ -18,13 +18,13 @@ from torch import Tensor
 
 from sft.errors import InputError
 
-__all__ = ["ALIGNMENT_BYTES", "Field", "Layout", "Part", "TensorSpec", "difference"]
+__all__ = ["ALIGNMENT_BYTES", "RecordField", "RecordLayout", "RecordPart", "TensorSpec", "layout_difference"]
 
 #: Records, and the state in them, start at multiples of this: a cache line.
 ALIGNMENT_BYTES = 64
 
 #: Which half of a record: what a forward pass reads, what only an update reads, or both.
-Part = Literal["weights", "state", "all"]
+RecordPart = Literal["weights", "state", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Field:
+class RecordField:
     """A tensor and its place in the record.
 
     Attributes:
@@ -66,7 +66,7 @@ class Field:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class RecordLayout:
     """A record: its fields in the order of their offsets.
 
     Attributes:
@@ -75,12 +75,12 @@ class Layout:
         record_bytes: the length of the record, in whole cache lines.
     """
 
-    fields: tuple[Field, ...]
+    fields: tuple[RecordField, ...]
     weight_bytes: int
     record_bytes: int
 
     @classmethod
-    def of(cls, specs: Iterable[TensorSpec]) -> Layout:
+    def of(cls, specs: Iterable[TensorSpec]) -> RecordLayout:
         """The layout of a block of these tensors.
 
         Raises:
@@ -96,22 +96,22 @@ class Layout:
         for spec in ordered:
             if spec.is_state and not weight_bytes:
                 offset = weight_bytes = _aligned(offset)
-            fields.append(Field(spec=spec, offset_bytes=offset))
+            fields.append(RecordField(spec=spec, offset_bytes=offset))
             offset += spec.num_bytes
         record_bytes = _aligned(offset)
         return cls(fields=tuple(fields), weight_bytes=weight_bytes or record_bytes, record_bytes=record_bytes)
 
-    def span(self, part: Part) -> tuple[int, int]:
+    def span(self, part: RecordPart) -> tuple[int, int]:
         """Where a half begins and ends in the record, in bytes."""
         start = self.weight_bytes if part == "state" else 0
         return start, self.weight_bytes if part == "weights" else self.record_bytes
 
-    def part_bytes(self, part: Part) -> int:
+    def part_bytes(self, part: RecordPart) -> int:
         """The length of a half."""
         start, stop = self.span(part)
         return stop - start
 
-    def views(self, data: Tensor, part: Part = "all") -> dict[str, Tensor]:
+    def views(self, data: Tensor, part: RecordPart = "all") -> dict[str, Tensor]:
         """The tensors in the bytes of a record, or of a half of one, by name; no copies."""
         start, _ = self.span(part)
         found = {}
@@ -132,7 +132,7 @@ class Layout:
         return found
 
 
-def difference(own: Iterable[TensorSpec], theirs: Iterable[TensorSpec]) -> str:
+def layout_difference(own: Iterable[TensorSpec], theirs: Iterable[TensorSpec]) -> str:
     """The first tensor that a file has otherwise than the model; empty where there is none.
 
     Args:

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sft.weights.layout import Part
+from sft.weights.layout import RecordPart
 from sft.weights.store import Store
-from sft.weights.stream import Counters
+from sft.weights.stream import StreamCounters
 
-__all__ = ["SingleReading", "SingleStream"]
+__all__ = ["UnbufferedPass", "UnbufferedStream"]
 
 
-class SingleStream:
+class UnbufferedStream:
     """A store, seen a record at a time.
 
     Args:
@@ -28,9 +28,9 @@ class SingleStream:
         part: which half of them is.
     """
 
-    def __init__(self, store: Store, device: torch.device, *, part: Part = "weights") -> None:
+    def __init__(self, store: Store, device: torch.device, *, part: RecordPart = "weights") -> None:
         self.store, self.device, self.part = store, device, part
-        self.counters = Counters()
+        self.counters = StreamCounters()
 
     @property
     def window_bytes(self) -> int:
@@ -38,15 +38,15 @@ class SingleStream:
         return max(layout.part_bytes(self.part) for layout in self.store.layouts)
 
     @contextmanager
-    def reading(self, plan: Sequence[int] = ()) -> Iterator[SingleReading]:
+    def reading(self, plan: Sequence[int] = ()) -> Iterator[UnbufferedPass]:
         """A pass over records, in any order."""
-        yield SingleReading(self)
+        yield UnbufferedPass(self)
 
 
-class SingleReading:
-    """One pass. Made by :meth:`SingleStream.reading`."""
+class UnbufferedPass:
+    """One pass. Made by :meth:`UnbufferedStream.reading`."""
 
-    def __init__(self, stream: SingleStream) -> None:
+    def __init__(self, stream: UnbufferedStream) -> None:
         self.stream = stream
         self._taken: dict[int, Tensor] = {}
 

@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 
 from sft.errors import InputError
-from sft.weights.layout import ALIGNMENT_BYTES, Layout, Part
+from sft.weights.layout import ALIGNMENT_BYTES, RecordLayout, RecordPart
 from sft.weights.pinned import lock_pages
 
-__all__ = ["HostStore", "Store", "host_bytes", "record_offsets"]
+__all__ = ["HostStore", "Store", "allocate_host_bytes", "record_offsets"]
 
 
 class Store(Protocol):
     """Records of blocks, in generations."""
 
     #: the layout of each block's record; equal ones are one object
-    layouts: tuple[Layout, ...]
+    layouts: tuple[RecordLayout, ...]
     #: how many generations were committed since this object was made
     generation: int
     #: text that is committed with the weights
@@ -50,7 +50,7 @@ class Store(Protocol):
         """Start the next generation."""
         ...
 
-    def write(self, block: int, data: Tensor, part: Part = "all") -> None:
+    def write(self, block: int, data: Tensor, part: RecordPart = "all") -> None:
         """Write a block, or half of it, of the next generation. A half that is not written stays as it is."""
         ...
 
@@ -67,12 +67,12 @@ class Store(Protocol):
         ...
 
 
-def record_offsets(layouts: Sequence[Layout]) -> list[int]:
+def record_offsets(layouts: Sequence[RecordLayout]) -> list[int]:
     """Where each record begins, and where the last one ends."""
     return [0, *accumulate(layout.record_bytes for layout in layouts)]
 
 
-def host_bytes(num_bytes: int, *, pin: bool = False) -> Tensor:
+def allocate_host_bytes(num_bytes: int, *, pin: bool = False) -> Tensor:
     """Uninitialised memory of the host.
 
     It is NumPy's, so that :func:`sft.measure_peak` counts on a CPU only what stands for the device's.
@@ -99,7 +99,7 @@ class HostStore:
         InputError: there are no blocks.
     """
 
-    def __init__(self, layouts: Sequence[Layout], *, pin: bool = False) -> None:
+    def __init__(self, layouts: Sequence[RecordLayout], *, pin: bool = False) -> None:
         if not layouts:
             raise InputError("a store needs at least one block")
         self.layouts = tuple(layouts)
@@ -107,7 +107,7 @@ class HostStore:
         self.metadata: dict[str, str] = {}
         self._pin = pin
         self._offsets = record_offsets(self.layouts)
-        self._current = host_bytes(self._offsets[-1], pin=pin).zero_()
+        self._current = allocate_host_bytes(self._offsets[-1], pin=pin).zero_()
         self._next: Tensor | None = None
         self._written: set[tuple[int, str]] | None = None
 
@@ -138,10 +138,10 @@ class HostStore:
         if self._written is not None:
             raise InputError("the next generation of weights was started before; commit it or abort it first")
         if self._next is None:
-            self._next = host_bytes(self._offsets[-1], pin=self._pin)
+            self._next = allocate_host_bytes(self._offsets[-1], pin=self._pin)
         self._written = set()
 
-    def write(self, block: int, data: Tensor, part: Part = "all") -> None:
+    def write(self, block: int, data: Tensor, part: RecordPart = "all") -> None:
         """Write a block, or half of it, of the next generation.
 
         Raises:

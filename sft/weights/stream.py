@@ -26,10 +26,10 @@ from torch import Tensor
 
 from sft.errors import BudgetError, InputError, SourceError
 from sft.units import format_bytes
-from sft.weights.layout import Part
+from sft.weights.layout import RecordPart
 from sft.weights.store import Store
 
-__all__ = ["Counters", "Reading", "WeightStream"]
+__all__ = ["StreamCounters", "StreamPass", "WeightStream"]
 
 _NEVER = 2**62
 #: How far ahead a read that differs from the plan is looked for in it.
@@ -37,7 +37,7 @@ _RESYNC_READS = 64
 
 
 @dataclass(slots=True)
-class Counters:
+class StreamCounters:
     """What happened, summed over all passes.
 
     Attributes:
@@ -62,7 +62,7 @@ class Counters:
 
 
 @dataclass(slots=True, eq=False)
-class _Slot:
+class _WindowSlot:
     """A place in the window: its bytes, whose they are, and who needs them."""
 
     data: Tensor
@@ -101,7 +101,7 @@ class WeightStream:
         device: torch.device | str,
         *,
         window_bytes: int,
-        part: Part = "weights",
+        part: RecordPart = "weights",
         prefetch: bool | None = None,
     ) -> None:
         self.store, self.device, self.part = store, torch.device(device), part
@@ -114,7 +114,7 @@ class WeightStream:
             )
         self.num_slots = min(window_bytes // self.slot_bytes if self.slot_bytes else 1, len(store.layouts))
         self.prefetch = (store.is_slow or self.device.type == "cuda") if prefetch is None else prefetch
-        self.counters = Counters()
+        self.counters = StreamCounters()
 
     @property
     def window_bytes(self) -> int:
@@ -122,9 +122,9 @@ class WeightStream:
         return self.num_slots * self.slot_bytes
 
     @contextmanager
-    def reading(self, plan: Sequence[int] = ()) -> Iterator[Reading]:
+    def reading(self, plan: Sequence[int] = ()) -> Iterator[StreamPass]:
         """A pass over the blocks, in the order of ``plan`` if the caller keeps to it."""
-        reading = Reading(self, plan)
+        reading = StreamPass(self, plan)
         try:
             reading.start()
             yield reading
@@ -132,7 +132,7 @@ class WeightStream:
             reading.close()
 
 
-class Reading:
+class StreamPass:
     """One pass. Made by :meth:`WeightStream.reading`; used by one thread."""
 
     def __init__(self, stream: WeightStream, plan: Sequence[int]) -> None:
@@ -142,8 +142,8 @@ class Reading:
         self._next_read = _next_reads(self._plan)
         self._window = torch.empty(stream.window_bytes, dtype=torch.uint8, device=stream.device)
         size = stream.slot_bytes
-        self._slots = [_Slot(self._window[at * size : (at + 1) * size]) for at in range(stream.num_slots)]
-        self._where: dict[int, _Slot] = {}
+        self._slots = [_WindowSlot(self._window[at * size : (at + 1) * size]) for at in range(stream.num_slots)]
+        self._where: dict[int, _WindowSlot] = {}
         self._position = 0  # of the plan's next read
         self._ahead = 0  # of the next read to claim
         self._changed = threading.Condition()
@@ -239,7 +239,7 @@ class Reading:
         self._where.clear()
         del self._window
 
-    def _planned(self, block: int) -> _Slot:
+    def _planned(self, block: int) -> _WindowSlot:
         """The slot of the plan's next read, which the thread claims; waits until it has."""
         counters = self.stream.counters
         waited = False
@@ -261,7 +261,7 @@ class Reading:
             counters.hits += 1
         return self._where[block]
 
-    def _fetch(self, block: int, place: int) -> _Slot:
+    def _fetch(self, block: int, place: int) -> _WindowSlot:
         """Load a block in this thread."""
         started = time.perf_counter()
         slot = self._reserve(block, place)
@@ -280,7 +280,7 @@ class Reading:
         self.stream.counters.wait_seconds += time.perf_counter() - started
         return slot
 
-    def _wait_while_loading(self, slots: list[_Slot]) -> None:
+    def _wait_while_loading(self, slots: list[_WindowSlot]) -> None:
         started = time.perf_counter()
         while all(slot.is_loading for slot in slots):
             if self._failure is not None:
@@ -307,7 +307,7 @@ class Reading:
             self._position += near.index(block) + 1
         self._ahead = self._position
 
-    def _reserve(self, block: int, place: int) -> _Slot | None:
+    def _reserve(self, block: int, place: int) -> _WindowSlot | None:
         """A slot for a block that is read at a place of the plan: an empty one, or the free one that is read again last."""
         free = [slot for slot in self._slots if slot.is_free]
         if not free:
@@ -319,7 +319,7 @@ class Reading:
         slot.next_read = self._next_read[place] if place < len(self._plan) else _NEVER
         return slot
 
-    def _load(self, slot: _Slot, block: int) -> None:
+    def _load(self, slot: _WindowSlot, block: int) -> None:
         """Copy a block into its slot."""
         store, part = self.stream.store, self.stream.part
         start, stop = store.layouts[block].span(part)
@@ -338,7 +338,7 @@ class Reading:
 
     def _read_ahead(self) -> None:
         """The thread."""
-        slot: _Slot | None = None
+        slot: _WindowSlot | None = None
         try:
             while True:
                 with self._changed:
@@ -359,7 +359,7 @@ class Reading:
                 self._failure = error
                 self._changed.notify_all()
 
-    def _claim(self) -> _Slot | None:
+    def _claim(self) -> _WindowSlot | None:
         """Claim reads of the plan, as far as their blocks are there, until one has to be loaded; its slot, if one is free."""
         moved = False
         found = None

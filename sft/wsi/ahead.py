@@ -7,8 +7,8 @@ is done with a strip before the next one is decoded. So rows of the next slide a
 of rows or what that budget has left.
 
 One thread at a time works ahead, and whoever takes a slide waits for it first: until the slide is open and a block that is being decoded
-is done. What opens slides is therefore never called by two threads at once, as long as all slides between a :meth:`SlideAhead.start` and
-the next :meth:`SlideAhead.take` come from here.
+is done. What opens slides is therefore never called by two threads at once, as long as all slides between a :meth:`SlidePrefetcher.start` and
+the next :meth:`SlidePrefetcher.take` come from here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from sft.analysis.interval import Interval
 from sft.sources import Cached, Source
 
-__all__ = ["THREAD_NAME", "Inputs", "SlideAhead", "decode_beginning", "decode_further"]
+__all__ = ["THREAD_NAME", "Inputs", "SlidePrefetcher", "decode_first_rows", "decode_ahead"]
 
 #: What a network is called with.
 Inputs = tuple[Any, ...]
@@ -36,7 +36,7 @@ THREAD_NAME = "sft-next-slide"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Started:
+class _PrefetchTask:
     """What is being opened: for whom, where the result will be, and what ends the work on it behind that."""
 
     key: Hashable
@@ -50,10 +50,10 @@ class _Started:
         self.thread.join()
 
 
-class SlideAhead:
+class SlidePrefetcher:
     """Opens one slide ahead of its use.
 
-    >>> ahead = SlideAhead()
+    >>> ahead = SlidePrefetcher()
     >>> ahead.start("b", lambda: ("the slide b",))
     >>> ahead.take("a", lambda: ("the slide a",)), ahead.take("b", lambda: ("b, opened again",))
     (('the slide a',), ('b, opened again',))
@@ -67,7 +67,7 @@ class SlideAhead:
 
     def __init__(self) -> None:
         self.waited_seconds = 0.0
-        self._started: _Started | None = None
+        self._started: _PrefetchTask | None = None
 
     def start(self, key: Hashable, opened: Callable[[], Inputs], further: Callable[[Inputs], Iterable[None]] | None = None) -> None:
         """Begin to open a slide; what was begun before and not taken is dropped.
@@ -80,8 +80,8 @@ class SlideAhead:
         self.drop()
         result: Future[Inputs] = Future()
         enough = threading.Event()
-        thread = threading.Thread(target=_open, args=(opened, further, result, enough), name=THREAD_NAME, daemon=True)
-        self._started = _Started(key=key, result=result, enough=enough, thread=thread)
+        thread = threading.Thread(target=_open_inputs, args=(opened, further, result, enough), name=THREAD_NAME, daemon=True)
+        self._started = _PrefetchTask(key=key, result=result, enough=enough, thread=thread)
         thread.start()
 
     def take(self, key: Hashable, opened: Callable[[], Inputs]) -> Inputs:
@@ -108,7 +108,7 @@ class SlideAhead:
             started.end()
 
 
-def _open(
+def _open_inputs(
     opened: Callable[[], Inputs], further: Callable[[Inputs], Iterable[None]] | None, result: Future[Inputs], enough: threading.Event
 ) -> None:
     try:
@@ -125,7 +125,7 @@ def _open(
                     return
 
 
-def decode_beginning(source: Source) -> None:
+def decode_first_rows(source: Source) -> None:
     """Have a source decode the rows that its first strip begins with, as far as it keeps them: a block of `sft.sources.Normalized`.
 
     Raises:
@@ -135,7 +135,7 @@ def decode_beginning(source: Source) -> None:
     source.rows(Interval(0, 1), torch.empty((batch, channels, 1, *rest), dtype=source.dtype, device="cpu"))
 
 
-def decode_further(inputs: Inputs, beside: Inputs, num_bands: int = 1) -> Iterator[None]:
+def decode_ahead(inputs: Inputs, beside: Inputs, num_bands: int = 1) -> Iterator[None]:
     """Decode rows of a slide that its cache keeps, block by block, from the top.
 
     Args:
@@ -148,14 +148,14 @@ def decode_further(inputs: Inputs, beside: Inputs, num_bands: int = 1) -> Iterat
     """
     if num_bands > 1:
         return
-    taken = sum(math.prod(source.shape) for source in beside if _cache(source) is not None)  # a byte for each channel of a pixel
+    taken = sum(math.prod(source.shape) for source in beside if _normalized_cache(source) is not None)  # a byte for each channel of a pixel
     for source in inputs:
-        cache = _cache(source)
+        cache = _normalized_cache(source)
         if cache is not None:
             yield from cache.decode(max(0, cache.host_budget_bytes - taken))
             taken += cache.kept_bytes
 
 
-def _cache(source: Source) -> Cached | None:
+def _normalized_cache(source: Source) -> Cached | None:
     image = getattr(source, "image", None)
     return image if isinstance(image, Cached) else None

@@ -8,11 +8,11 @@ import numpy as np
 
 from sft.sources.image import Image
 from sft.wsi.config import AugmentConfig
-from sft.wsi.randomness import generator
+from sft.wsi.randomness import philox_generator
 from sft.wsi.stain import hed_shift
-from sft.wsi.views import IDENTITY, Affine, Recoloured, Turned
+from sft.wsi.views import IDENTITY, ColourAffine, Recoloured, Turned
 
-__all__ = ["UNCHANGED", "Augmentation", "draw_augmentation"]
+__all__ = ["IDENTITY_AUGMENTATION", "Augmentation", "draw_augmentation"]
 
 _LUMA = np.array([0.299, 0.587, 0.114])
 _GREY = 0.5  # what contrast leaves as it is
@@ -31,10 +31,10 @@ class Augmentation:
 
     quarters: int = 0
     mirrored: bool = False
-    density: Affine = IDENTITY
-    intensity: Affine = IDENTITY
+    density: ColourAffine = IDENTITY
+    intensity: ColourAffine = IDENTITY
 
-    def apply(self, image: Image, *, stain: Affine = IDENTITY) -> Image:
+    def apply(self, image: Image, *, stain: ColourAffine = IDENTITY) -> Image:
         """The changed image; ``stain`` is a normalisation that comes before the changes."""
         density = self.density.after(stain)
         if density != IDENTITY or self.intensity != IDENTITY:
@@ -46,12 +46,12 @@ class Augmentation:
         return Turned(image, quarters=self.quarters, mirrored=self.mirrored) if self.quarters or self.mirrored else image
 
 
-UNCHANGED = Augmentation()
+IDENTITY_AUGMENTATION = Augmentation()
 
 
 def draw_augmentation(config: AugmentConfig, seed: int, epoch: int, slide: str) -> Augmentation:
     """The changes of a slide in an epoch: a function of the arguments and of nothing else."""
-    draw = generator(seed, "augment", epoch, slide)
+    draw = philox_generator(seed, "augment", epoch, slide)
     # Every number is drawn whether it is used or not, so that switching one change on does not alter the others.
     quarters, mirrored = int(draw.integers(4)), bool(draw.integers(2))
     brightness, contrast, saturation = (1 + draw.uniform(-1, 1, 3) * (config.brightness, config.contrast, config.saturation)).tolist()
@@ -59,7 +59,7 @@ def draw_augmentation(config: AugmentConfig, seed: int, epoch: int, slide: str) 
     intensity = IDENTITY
     if config.brightness or config.contrast or config.saturation:
         mixed = saturation * np.eye(3) + (1 - saturation) * np.tile(_LUMA, (3, 1))
-        intensity = Affine.of(brightness * contrast * mixed, np.full(3, _GREY * (1 - contrast)))
+        intensity = ColourAffine.of(brightness * contrast * mixed, np.full(3, _GREY * (1 - contrast)))
     return Augmentation(
         quarters=quarters if config.rotations else 0,
         mirrored=mirrored and config.flips,

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from sft.errors import InputError, SourceError
-from sft.libraries import Maker, ModelName
+from sft.libraries import ModelFactory, ModelName
 
-__all__ = ["cut_before_pooling", "library_of", "load_backbone", "load_weights", "num_features"]
+__all__ = ["cut_before_pooling", "backbone_library", "load_backbone", "load_weights", "num_features"]
 
 _SIZES_PX = (128, 192)
 _MAX_DEPTH = 3
@@ -45,7 +45,7 @@ def load_backbone(name: str, options: dict[str, Any]) -> nn.Module:
     return cut_before_pooling(maker.make(options), name)
 
 
-def library_of(name: str) -> str:
+def backbone_library(name: str) -> str:
     """Who makes a backbone: "timm", "torchvision", or a module of the caller's.
 
     Raises:
@@ -54,7 +54,7 @@ def library_of(name: str) -> str:
     return _maker(name).library
 
 
-def _maker(name: str) -> Maker:
+def _maker(name: str) -> ModelFactory:
     return ModelName(text=name, place="model.backbone", options_place="model.options", libraries=("timm", "torchvision")).maker()
 
 
@@ -131,7 +131,7 @@ def cut_before_pooling(network: nn.Module, name: str) -> nn.Module:
     )
 
 
-class _Shallow(fx.Tracer):
+class _ShallowTracer(fx.Tracer):
     """Traces modules down to a depth; deeper ones are called."""
 
     def __init__(self, depth: int) -> None:
@@ -142,7 +142,7 @@ class _Shallow(fx.Tracer):
         return module_qualified_name.count(".") + 1 >= self._depth
 
 
-class _Shapes(fx.Interpreter):
+class _ShapeRecorder(fx.Interpreter):
     """Runs a traced network and notes what each node gives."""
 
     def __init__(self, module: fx.GraphModule) -> None:
@@ -157,13 +157,13 @@ class _Shapes(fx.Interpreter):
 
 
 def _cut(network: nn.Module, depth: int) -> nn.Module | None:
-    with _evaluating(network):
-        graph = _Shallow(depth).trace(network)
+    with _EvalMode(network):
+        graph = _ShallowTracer(depth).trace(network)
     traced = fx.GraphModule(network, graph, type(network).__name__)
     sizes = []
-    with torch.no_grad(), _evaluating(traced):
+    with torch.no_grad(), _EvalMode(traced):
         for size in _SIZES_PX:
-            shapes = _Shapes(traced)
+            shapes = _ShapeRecorder(traced)
             shapes.run(torch.zeros(1, 3, size, size))
             sizes.append(shapes.sizes)
     output = next(node for node in graph.nodes if node.op == "output")
@@ -192,16 +192,16 @@ def _same_in_training(network: nn.Module, node: fx.Node, depth: int) -> bool:
     flags = [(module, module.training) for module in network.modules()]
     try:
         network.train()
-        other = _Shallow(depth).trace(network)
+        other = _ShallowTracer(depth).trace(network)
     finally:
         for module, flag in flags:
             module.training = flag
     numbers: dict[str, int] = {}
-    in_training = set(_numbered(other, numbers).values())
-    return _numbered(node.graph, numbers)[node] in in_training
+    in_training = set(_value_numbers(other, numbers).values())
+    return _value_numbers(node.graph, numbers)[node] in in_training
 
 
-def _numbered(graph: fx.Graph, numbers: dict[str, int]) -> dict[fx.Node, int]:
+def _value_numbers(graph: fx.Graph, numbers: dict[str, int]) -> dict[fx.Node, int]:
     """A number for each node; the same for those that compute the same, also of another graph with the same ``numbers``."""
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
@@ -221,7 +221,7 @@ def _ancestors(node: fx.Node, *, without: fx.Node | None = None) -> set[fx.Node]
     return found
 
 
-class _evaluating:
+class _EvalMode:
     """A network in eval mode for a while, each module's flag put back after."""
 
     def __init__(self, network: nn.Module) -> None:
@@ -237,7 +237,7 @@ class _evaluating:
 
 
 def _run(network: nn.Module, size_px: int, name: str) -> Any:
-    with torch.no_grad(), _evaluating(network):
+    with torch.no_grad(), _EvalMode(network):
         try:
             return network(torch.zeros(1, 3, size_px, size_px))
         except Exception as error:

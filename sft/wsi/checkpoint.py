@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from sft.files import PARTIAL, sync_folder
+from sft.files import PARTIAL_MARK, fsync_folder
 from sft.wsi.errors import RunFolderError
 from sft.wsi.files import clear_partial, sync_tree
 from sft.wsi.randomness import counter_seed
@@ -66,7 +66,7 @@ class CheckpointFolder:
             RunFolderError: it cannot be written; the ones before are as they were.
         """
         target = self.path / f"{kind}-{number:08d}"
-        temporary = self.path / f"{PARTIAL}{os.getpid()}-{target.name}"
+        temporary = self.path / f"{PARTIAL_MARK}{os.getpid()}-{target.name}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
@@ -80,7 +80,7 @@ class CheckpointFolder:
             if target.exists():  # the same step again, after a crash behind its save: the same bits
                 shutil.rmtree(target)
             os.rename(temporary, target)
-            sync_folder(self.path)
+            fsync_folder(self.path)
         except Exception as error:  # safetensors and torch.save have errors of their own for a full disk
             shutil.rmtree(temporary, ignore_errors=True)
             before = "The checkpoint before is complete" if self._numbers(kind) else "It is the first one"

@@ -22,13 +22,13 @@ from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from jsonargparse.typing import NonNegativeInt
 from rich.console import Console
 
-from sft.cli.streams import accept_any_text
+from sft.cli.streams import escape_unencodable_output
 from sft.errors import InputError, SftError
 from sft.wsi import commands, inspection
 from sft.wsi.config import GROUPS, Config, RanksConfig
 from sft.wsi.errors import DatasetError, RunInterrupted
 from sft.wsi.ranks import World, joined
-from sft.wsi.selection import Selection, config_path
+from sft.wsi.selection import InferenceRequest, config_path
 
 __all__ = ["EXIT_ERROR", "EXIT_FAILED_SLIDES", "EXIT_INTERRUPTED", "EXIT_USAGE", "main", "read_config"]
 
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: of the command line. Default: `None` (the process's own)
     """
-    accept_any_text()
+    escape_unencodable_output()
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debug, is_json = "--debug" in given, "--json" in given
     # Of several ranks the first one tells how the run goes, and the first of each machine what went wrong.
@@ -135,7 +135,7 @@ def _check_file(path: Path) -> None:
         return  # who reads it will say what is wrong
 
 
-def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], commands.Result]]]:
+def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], commands.CommandResult]]]:
     parser = ArgumentParser(prog="python -m sft.wsi", description="Train and evaluate on whole slides.", exit_on_error=False)
     subcommands = parser.add_subcommands(required=True)
 
@@ -194,19 +194,19 @@ def _parser() -> tuple[ArgumentParser, dict[str, Callable[[Namespace, Console], 
     }
 
 
-def _plan(given: Namespace, console: Console) -> commands.Result:
+def _plan(given: Namespace, console: Console) -> commands.CommandResult:
     config = _config(given)
     with joined(config.ranks, plans_only=True) as ranks:
         return commands.plan(config, given.size, console, ranks)
 
 
-def _train(given: Namespace, console: Console) -> commands.Result:
+def _train(given: Namespace, console: Console) -> commands.CommandResult:
     config = _config(given)
     with joined(config.ranks, plans_only=given.dry_run) as ranks:
         return commands.train(config, console, is_dry=given.dry_run, num_draws=given.bootstrap, ranks=ranks)
 
 
-def _evaluate(given: Namespace, console: Console) -> commands.Result:
+def _evaluate(given: Namespace, console: Console) -> commands.CommandResult:
     with joined(RanksConfig(bands=given.bands)) as ranks:
         selection = ranks.from_first(lambda: _selection(given))
         return commands.evaluate(selection, console, num_draws=given.bootstrap, ranks=ranks)
@@ -248,8 +248,8 @@ def _config(given: Namespace) -> Config:
     return Config(**groups, run=given.run, tensorboard=given.tensorboard)
 
 
-def _selection(given: Namespace) -> Selection:
-    return Selection(
+def _selection(given: Namespace) -> InferenceRequest:
+    return InferenceRequest(
         run=given.run,
         config=read_config(config_path(given.run)),
         split=given.split,

@@ -11,7 +11,7 @@ from rich.console import Console
 
 import sft
 from sft.errors import InputError
-from sft.placing import usable
+from sft.placing import available_device
 from sft.wsi.checkpoint import restore_weights
 from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError, RunInterrupted
@@ -22,19 +22,19 @@ from sft.wsi.heatmap import HeatmapMaker, output_numbers
 from sft.wsi.inference import Predictor
 from sft.wsi.interruption import EndRequested, Interruption
 from sft.wsi.progress import Reporter
-from sft.wsi.ranks import ALONE, Ranks
+from sft.wsi.ranks import SINGLE_RANK, Ranks
 from sft.wsi.report import draw_curves
-from sft.wsi.runfolder import RunFolder, UnwrittenFolder
-from sft.wsi.runstate import Progress, fingerprint
-from sft.wsi.selection import Loaded, Selection, load
+from sft.wsi.runfolder import RunFolder, NullRunFolder
+from sft.wsi.runstate import RunProgress, config_fingerprint
+from sft.wsi.selection import LoadedModel, InferenceRequest, load_trained
 from sft.wsi.table import SlideRecord
 from sft.wsi.training import Trainer
 
-__all__ = ["Result", "evaluate", "heatmap", "plan", "train"]
+__all__ = ["CommandResult", "evaluate", "heatmap", "plan", "train"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class CommandResult:
     """What a command found.
 
     Attributes:
@@ -46,7 +46,7 @@ class Result:
     num_failed: int = 0
 
 
-def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ranks = ALONE) -> Result:
+def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ranks = SINGLE_RANK) -> CommandResult:
     """The plan of a training step for the largest slide, or for a size.
 
     Args:
@@ -68,10 +68,10 @@ def plan(config: Config, size: Sequence[int] | None, console: Console, ranks: Ra
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
         found = _plans(experiment, trainer, failed)[0]
     console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
-    return Result(value=json.loads(found.to_json()))
+    return CommandResult(value=json.loads(found.to_json()))
 
 
-def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ranks: Ranks = ALONE) -> Result:
+def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ranks: Ranks = SINGLE_RANK) -> CommandResult:
     """Train, or go on; then evaluate the best model on validation and test slides.
 
     Args:
@@ -87,7 +87,7 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
     Raises:
         SftError: as `Trainer.run`; everything that can be checked is checked before training.
     """
-    usable(config.train.device)
+    available_device(config.train.device)
     ranks.use_device(config.train.device)
     experiment = load_experiment(config)
     _check_same(experiment, ranks)
@@ -102,9 +102,9 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
             trainer = Trainer(experiment, RunFolder(config.run), failed, reporter, ranks)
         found = _plans(experiment, trainer, failed)[0]
         console.print(found.explain(), markup=False, highlight=False, soft_wrap=True)
-        return Result(value={"slides": counts, "failed": failed, "plan": json.loads(found.to_json())}, num_failed=len(failed))
+        return CommandResult(value={"slides": counts, "failed": failed, "plan": json.loads(found.to_json())}, num_failed=len(failed))
     is_first = ranks.rank == 0
-    opened = RunFolder(config.run, needed_bytes=_checkpoint_bytes(experiment)) if is_first else UnwrittenFolder(config.run)
+    opened = RunFolder(config.run, needed_bytes=_checkpoint_bytes(experiment)) if is_first else NullRunFolder(config.run)
     with opened as folder:
         events = config.run / "tensorboard" if config.tensorboard and is_first else None
         with Reporter(console, config.train.epochs, events=events) as reporter:
@@ -127,10 +127,10 @@ def train(config: Config, console: Console, *, is_dry: bool, num_draws: int, ran
                 raise RunInterrupted(
                     f"{asked.signal.name}: trained, and not evaluated to the end. Start the same command again to go on."
                 ) from None
-    return Result(value=value, num_failed=len(failed))
+    return CommandResult(value=value, num_failed=len(failed))
 
 
-def evaluate(selection: Selection, console: Console, *, num_draws: int, ranks: Ranks = ALONE) -> Result:
+def evaluate(selection: InferenceRequest, console: Console, *, num_draws: int, ranks: Ranks = SINGLE_RANK) -> CommandResult:
     """Predict slides and measure.
 
     Args:
@@ -145,18 +145,18 @@ def evaluate(selection: Selection, console: Console, *, num_draws: int, ranks: R
     Raises:
         SftError: the run, the table or a slide is wrong.
     """
-    loaded = load(selection, console, ranks)
+    loaded = load_trained(selection, console, ranks)
     folder = selection.folder(f"evaluation-{selection.csv.stem}" if selection.csv else selection.split)
     title = f"{folder.name}, {selection.checkpoint} model (epoch {loaded.epoch})"
     predictor = Predictor(loaded.experiment, ranks=ranks)
     estimates = evaluate_records(predictor, loaded, folder, console, title=title, num_draws=num_draws, ranks=ranks)
     value = {"folder": str(folder), "metrics": as_plain(estimates), "failed": loaded.failed}
     filled = note_filled(loaded.experiment, folder / "damaged.csv", console, ranks)
-    return Result(value={**value, **filled}, num_failed=len(loaded.failed))
+    return CommandResult(value={**value, **filled}, num_failed=len(loaded.failed))
 
 
 def heatmap(
-    selection: Selection,
+    selection: InferenceRequest,
     console: Console,
     *,
     names: Sequence[str] | None,
@@ -164,7 +164,7 @@ def heatmap(
     saliency: bool,
     num_crops: int,
     crop_px: int,
-) -> Result:
+) -> CommandResult:
     """Draw maps of slides.
 
     Raises:
@@ -172,7 +172,7 @@ def heatmap(
     """
     if num_crops < 0 or crop_px < 1:
         raise InputError(f"--crops {num_crops}, --crop-px {crop_px}: give numbers of at least 0 and 1")
-    loaded = load(selection, console, ALONE)
+    loaded = load_trained(selection, console, SINGLE_RANK)
     unknown = sorted(set(names or ()) - {record.name for record in loaded.records})
     if unknown:
         raise InputError(f"--names {', '.join(unknown)}: not among the slides of {selection.csv or selection.split}; see predictions.csv")
@@ -192,8 +192,8 @@ def heatmap(
             if isinstance(error, RunFolderError) or loaded.experiment.config.train.on_error != "skip":
                 raise
             loaded.failed[record.name] = " ".join(str(error).split())
-    filled = note_filled(loaded.experiment, folder / "damaged.csv", console, ALONE)
-    return Result(value={"heatmaps": drawn, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
+    filled = note_filled(loaded.experiment, folder / "damaged.csv", console, SINGLE_RANK)
+    return CommandResult(value={"heatmaps": drawn, "failed": loaded.failed, **filled}, num_failed=len(loaded.failed))
 
 
 def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) -> list[sft.Plan]:
@@ -230,7 +230,11 @@ def _plans(experiment: Experiment, trainer: Trainer, failed: Mapping[str, str]) 
 
 def _check_same(experiment: Experiment, ranks: Ranks) -> None:
     """Refuse ranks that were asked for different runs."""
-    own = {**fingerprint(experiment.config), "run": str(experiment.config.run), "slides, labels or splits": experiment.table.digest()}
+    own = {
+        **config_fingerprint(experiment.config),
+        "run": str(experiment.config.run),
+        "slides, labels or splits": experiment.table.digest(),
+    }
     for rank, other in enumerate(ranks.gathered(own)):
         differing = [name for name in own if own[name] != other[name]]
         if differing:
@@ -260,7 +264,7 @@ def _finish(
     predictor: Predictor,
     experiment: Experiment,
     folder: RunFolder,
-    progress: Progress,
+    progress: RunProgress,
     failed: dict[str, str],
     console: Console,
     num_draws: int,
@@ -282,7 +286,7 @@ def _finish(
     for split in ("val", "test"):
         records = experiment.records(split)
         if records:
-            loaded = Loaded(experiment=experiment, records=records, epoch=epoch, failed=failed)
+            loaded = LoadedModel(experiment=experiment, records=records, epoch=epoch, failed=failed)
             title = f"{split}, best model (epoch {epoch})"
             estimates = evaluate_records(
                 predictor, loaded, folder.path / split, console, title=title, num_draws=num_draws, ranks=ranks, interruption=interruption

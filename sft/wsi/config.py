@@ -18,7 +18,7 @@ __all__ = ["GROUPS", "AugmentConfig", "Config", "DataConfig", "ModelConfig", "Ra
 
 _DEVICE = re.compile("cpu|cuda(:[0-9]+)?")
 #: Hidden units of the attention at most; a slide's features have some thousand at most.
-_MOST_HIDDEN = 2**20
+_MAX_HIDDEN = 2**20
 _LARGEST = 2.0**128  # what float32 is infinite from
 
 TaskKind = Literal["classification", "multilabel", "regression", "cox", "hazard", "segmentation"]
@@ -140,8 +140,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         _refuse_nulls("model", self)
         problems = []
-        if not 1 <= self.attention_dim <= _MOST_HIDDEN:
-            problems.append(f"model.attention_dim {self.attention_dim}: give 1 to {_MOST_HIDDEN}")
+        if not 1 <= self.attention_dim <= _MAX_HIDDEN:
+            problems.append(f"model.attention_dim {self.attention_dim}: give 1 to {_MAX_HIDDEN}")
         if not 0 <= self.dropout < 1:
             problems.append(f"model.dropout {self.dropout}: give a probability below 1")
         if len(self.mean) != 3 or len(self.std) != 3 or not min(self.std) > 0:

@@ -15,16 +15,16 @@ from sft.wsi.metrics import Estimate
 from sft.wsi.progress import Reporter
 from sft.wsi.ranks import Ranks
 from sft.wsi.report import write_evaluation
-from sft.wsi.runfolder import add_damage
-from sft.wsi.selection import Loaded
-from sft.wsi.together import dealt
+from sft.wsi.runfolder import append_bad_tiles
+from sft.wsi.selection import LoadedModel
+from sft.wsi.together import scatter_items
 
 __all__ = ["as_plain", "evaluate_records", "note_filled"]
 
 
 def evaluate_records(
     predictor: Predictor,
-    loaded: Loaded,
+    loaded: LoadedModel,
     folder: Path,
     console: Console,
     *,
@@ -41,7 +41,7 @@ def evaluate_records(
     """
     experiment = loaded.experiment
     with Reporter(console, 0) as reporter:
-        reporter.start_validation(len(dealt(loaded.records, ranks)))
+        reporter.start_validation(len(scatter_items(loaded.records, ranks)))
         predictions = predictor.predict_all(loaded.records, loaded.failed, after=reporter.advance, interruption=interruption)
     names = {record.name for record in loaded.records}
     failed = {name: problem for name, problem in loaded.failed.items() if name in names}
@@ -59,7 +59,7 @@ def note_filled(experiment: Experiment, path: Path, console: Console, ranks: Ran
     if experiment.config.train.on_error != "fill":
         return {}
     tiles = ranks.gathered(experiment.feed.bad_tiles)
-    count = ranks.from_first(lambda: [add_damage(path, theirs) for theirs in tiles][-1])
+    count = ranks.from_first(lambda: [append_bad_tiles(path, theirs) for theirs in tiles][-1])
     if count:
         console.print(f"{count} damaged tiles are background: {path}", markup=False, highlight=False, soft_wrap=True)
     return {"filled_tiles": count}

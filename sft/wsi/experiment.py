@@ -20,21 +20,21 @@ from sft.sources.image import Image
 from sft.wsi.backbones import load_backbone, load_weights, num_features
 from sft.wsi.config import Config
 from sft.wsi.errors import DatasetError
-from sft.wsi.feed import IGNORED_LABEL, SlideFeed
+from sft.wsi.feed import IGNORED_LABEL, SlideDataset
 from sft.wsi.heads import SlideModel, build_model
 from sft.wsi.metrics import is_measurable
-from sft.wsi.norms import calibrate, set_training
+from sft.wsi.norms import calibrate_batch_norms, set_training
 from sft.wsi.optimization import make_optimizer
 from sft.wsi.progress import Reporter
-from sft.wsi.randomness import counter_seed, generator
-from sft.wsi.ranks import ALONE, Ranks
+from sft.wsi.randomness import counter_seed, philox_generator
+from sft.wsi.ranks import SINGLE_RANK, Ranks
 from sft.wsi.splits import assign_splits
 from sft.wsi.table import SlideRecord, SlideTable, read_table
 from sft.wsi.tasks import Task, make_task
 
 __all__ = [
     "Experiment",
-    "autocast",
+    "autocast_context",
     "calibrate_norms",
     "check_records",
     "check_slides",
@@ -66,7 +66,7 @@ class Experiment:
     table: SlideTable
     task: Task
     model: SlideModel
-    feed: SlideFeed
+    feed: SlideDataset
     freezes_norms: bool
 
     def records(self, split: str) -> list[SlideRecord]:
@@ -111,7 +111,7 @@ def load_experiment(config: Config, *, table: SlideTable | None = None, task: Ta
         attention_dim=settings.attention_dim,
         dropout=settings.dropout,
     )
-    return Experiment(config=config, table=table, task=task, model=model, feed=SlideFeed(config), freezes_norms=settings.norm != "train")
+    return Experiment(config=config, table=table, task=task, model=model, feed=SlideDataset(config), freezes_norms=settings.norm != "train")
 
 
 def check_records(experiment: Experiment, records: Sequence[SlideRecord], ranks: Ranks, reporter: Reporter) -> dict[str, str]:
@@ -174,9 +174,9 @@ def calibrate_norms(experiment: Experiment, failed: dict[str, str]) -> int:
     if settings.norm not in ("calibrated", "auto") or (settings.norm == "auto" and brings_own):
         return 0
     records = [record for record in experiment.records("train") if record.name not in failed]
-    draw = generator(experiment.config.train.seed, "calibration")
+    draw = philox_generator(experiment.config.train.seed, "calibration")
     chosen = [records[int(number)] for number in draw.integers(len(records), size=_CALIBRATION_CROPS)]
-    return calibrate(experiment.model.backbone, _crops(experiment, chosen, draw))
+    return calibrate_batch_norms(experiment.model.backbone, _crops(experiment, chosen, draw))
 
 
 def _crops(experiment: Experiment, records: Sequence[SlideRecord], draw: np.random.Generator) -> Iterator[Tensor]:
@@ -211,7 +211,7 @@ def compile_model(
     optimizer: torch.optim.Optimizer | None = None,
     num_inputs: int = 1,
     skip_repeats: bool = False,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> Any:
     """The model inside the budget, for slides of any size.
 
@@ -246,7 +246,7 @@ def compile_model(
     )
 
 
-def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks = ALONE) -> sft.Plan:
+def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks = SINGLE_RANK) -> sft.Plan:
     """The plan of a training step on a slide of (height, width) px that need not exist.
 
     Args:
@@ -263,12 +263,12 @@ def plan_of_size(experiment: Experiment, size_px: tuple[int, int], ranks: Ranks 
     optimizer = make_optimizer(experiment.model, experiment.config.train)
     net = compile_model(experiment.model, experiment.config, optimizer=optimizer, skip_repeats=experiment.paints, ranks=ranks)
     set_training(experiment.model, training=True, freeze_norms=experiment.freezes_norms)
-    with autocast(experiment.config):
-        found: sft.Plan = net.plan_for(_Imagined((1, 3, *size_px)))
+    with autocast_context(experiment.config):
+        found: sft.Plan = net.plan_for(_PlaceholderSlide((1, 3, *size_px)))
     return found
 
 
-class _Imagined:
+class _PlaceholderSlide:
     """A slide of which only the size is known: enough to plan for."""
 
     def __init__(self, shape: tuple[int, int, int, int]) -> None:
@@ -283,7 +283,7 @@ class _Imagined:
         raise SourceError(f"rows [{interval.start}, {interval.stop}) of a slide of {self.shape} that is only planned for")
 
 
-def autocast(config: Config) -> contextlib.AbstractContextManager[Any]:
+def autocast_context(config: Config) -> contextlib.AbstractContextManager[Any]:
     """The precision of the run."""
     if config.train.precision == "fp32":
         return contextlib.nullcontext()

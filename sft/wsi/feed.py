@@ -15,16 +15,16 @@ from sft.sources.image import Image
 from sft.sources.views import RasterView
 from sft.tissue import Masked
 from sft.tissue.mask import Box
-from sft.wsi.augment import UNCHANGED, Augmentation
+from sft.wsi.augment import IDENTITY_AUGMENTATION, Augmentation
 from sft.wsi.config import Config
-from sft.wsi.reinhard import ColourTransferred, reinhard
-from sft.wsi.slides import OpenedSlide, open_slide, thumbnail
-from sft.wsi.stain import macenko
+from sft.wsi.reinhard import ColourTransferred, fit_reinhard
+from sft.wsi.slides import OpenedSlide, open_slide, make_thumbnail
+from sft.wsi.stain import fit_macenko
 from sft.wsi.table import SlideRecord
-from sft.wsi.tissue import Area, PackedMask, box_of, find_area, fitted, painted, read_area, read_mask
-from sft.wsi.views import IDENTITY, Affine, Recoloured
+from sft.wsi.tissue import TissueArea, PackedMask, area_bounding_box, find_area, rescale_area, paint_outside, read_area, read_mask
+from sft.wsi.views import IDENTITY, ColourAffine, Recoloured
 
-__all__ = ["IGNORED_LABEL", "SlideFeed"]
+__all__ = ["IGNORED_LABEL", "SlideDataset"]
 
 #: Pixels of a label map that count for nothing.
 IGNORED_LABEL = 255
@@ -32,7 +32,7 @@ _ROWS_CHECKED = 1024
 _STAIN_PX = 1024
 
 
-class SlideFeed:
+class SlideDataset:
     """Opens the slides of a run. Keeps each slide's size, stains and, packed, the tissue that it found.
 
     Args:
@@ -43,7 +43,7 @@ class SlideFeed:
         self._config = config
         #: (width, height) in px of the slides that were checked and found good
         self.sizes: dict[str, tuple[int, int]] = {}
-        self._stains: dict[str, Affine] = {}
+        self._stains: dict[str, ColourAffine] = {}
         self._masks: dict[str, PackedMask] = {}
         # Tiles that were filled, and the images that may still fill some: those of the slide at hand and of the one opened ahead of
         # its use, so that few files are open. The lock is for the thread that opens ahead.
@@ -61,7 +61,7 @@ class SlideFeed:
         image, box = self._view(record)
         return image if box is None else Cropped(image, x=box.x, y=box.y, w=box.w, h=box.h)
 
-    def source(self, record: SlideRecord, augmentation: Augmentation = UNCHANGED) -> Normalized:
+    def source(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> Normalized:
         """What the network reads. Its decoded rows stay in host memory, up to ``data.host_budget``, for as long as it is used.
 
         Raises:
@@ -83,7 +83,7 @@ class SlideFeed:
         image, stain = self._normalised(record)
         return image if stain == IDENTITY else Recoloured(image, density=stain)
 
-    def labels(self, record: SlideRecord, augmentation: Augmentation = UNCHANGED) -> LabelSource:
+    def labels(self, record: SlideRecord, augmentation: Augmentation = IDENTITY_AUGMENTATION) -> LabelSource:
         """The label map of a slide, cropped and turned with it.
 
         Raises:
@@ -127,22 +127,22 @@ class SlideFeed:
         self.sizes[record.name] = (image.width_px, image.height_px)
         return None
 
-    def _normalised(self, record: SlideRecord) -> tuple[Image, Affine]:
+    def _normalised(self, record: SlideRecord) -> tuple[Image, ColourAffine]:
         """The slide, and the map of its optical densities that is still to be applied."""
         image, stain = self.image(record), self._stain(record)
         return (ColourTransferred(image, stain), IDENTITY) if self._config.augment.stain == "reinhard" else (image, stain)
 
-    def _stain(self, record: SlideRecord) -> Affine:
+    def _stain(self, record: SlideRecord) -> ColourAffine:
         if self._config.augment.stain == "none":
             return IDENTITY
         if record.name not in self._stains:
             # Of the file's own levels: the image at the run's resolution would have to be read whole.
             slide = self._open(record)
-            small, factor = thumbnail(slide.whole, _STAIN_PX)
+            small, factor = make_thumbnail(slide.whole, _STAIN_PX)
             area = self._area(record, slide)
             if area is not None and self._paints(record):
-                small = painted(small, area, factor, slide.whole.background)
-            fitted_to = reinhard if self._config.augment.stain == "reinhard" else macenko
+                small = paint_outside(small, area, factor, slide.whole.background)
+            fitted_to = fit_reinhard if self._config.augment.stain == "reinhard" else fit_macenko
             self._stains[record.name] = fitted_to(small, record.name)
         return self._stains[record.name]
 
@@ -164,11 +164,11 @@ class SlideFeed:
         area = self._area(record, slide)
         if area is None:
             return slide.image, None
-        area = fitted(area, slide.image, slide.scale)
-        box = None if self._config.data.tissue == "none" else box_of(area, slide.image)
+        area = rescale_area(area, slide.image, slide.scale)
+        box = None if self._config.data.tissue == "none" else area_bounding_box(area, slide.image)
         return Masked(slide.image, area) if self._paints(record) else slide.image, box
 
-    def _area(self, record: SlideRecord, slide: OpenedSlide) -> Area | None:
+    def _area(self, record: SlideRecord, slide: OpenedSlide) -> TissueArea | None:
         """What is tissue, in px of the largest level; None where nobody asks."""
         if self._has_tissue_mask(record) and record.mask is not None:
             return read_area(record.mask, slide.whole)

@@ -11,41 +11,41 @@ from pathlib import Path
 from typing import Any
 
 import sft.files
-from sft.files import PARTIAL, sync_file, sync_folder
+from sft.files import PARTIAL_MARK, fsync_file, fsync_folder
 from sft.wsi.errors import RunFolderError
 
-__all__ = ["clear_partial", "replacing", "safe_name", "safe_names", "sync_tree", "write_csv", "write_json", "write_text"]
+__all__ = ["clear_partial", "atomic_write_with_parents", "safe_name", "safe_names", "sync_tree", "write_csv", "write_json", "write_text"]
 
 #: File systems end at 255 bytes; four for a character, and room for what stands around it.
 _MAX_NAME_CHARACTERS = 50
 
 
-def replacing(path: Path) -> AbstractContextManager[Path]:
-    """Let a block write a file, and its folders where there are none: see `sft.files.replacing`.
+def atomic_write_with_parents(path: Path) -> AbstractContextManager[Path]:
+    """Let a block write a file, and its folders where there are none: see `sft.files.atomic_write`.
 
     Raises:
         RunFolderError: it cannot be written; ``path`` is as it was.
     """
     remedy = "Make room, or give a run folder that is writable."
-    return sft.files.replacing(path, parents=True, refusal=RunFolderError, remedy=remedy)
+    return sft.files.atomic_write(path, parents=True, refusal=RunFolderError, remedy=remedy)
 
 
 def sync_tree(folder: Path) -> None:
     """Flush every file of a folder, and the folder, to the disk."""
     for path in sorted(folder.iterdir()):
-        sync_file(path)
-    sync_folder(folder)
+        fsync_file(path)
+    fsync_folder(folder)
 
 
 def clear_partial(folder: Path) -> None:
     """Remove what an interrupted run left unfinished."""
-    for path in folder.glob(f"{PARTIAL}*"):
+    for path in folder.glob(f"{PARTIAL_MARK}*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text."""
-    with replacing(path) as temporary:
+    with atomic_write_with_parents(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
@@ -56,7 +56,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_csv(path: Path, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
     """Write a table; floats in as many digits as bring the same number back."""
-    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write_with_parents(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(columns)
         writer.writerows([repr(value) if isinstance(value, float) else value for value in row] for row in rows)

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from sft.errors import BudgetError
-from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning, decode_further
+from sft.wsi.ahead import Inputs, SlidePrefetcher, decode_first_rows, decode_ahead
 from sft.wsi.augment import Augmentation, draw_augmentation
 from sft.wsi.errors import TrainingError
-from sft.wsi.experiment import Experiment, autocast
+from sft.wsi.experiment import Experiment, autocast_context
 from sft.wsi.interruption import EndRequested, Interruption
 from sft.wsi.norms import set_training
 from sft.wsi.progress import Reporter
@@ -28,13 +28,13 @@ from sft.wsi.randomness import counter_seed
 from sft.wsi.ranks import Ranks
 from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import cox_gradients
-from sft.wsi.together import SlideFailed, agreed, behind, dealt, in_order, opened, reading
+from sft.wsi.together import SlideFailed, gather_results, next_items, scatter_items, gather_in_order, open_on_all_ranks, reading_slide
 
-__all__ = ["Cost", "Group", "GroupGradients"]
+__all__ = ["StepCost", "GroupResult", "GradientAccumulator"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class StepCost:
     """What steps took.
 
     Attributes:
@@ -47,8 +47,8 @@ class Cost:
     planned_flops: int = 0
     skipped_flops: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(
+    def __add__(self, other: StepCost) -> StepCost:
+        return StepCost(
             waited_seconds=self.waited_seconds + other.waited_seconds,
             planned_flops=self.planned_flops + other.planned_flops,
             skipped_flops=self.skipped_flops + other.skipped_flops,
@@ -61,7 +61,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class GroupResult:
     """What a group came to; the same on all ranks.
 
     Attributes:
@@ -75,19 +75,19 @@ class Group:
     names: tuple[str, ...]
     loss: float | None
     weight: float
-    cost: Cost
+    cost: StepCost
     failed: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Share:
+class _RankResult:
     """What a rank made of its slides of a group."""
 
     losses: tuple[float, ...]
-    cost: Cost
+    cost: StepCost
 
 
-class GroupGradients:
+class GradientAccumulator:
     """Makes the gradients of groups.
 
     Args:
@@ -99,11 +99,11 @@ class GroupGradients:
         ahead: opens slides ahead of their use, also for others that take turns with this.
     """
 
-    def __init__(self, experiment: Experiment, net: Any, scaler: Any, ranks: Ranks, reporter: Reporter, ahead: SlideAhead) -> None:
+    def __init__(self, experiment: Experiment, net: Any, scaler: Any, ranks: Ranks, reporter: Reporter, ahead: SlidePrefetcher) -> None:
         self._experiment, self._net, self._scaler, self._ranks, self._reporter = experiment, net, scaler, ranks, reporter
         self._config, self._task, self._model = experiment.config, experiment.task, experiment.model
         self._ahead = ahead
-        self._waited_before, self._cost = 0.0, Cost()
+        self._waited_before, self._cost = 0.0, StepCost()
         self._epoch = self._step = 0
 
     def accumulate(
@@ -115,7 +115,7 @@ class GroupGradients:
         *,
         epoch: int,
         step: int,
-    ) -> Group:
+    ) -> GroupResult:
         """Put the gradients of those slides of a group that can be read into ``.grad``, on all ranks.
 
         Args:
@@ -132,16 +132,16 @@ class GroupGradients:
             TrainingError: the loss is no number.
         """
         self._epoch, self._step = epoch, step
-        self._waited_before, self._cost = self._ahead.waited_seconds, Cost()
+        self._waited_before, self._cost = self._ahead.waited_seconds, StepCost()
         before = self._buffers()
         found: dict[str, str] = {}
         while True:
             readable = [record for record in group if record.name not in {**failed, **found}]
             self._model.zero_grad(set_to_none=True)
             if not readable:
-                return Group(names=(), loss=None, weight=0.0, cost=self._cost, failed=found)
+                return GroupResult(names=(), loss=None, weight=0.0, cost=self._cost, failed=found)
             next_group = [record for record in later if record.name not in {**failed, **found}][: self._config.train.accumulate]
-            following = next(iter(dealt(next_group, self._ranks)), None)
+            following = next(iter(scatter_items(next_group, self._ranks)), None)
             try:
                 loss, weight, cost = self._accumulate(readable, following, before, interruption)
             except SlideFailed as failure:
@@ -160,7 +160,7 @@ class GroupGradients:
                 if loss is not None:
                     self._ranks.add_up([parameter for parameter in self._model.parameters() if parameter.requires_grad])
                     self._ranks.take_buffers(self._model)
-                return Group(names=tuple(r.name for r in readable), loss=loss, weight=weight, cost=cost, failed=found)
+                return GroupResult(names=tuple(r.name for r in readable), loss=loss, weight=weight, cost=cost, failed=found)
 
     def inputs(self, record: SlideRecord, augmentation: Augmentation) -> Inputs:
         """What the network is called with.
@@ -179,30 +179,30 @@ class GroupGradients:
 
     def _accumulate(
         self, group: Sequence[SlideRecord], following: SlideRecord | None, buffers: Mapping[str, Tensor], interruption: Interruption
-    ) -> tuple[float | None, float, Cost]:
+    ) -> tuple[float | None, float, StepCost]:
         """The loss of a group, its weight in the epoch's mean, and its cost; ``following`` is this rank's first slide behind it."""
         self.set_training()
-        mine = dealt(group, self._ranks)
+        mine = scatter_items(group, self._ranks)
         if self._task.kind == "cox":
-            risks = in_order(agreed(lambda: self._risks(mine, interruption), self._ranks, interruption), self._ranks)
+            risks = gather_in_order(gather_results(lambda: self._risks(mine, interruption), self._ranks, interruption), self._ranks)
             self._set_buffers(buffers)  # the second pass updates running statistics, as if it were the only one
             loss, gradients = cox_gradients(risks, [record.target for record in group if record.target is not None])
             self._check_finite(loss, group)
             if not any(gradients):
                 return None, 0.0, self._cost
-            own = dealt(gradients, self._ranks)
-            shares = agreed(lambda: self._backward_of_risks(mine, own, following, interruption), self._ranks, interruption)
+            own = scatter_items(gradients, self._ranks)
+            shares = gather_results(lambda: self._backward_of_risks(mine, own, following, interruption), self._ranks, interruption)
             weight = float(len(group))
         else:
             weights = [self._task.slide_weight(record) for record in group]
             weight = sum(weights)
-            own = dealt([each / weight for each in weights], self._ranks)
-            shares = agreed(lambda: self._backward_of_losses(mine, own, following, interruption), self._ranks, interruption)
-            loss = sum(in_order([share.losses for share in shares], self._ranks))
+            own = scatter_items([each / weight for each in weights], self._ranks)
+            shares = gather_results(lambda: self._backward_of_losses(mine, own, following, interruption), self._ranks, interruption)
+            loss = sum(gather_in_order([share.losses for share in shares], self._ranks))
         self._reporter.advance(len(group) - len(mine))
-        cost = sum((share.cost for share in shares[:: self._ranks.shape.num_bands]), Cost())
+        cost = sum((share.cost for share in shares[:: self._ranks.shape.num_bands]), StepCost())
         waited = max(share.cost.waited_seconds for share in shares)
-        return loss, weight, Cost(waited_seconds=waited, planned_flops=cost.planned_flops, skipped_flops=cost.skipped_flops)
+        return loss, weight, StepCost(waited_seconds=waited, planned_flops=cost.planned_flops, skipped_flops=cost.skipped_flops)
 
     def _risks(self, mine: Sequence[SlideRecord], interruption: Interruption) -> list[float]:
         """What Cox's loss of a group is made of."""
@@ -211,59 +211,59 @@ class GroupGradients:
 
     def _backward_of_risks(
         self, mine: Sequence[SlideRecord], gradients: Sequence[float], following: SlideRecord | None, interruption: Interruption
-    ) -> _Share:
-        for record, upcoming, gradient in zip(mine, behind(mine, following), gradients, strict=True):
+    ) -> _RankResult:
+        for record, upcoming, gradient in zip(mine, next_items(mine, following), gradients, strict=True):
             risk = self._forward(record, upcoming, interruption).sum()
             self._backward(record, risk * gradient)
-        return _Share(losses=(), cost=self._taken())
+        return _RankResult(losses=(), cost=self._taken())
 
     def _backward_of_losses(
         self, mine: Sequence[SlideRecord], shares: Sequence[float], following: SlideRecord | None, interruption: Interruption
-    ) -> _Share:
+    ) -> _RankResult:
         losses = []
-        for record, upcoming, share in zip(mine, behind(mine, following), shares, strict=True):
+        for record, upcoming, share in zip(mine, next_items(mine, following), shares, strict=True):
             output = self._forward(record, upcoming, interruption)
             slide_loss = output if self._task.kind == "segmentation" else self._task.slide_loss(output, record.target or ())
             loss = slide_loss.to(torch.promote_types(slide_loss.dtype, torch.float32)) * share
             self._check_finite(loss.item(), [record])
             self._backward(record, loss)
             losses.append(loss.item())
-        return _Share(losses=tuple(losses), cost=self._taken())
+        return _RankResult(losses=tuple(losses), cost=self._taken())
 
     def _forward(self, record: SlideRecord, upcoming: SlideRecord | None, interruption: Interruption) -> Tensor:
         """The output of a slide, while the one that comes after it is opened."""
         epoch = self._epoch
         torch.manual_seed(counter_seed(self._config.train.seed, "slide", epoch, record.name))
-        inputs = opened(
+        inputs = open_on_all_ranks(
             record, lambda: self._ahead.take((epoch, record.name), lambda: self._begun(record, epoch)), self._ranks, interruption
         )
         if upcoming is not None:
-            further = partial(decode_further, beside=inputs, num_bands=self._ranks.shape.num_bands)
+            further = partial(decode_ahead, beside=inputs, num_bands=self._ranks.shape.num_bands)
             self._ahead.start((epoch, upcoming.name), lambda: self._begun(upcoming, epoch), further)
         try:
-            with reading(record, self._ranks), autocast(self._config):
+            with reading_slide(record, self._ranks), autocast_context(self._config):
                 output: Tensor = self._net(*inputs)
         except BudgetError as error:
             raise BudgetError(f"slide {record.name}: {error}", needed_bytes=error.needed_bytes) from error
         return output
 
     def _backward(self, record: SlideRecord, loss: Tensor) -> None:
-        with reading(record, self._ranks):
+        with reading_slide(record, self._ranks):
             self._scaler.scale(loss).backward()
         strips, skipping = self._net.last_reading, self._net.last_skipping
         waited = 0.0 if strips is None else strips.forward.waited_seconds + strips.backward.waited_seconds
         skipped = 0 if skipping is None else skipping.skipped_flops
-        self._cost += Cost(waited_seconds=waited, planned_flops=self._net.plan.flops, skipped_flops=skipped)
+        self._cost += StepCost(waited_seconds=waited, planned_flops=self._net.plan.flops, skipped_flops=skipped)
         self._reporter.advance()
 
-    def _taken(self) -> Cost:
+    def _taken(self) -> StepCost:
         """What this rank spent on the group."""
-        return self._cost + Cost(waited_seconds=self._ahead.waited_seconds - self._waited_before)
+        return self._cost + StepCost(waited_seconds=self._ahead.waited_seconds - self._waited_before)
 
     def _begun(self, record: SlideRecord, epoch: int) -> Inputs:
         inputs = self.inputs(record, draw_augmentation(self._config.augment, self._config.train.seed, epoch, record.name))
         for source in inputs:
-            decode_beginning(source)
+            decode_first_rows(source)
         return inputs
 
     def _check_finite(self, loss: float, group: Sequence[SlideRecord]) -> None:

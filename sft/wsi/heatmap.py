@@ -24,15 +24,15 @@ from PIL import Image as PillowImage
 
 from sft.errors import InputError
 from sft.sources.image import Image, Pixels
-from sft.sources.npy import allocate_blocks, room_on
+from sft.sources.npy import allocate_blocks, free_space_text
 from sft.units import format_bytes
 from sft.wsi.errors import RunFolderError
-from sft.wsi.experiment import Experiment, autocast, compile_model
-from sft.wsi.files import replacing, safe_names, write_csv
+from sft.wsi.experiment import Experiment, autocast_context, compile_model
+from sft.wsi.files import atomic_write_with_parents, safe_names, write_csv
 from sft.wsi.heads import Evidence
 from sft.wsi.norms import set_training
 from sft.wsi.report import PLAIN_TEXT
-from sft.wsi.slides import thumbnail
+from sft.wsi.slides import make_thumbnail
 from sft.wsi.table import SlideRecord
 
 __all__ = ["Heatmap", "HeatmapMaker", "crop_places", "draw_overlay", "output_numbers"]
@@ -95,19 +95,19 @@ class HeatmapMaker:
         experiment = self._experiment
         set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
         source = experiment.feed.source(record)
-        with torch.no_grad(), autocast(experiment.config):
+        with torch.no_grad(), autocast_context(experiment.config):
             scores, maps = self._evidence.eval()(source)
         evidence: _Floats = maps[0, output].float().cpu().numpy()
         names = experiment.task.classes or experiment.task.columns()
         name = names[output] if output < len(names) else str(output)
         part = safe_names(names)[output] if output < len(names) else name
         image = experiment.feed.coloured(record)
-        small, factor = thumbnail(image, _OVERLAY_PX)
+        small, factor = make_thumbnail(image, _OVERLAY_PX)
         folder = self._folder / record.name
         stride_px = _stride_px((image.height_px, image.width_px), evidence.shape)
         title = f"{record.name}, {name}: score {scores[0, output].item():.3f}"
         files = [folder / f"map-{part}.npy", folder / f"map-{part}.png"]
-        with replacing(files[0]) as temporary:
+        with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, evidence)
         # A map is for a class; its sum is what the class gets, so that colours compare positions and the bar tells the scale.
         draw_overlay(files[1], small, evidence, stride_px / factor, title=title, label="contribution to the score", centred=True)
@@ -134,7 +134,7 @@ class HeatmapMaker:
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=".partial-", suffix=".gradient") as file:
                 self._allocate(file.fileno(), 4 * channels * height_px * width_px, record)
                 gradient: Any = np.memmap(file.name, np.float32, "r+", shape=(channels, height_px, width_px))
-                with autocast(experiment.config):
+                with autocast_context(experiment.config):
                     scores = self._net.eval()(source, input_grad=gradient)
                 scores[0, output].backward()
                 rows = [_block_means(np.square(gradient[:, top : top + factor]).sum(0), factor) for top in range(0, height_px, factor)]
@@ -156,13 +156,13 @@ class HeatmapMaker:
         except OSError as error:
             raise RunFolderError(
                 f"cannot write the gradient of slide {record.name}, {format_bytes(num_bytes)}, to {self._folder}: {error.strerror}"
-                f"{room_on(self._folder)}. Make room, give --out on another disk, or leave out --saliency."
+                f"{free_space_text(self._folder)}. Make room, give --out on another disk, or leave out --saliency."
             ) from error
 
     def _draw_saliency(self, record: SlideRecord, output: int, name: str, stem: Path, small: Pixels, factor: int) -> list[Path]:
         blocks = self.saliency(record, output, max(factor, 4))
         files = [stem.with_name(f"{stem.name}{suffix}") for suffix in (".npy", ".png")]
-        with replacing(files[0]) as temporary:
+        with atomic_write_with_parents(files[0]) as temporary:
             np.save(temporary, blocks)
         title = f"{record.name}, {name}: gradient of the score"
         draw_overlay(files[1], small, blocks, max(factor, 4) / factor, title=title, label="root mean square of the gradient", centred=False)
@@ -177,7 +177,7 @@ class HeatmapMaker:
             left = min(max(round((col + 0.5) * stride_px - width_px / 2), 0), image.width_px - width_px)
             top = min(max(round((row + 0.5) * stride_px - height_px / 2), 0), image.height_px - height_px)
             files.append(folder / f"crop-{part}-{rank:02d}.png")
-            with replacing(files[-1]) as temporary:
+            with atomic_write_with_parents(files[-1]) as temporary:
                 PillowImage.fromarray(image.read(left, top, width_px, height_px)).save(temporary)
             rows.append([rank, left, top, width_px, height_px, float(evidence[row, col])])
         if num_crops:
@@ -241,7 +241,7 @@ def _draw_overlay(
     overlaid.set(xlim=(0, width), ylim=(height, 0))
     figure.colorbar(scale, ax=overlaid, shrink=0.8, extend="both", label=label)
     figure.suptitle(title)
-    with replacing(path) as temporary:
+    with atomic_write_with_parents(path) as temporary:
         figure.savefig(temporary, dpi=120)
 
 

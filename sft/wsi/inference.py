@@ -10,16 +10,16 @@ from typing import Any
 import torch
 
 from sft.nn import WithLoss
-from sft.wsi.ahead import Inputs, SlideAhead, decode_beginning, decode_further
+from sft.wsi.ahead import Inputs, SlidePrefetcher, decode_first_rows, decode_ahead
 from sft.wsi.errors import TrainingError
-from sft.wsi.experiment import Experiment, autocast, compile_model, segmentation_counts, segmentation_loss
+from sft.wsi.experiment import Experiment, autocast_context, compile_model, segmentation_counts, segmentation_loss
 from sft.wsi.interruption import Interruption
 from sft.wsi.metrics import Prediction
 from sft.wsi.norms import set_training
-from sft.wsi.ranks import ALONE, Ranks
+from sft.wsi.ranks import SINGLE_RANK, Ranks
 from sft.wsi.table import SlideRecord
 from sft.wsi.tasks import cox_gradients
-from sft.wsi.together import SlideFailed, agreed, behind, dealt, opened, reading
+from sft.wsi.together import SlideFailed, gather_results, next_items, scatter_items, open_on_all_ranks, reading_slide
 
 __all__ = ["Predictor", "mean_loss"]
 
@@ -34,8 +34,8 @@ class Predictor:
         ahead: opens slides ahead of their use, also for others that take turns with this. Default: `None` (one of its own)
     """
 
-    def __init__(self, experiment: Experiment, net: Any = None, ranks: Ranks = ALONE, ahead: SlideAhead | None = None) -> None:
-        self._experiment, self._ranks, self._ahead = experiment, ranks, ahead or SlideAhead()
+    def __init__(self, experiment: Experiment, net: Any = None, ranks: Ranks = SINGLE_RANK, ahead: SlidePrefetcher | None = None) -> None:
+        self._experiment, self._ranks, self._ahead = experiment, ranks, ahead or SlidePrefetcher()
         self._segments = experiment.task.kind == "segmentation"
         model, config = experiment.model, experiment.config
         if self._segments:
@@ -53,7 +53,7 @@ class Predictor:
             BudgetError: it does not fit.
         """
         try:
-            return agreed(lambda: self._predict(record, None, None), self._ranks, among="bands")[0]
+            return gather_results(lambda: self._predict(record, None, None), self._ranks, among="bands")[0]
         except SlideFailed as failure:
             raise failure.error from None
 
@@ -61,24 +61,26 @@ class Predictor:
         """The prediction of a slide, while the one that comes after it is opened."""
         experiment = self._experiment
         set_training(experiment.model, training=False, freeze_norms=experiment.freezes_norms)
-        inputs = opened(record, lambda: self._ahead.take(("as it is", record.name), lambda: self._begun(record)), self._ranks, interruption)
+        inputs = open_on_all_ranks(
+            record, lambda: self._ahead.take(("as it is", record.name), lambda: self._begun(record)), self._ranks, interruption
+        )
         if upcoming is not None:
-            further = partial(decode_further, beside=inputs, num_bands=self._ranks.shape.num_bands)
+            further = partial(decode_ahead, beside=inputs, num_bands=self._ranks.shape.num_bands)
             self._ahead.start(("as it is", upcoming.name), lambda: self._begun(upcoming), further)
-        with reading(record, self._ranks):
+        with reading_slide(record, self._ranks):
             return self._predicted(record, inputs)
 
     def _begun(self, record: SlideRecord) -> Inputs:
         feed = self._experiment.feed
         inputs: Inputs = (feed.source(record), feed.labels(record)) if self._segments else (feed.source(record),)
         for source in inputs:
-            decode_beginning(source)
+            decode_first_rows(source)
         return inputs
 
     def _predicted(self, record: SlideRecord, inputs: Inputs) -> Prediction:
         experiment = self._experiment
         loss = math.nan
-        with torch.no_grad(), autocast(experiment.config):
+        with torch.no_grad(), autocast_context(experiment.config):
             if self._segments:
                 loss = float(self._net.eval()(*inputs))
                 output = tuple(self._counts.eval()(*inputs).double().tolist())
@@ -116,9 +118,9 @@ class Predictor:
             SourceError: a slide cannot be read, and ``train.on_error`` is not "skip".
             BudgetError: one does not fit.
         """
-        mine = dealt([record for record in records if record.name not in failed], self._ranks)
+        mine = scatter_items([record for record in records if record.name not in failed], self._ranks)
         try:
-            parts = agreed(lambda: self._predict_some(mine, after, interruption), self._ranks, interruption)
+            parts = gather_results(lambda: self._predict_some(mine, after, interruption), self._ranks, interruption)
         except SlideFailed as failure:
             raise failure.error from None
         finally:
@@ -136,10 +138,10 @@ class Predictor:
     ) -> tuple[dict[str, Prediction], dict[str, str]]:
         """Predictions of this rank's slides, and what is wrong with the others of them, by name."""
         found, problems = {}, {}
-        for record, upcoming in zip(mine, behind(mine), strict=True):
+        for record, upcoming in zip(mine, next_items(mine), strict=True):
             try:
                 # Bands that have lost each other over a slide meet again before the next.
-                found[record.name] = agreed(partial(self._predict, record, upcoming, interruption), self._ranks, among="bands")[0]
+                found[record.name] = gather_results(partial(self._predict, record, upcoming, interruption), self._ranks, among="bands")[0]
             except SlideFailed as failure:
                 if self._experiment.config.train.on_error != "skip":
                     raise

@@ -17,10 +17,10 @@ from sft.errors import InputError, SftError
 from sft.sources import open_image
 from sft.tissue import find_tissue, write_geojson
 from sft.units import format_bytes
-from sft.wsi.commands import Result
+from sft.wsi.commands import CommandResult
 from sft.wsi.errors import RunFolderError
-from sft.wsi.files import replacing, safe_name
-from sft.wsi.slides import slide_info, thumbnail
+from sft.wsi.files import atomic_write_with_parents, safe_name
+from sft.wsi.slides import slide_info, make_thumbnail
 from sft.wsi.tissue import draw_tissue
 
 __all__ = ["doctor", "slide_information", "tissue"]
@@ -38,7 +38,7 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 _OVERLAY_PX = 2048
 
 
-def doctor(console: Console) -> Result:
+def doctor(console: Console) -> CommandResult:
     """What is installed, and what is missing."""
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform(), "cpus": os.cpu_count()}
     extras = {name: extra for extra, names in _OPTIONAL.items() for name in names}
@@ -59,10 +59,10 @@ def doctor(console: Console) -> Result:
         console.print(f"{name:18} {told}", markup=False, highlight=False, soft_wrap=True)
     if missing:
         raise InputError(f'missing: {", ".join(missing)}. Install them with: pip install "sft-engine[wsi]"')
-    return Result(value=found)
+    return CommandResult(value=found)
 
 
-def slide_information(paths: Sequence[Path], console: Console) -> Result:
+def slide_information(paths: Sequence[Path], console: Console) -> CommandResult:
     """What slides say of themselves; a file that is none does not keep the others from being told."""
     values: list[dict[str, Any]] = []
     failed = 0
@@ -83,12 +83,12 @@ def slide_information(paths: Sequence[Path], console: Console) -> Result:
         for number, level in enumerate(levels):
             text = f"  level {number}: {level['width_px']} x {level['height_px']} px, {_resolution(level['mpp'])}"
             console.print(text, markup=False, highlight=False, soft_wrap=True)
-    return Result(value=values, num_failed=failed)
+    return CommandResult(value=values, num_failed=failed)
 
 
 def tissue(
     paths: Sequence[Path], folder: Path, console: Console, *, mpp: float = 8.0, slide_mpp: float | None = None, overwrite: bool = False
-) -> Result:
+) -> CommandResult:
     """Find the tissue on slides; for each write NAME-mask.png, NAME.geojson (px of the largest level) and NAME-overlay.png.
 
     Args:
@@ -118,7 +118,7 @@ def tissue(
             values.append({"path": str(path), "error": " ".join(str(error).split())})
             told = f"{path}: {values[-1]['error']}"
         console.print(told, markup=False, highlight=False, soft_wrap=True)
-    return Result(value=values, num_failed=sum("error" in value for value in values))
+    return CommandResult(value=values, num_failed=sum("error" in value for value in values))
 
 
 def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None, overwrite: bool) -> dict[str, Any]:
@@ -129,12 +129,12 @@ def _find(path: Path, base: Path, mpp: float, slide_mpp: float | None, overwrite
     slide = open_image(path, slide_mpp=slide_mpp)
     try:
         mask = find_tissue(slide, mpp=mpp)
-        small, _ = thumbnail(slide, _OVERLAY_PX)
+        small, _ = make_thumbnail(slide, _OVERLAY_PX)
     finally:
         slide.close()
-    with replacing(files[0]) as temporary:
+    with atomic_write_with_parents(files[0]) as temporary:
         mask.save_png(temporary)
-    with replacing(files[1]) as temporary:
+    with atomic_write_with_parents(files[1]) as temporary:
         write_geojson(temporary, mask)
     draw_tissue(files[2], small, mask)
     box = mask.bounding_box()

@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from sft.errors import RankError
 
-__all__ = ["connect", "meet"]
+__all__ = ["connect_ranks", "rendezvous_ranks"]
 
 _POLL_SECONDS = 0.02
 
 
-def connect(rank: int, num_ranks: int, timeout: timedelta) -> None:
+def connect_ranks(rank: int, num_ranks: int, timeout: timedelta) -> None:
     """Start ``torch.distributed`` (gloo) among the processes that torchrun started, for the first time or again.
 
     Raises:
@@ -33,7 +33,7 @@ def connect(rank: int, num_ranks: int, timeout: timedelta) -> None:
 
     try:
         store, _, _ = next(iter(rendezvous("env://", rank, num_ranks, timeout=timeout)))
-        own = dist.distributed_c10d.PrefixStore(f"sft/{meet(store, rank, num_ranks, timeout)}", store)
+        own = dist.distributed_c10d.PrefixStore(f"sft/{rendezvous_ranks(store, rank, num_ranks, timeout)}", store)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=num_ranks, timeout=timeout)
     except (RuntimeError, ValueError) as error:  # DistError and its like; a variable of the environment that is missing
         if isinstance(error, RankError):
@@ -41,7 +41,7 @@ def connect(rank: int, num_ranks: int, timeout: timedelta) -> None:
         raise RankError(f"rank {rank} of {num_ranks} cannot connect to the others: {error}. Start all of them with torchrun.") from error
 
 
-def meet(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> str:
+def rendezvous_ranks(store: Any, rank: int, num_ranks: int, timeout: timedelta) -> str:
     """The name of this start, on all ranks.
 
     Args:

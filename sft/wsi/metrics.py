@@ -11,10 +11,18 @@ import numpy as np
 import numpy.typing as npt
 from sklearn.metrics import average_precision_score, balanced_accuracy_score, confusion_matrix, mean_absolute_error, r2_score, roc_auc_score
 
-from sft.wsi.randomness import generator
+from sft.wsi.randomness import philox_generator
 from sft.wsi.tasks import Task
 
-__all__ = ["Estimate", "Prediction", "concordance", "confusion", "evaluate_predictions", "is_measurable", "of_patients"]
+__all__ = [
+    "Estimate",
+    "Prediction",
+    "concordance_index",
+    "confusion_counts",
+    "evaluate_predictions",
+    "is_measurable",
+    "patient_predictions",
+]
 
 _Floats = npt.NDArray[np.float64]
 _Metric = Callable[[_Floats, _Floats], float]
@@ -68,7 +76,7 @@ def evaluate_predictions(task: Task, predictions: Sequence[Prediction], *, seed:
         return found
     targets = np.array([prediction.target for prediction in known], np.float64)
     outputs = np.array([prediction.output for prediction in known], np.float64)
-    draws = _draws([prediction.patient for prediction in known], seed, num_draws)
+    draws = _bootstrap_rows([prediction.patient for prediction in known], seed, num_draws)
     for name, metric in _metrics(task).items():
         value = metric(targets, outputs)
         with warnings.catch_warnings():  # of what a draw lacks sklearn warns for each, and few slides have many that lack something
@@ -81,7 +89,7 @@ def evaluate_predictions(task: Task, predictions: Sequence[Prediction], *, seed:
     return found
 
 
-def of_patients(predictions: Sequence[Prediction]) -> list[Prediction]:
+def patient_predictions(predictions: Sequence[Prediction]) -> list[Prediction]:
     """One prediction for each patient: the average over the slides. The target is what all of them share, else unknown."""
     grouped: dict[str, list[Prediction]] = {}
     for prediction in predictions:
@@ -105,7 +113,7 @@ def is_measurable(task: Task, name: str, targets: Sequence[tuple[float, ...]]) -
     return not math.isnan(value)
 
 
-def confusion(task: Task, predictions: Sequence[Prediction]) -> npt.NDArray[np.int64]:
+def confusion_counts(task: Task, predictions: Sequence[Prediction]) -> npt.NDArray[np.int64]:
     """Counts ``[true class, predicted class]``."""
     known = [prediction for prediction in predictions if prediction.target is not None]
     truth = [int(prediction.target[0]) for prediction in known if prediction.target is not None]
@@ -114,12 +122,12 @@ def confusion(task: Task, predictions: Sequence[Prediction]) -> npt.NDArray[np.i
     return counts
 
 
-def concordance(times: _Floats, events: _Floats, risks: _Floats) -> float:
+def concordance_index(times: _Floats, events: _Floats, risks: _Floats) -> float:
     """Harrell's C (1982): the share of comparable pairs whose higher risk has the earlier event; ties of risk count half.
 
     Who is censored at the time of another's event has outlived it.
 
-    >>> concordance(np.array([1.0, 2.0, 3.0]), np.array([1.0, 0.0, 1.0]), np.array([3.0, 2.0, 1.0]))
+    >>> concordance_index(np.array([1.0, 2.0, 3.0]), np.array([1.0, 0.0, 1.0]), np.array([3.0, 2.0, 1.0]))
     1.0
     """
     outlived = (times[:, None] < times[None, :]) | ((times[:, None] == times[None, :]) & (events[None, :] <= 0))
@@ -132,12 +140,12 @@ def concordance(times: _Floats, events: _Floats, risks: _Floats) -> float:
 
 def _metrics(task: Task) -> dict[str, _Metric]:
     if task.kind == "classification" and len(task.classes) == 2:
-        return {"auc": _column(_auc, 1), "auprc": _column(_auprc, 1), "balanced_accuracy": _balanced}
+        return {"auc": _column(_auc, 1), "auprc": _column(_auprc, 1), "balanced_accuracy": _balanced_accuracy}
     if task.kind == "classification":
         each = [(lambda y, p, k=k: _auc((y[:, 0] == k).astype(float), p[:, k])) for k in range(len(task.classes))]
         precise = [(lambda y, p, k=k: _auprc((y[:, 0] == k).astype(float), p[:, k])) for k in range(len(task.classes))]
         by_class = {f"auc_{name}": metric for name, metric in zip(task.classes, each, strict=True)}
-        return {"auc": _mean(each), "auprc": _mean(precise), "balanced_accuracy": _balanced, **by_class}
+        return {"auc": _mean(each), "auprc": _mean(precise), "balanced_accuracy": _balanced_accuracy, **by_class}
     if task.kind == "multilabel":
         each = [(lambda y, p, k=k: _auc(y[:, k], p[:, k])) for k in range(len(task.classes))]
         precise = [(lambda y, p, k=k: _auprc(y[:, k], p[:, k])) for k in range(len(task.classes))]
@@ -151,7 +159,7 @@ def _metrics(task: Task) -> dict[str, _Metric]:
     if task.kind == "segmentation":
         dice = [(lambda y, p, k=k: _dice(p, k)) for k in range(len(task.classes))]
         return {"dice": _mean(dice), **{f"dice_{name}": metric for name, metric in zip(task.classes, dice, strict=True)}}
-    return {"c_index": lambda y, p: concordance(y[:, 0], y[:, 1], p[:, 0])}
+    return {"c_index": lambda y, p: concordance_index(y[:, 0], y[:, 1], p[:, 0])}
 
 
 def _auc(truth: _Floats, scores: _Floats) -> float:
@@ -162,7 +170,7 @@ def _auprc(truth: _Floats, scores: _Floats) -> float:
     return float(average_precision_score(truth, scores)) if 0 < truth.sum() < len(truth) else math.nan
 
 
-def _balanced(targets: _Floats, outputs: _Floats) -> float:
+def _balanced_accuracy(targets: _Floats, outputs: _Floats) -> float:
     return float(balanced_accuracy_score(targets[:, 0], outputs.argmax(1))) if len(np.unique(targets)) > 1 else math.nan
 
 
@@ -185,9 +193,9 @@ def _mean(metrics: Sequence[_Metric]) -> _Metric:
     return mean
 
 
-def _draws(patients: Sequence[str], seed: int, num_draws: int) -> list[npt.NDArray[np.intp]]:
+def _bootstrap_rows(patients: Sequence[str], seed: int, num_draws: int) -> list[npt.NDArray[np.intp]]:
     """Rows of each bootstrap sample: patients drawn with replacement, with all of their slides."""
     names, owners = np.unique(np.array(patients), return_inverse=True)
     rows = [np.flatnonzero(owners == number) for number in range(len(names))]
-    draw = generator(seed, "bootstrap")
+    draw = philox_generator(seed, "bootstrap")
     return [np.concatenate([rows[number] for number in draw.integers(len(names), size=len(names))]) for _ in range(num_draws)]

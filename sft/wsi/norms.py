@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["calibrate", "set_training"]
+__all__ = ["calibrate_batch_norms", "set_training"]
 
 
 def set_training(model: nn.Module, *, training: bool, freeze_norms: bool) -> None:
@@ -26,7 +26,7 @@ def set_training(model: nn.Module, *, training: bool, freeze_norms: bool) -> Non
                 module.eval()
 
 
-def calibrate(network: nn.Module, crops: Iterable[Tensor]) -> int:
+def calibrate_batch_norms(network: nn.Module, crops: Iterable[Tensor]) -> int:
     """Set the statistics of all BatchNorms to the averages over crops.
 
     Args:

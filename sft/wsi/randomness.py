@@ -10,7 +10,7 @@ import hashlib
 
 import numpy as np
 
-__all__ = ["counter_seed", "generator"]
+__all__ = ["counter_seed", "philox_generator"]
 
 
 def counter_seed(seed: int, *counters: int | str) -> int:
@@ -23,6 +23,6 @@ def counter_seed(seed: int, *counters: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def generator(seed: int, *counters: int | str) -> np.random.Generator:
+def philox_generator(seed: int, *counters: int | str) -> np.random.Generator:
     """A counter-based generator (Philox; Salmon et al., 2011) for one purpose at one place."""
     return np.random.Generator(np.random.Philox(counter_seed(seed, *counters)))

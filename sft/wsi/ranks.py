@@ -23,18 +23,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sft.bands.mesh import LiveMesh, MeshShape
-from sft.bands.party import Party
-from sft.bands.sums import Whole, sum_now
-from sft.bands.traffic import Over
+from sft.bands.party import RankContext
+from sft.bands.sums import DenseBuffer, all_reduce_buffers
+from sft.bands.traffic import RankGroup
 from sft.errors import InputError
 from sft.wsi.config import RanksConfig
-from sft.wsi.meeting import connect
+from sft.wsi.meeting import connect_ranks
 
-__all__ = ["ALONE", "Alone", "Ranks", "World", "joined"]
+__all__ = ["SINGLE_RANK", "SingleRank", "Ranks", "World", "joined"]
 
 T = TypeVar("T")
 #: All ranks, or those that share this rank's slide.
-Among = Literal["all", "bands"]
+RankScope = Literal["all", "bands"]
 _HOST = torch.device("cpu")
 
 
@@ -84,7 +84,7 @@ class Ranks(Protocol):
     def timeout_seconds(self) -> float:
         """How long one rank waits for another."""
 
-    def gathered(self, value: T, among: Among = "all") -> list[T]:
+    def gathered(self, value: T, among: RankScope = "all") -> list[T]:
         """Everybody's value, in the order of the ranks."""
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -104,7 +104,7 @@ class Ranks(Protocol):
         """
 
 
-class Alone:
+class SingleRank:
     """The only rank.
 
     Args:
@@ -116,7 +116,7 @@ class Alone:
     def __init__(self, mesh: tuple[int, int] | None = None) -> None:
         self.mesh = mesh
 
-    def gathered(self, value: T, among: Among = "all") -> list[T]:
+    def gathered(self, value: T, among: RankScope = "all") -> list[T]:
         return [value]
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -132,10 +132,10 @@ class Alone:
         pass
 
 
-ALONE = Alone()
+SINGLE_RANK = SingleRank()
 
 
-class _Several:
+class _MultiRank:
     """One of several ranks.
 
     Each message is guarded by itself, beside all that is done :meth:`together`: when a rank dies, torchrun sends SIGTERM to the others
@@ -160,7 +160,7 @@ class _Several:
         replica, band = divmod(world.rank, settings.bands)
         ranks = tuple(range(world.num_ranks))
         live = LiveMesh(shape=self.shape, replica=replica, band=band, ranks=ranks, timeout=timedelta(seconds=settings.timeout_seconds))
-        self._party = Party(live, _HOST)
+        self._party = RankContext(live, _HOST)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -170,7 +170,7 @@ class _Several:
             yield
             self.gathered(None)
 
-    def gathered(self, value: T, among: Among = "all") -> list[T]:
+    def gathered(self, value: T, among: RankScope = "all") -> list[T]:
         link, over = self._party.link, _over(among)
         own = _bytes_of(value)
         with link.guarded():
@@ -195,9 +195,9 @@ class _Several:
                     parameter.grad = torch.zeros_like(parameter)
                 # In the order of the indices, whatever layout each rank's gradient has.
                 staged.append((parameter.grad, parameter.grad.to(_HOST).contiguous()))
-        sums = [Whole(handle=host, num_elements=host.numel(), dtype=host.dtype) for _, host in staged]
+        sums = [DenseBuffer(handle=host, num_elements=host.numel(), dtype=host.dtype) for _, host in staged]
         with self._party.link.guarded():
-            sum_now(self._party.machine(_HOST), sums, "replica", "parameters")
+            all_reduce_buffers(self._party.machine(_HOST), sums, "replica", "parameters")
         for gradient, host in staged:
             gradient.copy_(host)
 
@@ -220,7 +220,7 @@ class _Several:
             )
         torch.cuda.set_device(self._world.local_rank)
 
-    def _spread(self, over: Over, value: Any) -> Any:
+    def _spread(self, over: RankGroup, value: Any) -> Any:
         """The value of a group's first member, on all of them."""
         link = self._party.link
         own = _bytes_of(value)
@@ -254,21 +254,21 @@ def joined(settings: RanksConfig, *, plans_only: bool = False) -> Iterator[Ranks
             "change ranks.bands"
         )
     if world.num_ranks == 1:
-        yield Alone((1, settings.bands)) if settings.bands > 1 else ALONE
+        yield SingleRank((1, settings.bands)) if settings.bands > 1 else SINGLE_RANK
         return
     if not (dist.is_available() and dist.is_gloo_available()):
         raise InputError(f"{world.num_ranks} processes, and this build of torch has no gloo to connect them: start one")
     is_ours = not dist.is_initialized()
     if is_ours:
-        connect(world.rank, world.num_ranks, timedelta(seconds=settings.timeout_seconds))
-    ranks = _Several(world, settings)
+        connect_ranks(world.rank, world.num_ranks, timedelta(seconds=settings.timeout_seconds))
+    ranks = _MultiRank(world, settings)
     with ranks.together():
         yield ranks
     if is_ours:
         dist.destroy_process_group()
 
 
-def _over(among: Among) -> Over:
+def _over(among: RankScope) -> RankGroup:
     return "mesh" if among == "all" else "band"
 
 

@@ -14,13 +14,13 @@ import numpy.typing as npt
 from sft.analysis.interval import Interval
 from sft.errors import SourceError
 from sft.sources.image import Image, Pixels
-from sft.sources.repeating import Bools, repeated_of
+from sft.sources.repeating import BoolArray, image_equal_rows
 from sft.sources.views import RasterView
-from sft.wsi.views import Affine
+from sft.wsi.views import ColourAffine
 
-__all__ = ["ColourTransferred", "reinhard"]
+__all__ = ["ColourTransferred", "fit_reinhard"]
 
-_Floats = npt.NDArray[np.float32]
+_Float32s = npt.NDArray[np.float32]
 
 #: Red, green and blue to the responses of three cones (equation 4); each row sums to nearly 1.
 _CONES = np.array([[0.3811, 0.5783, 0.0402], [0.1967, 0.7244, 0.0782], [0.0241, 0.1288, 0.8444]])
@@ -41,7 +41,7 @@ _MIN_LOG = -4.0
 _PIECE_PX = 1 << 18
 
 
-def reinhard(thumbnail: Pixels, name: str) -> Affine:
+def fit_reinhard(thumbnail: Pixels, name: str) -> ColourAffine:
     """What brings a slide's colours to the reference, as a map of the logarithms of the cones' responses.
 
     Args:
@@ -62,7 +62,7 @@ def reinhard(thumbnail: Pixels, name: str) -> Affine:
     mean, deviation = rotated.mean(0), np.maximum(rotated.std(0), _MIN_DEVIATION)
     scale = np.diag(_REFERENCE_DEVIATION / deviation)
     back = np.linalg.inv(_ROTATION)
-    return Affine.of(back @ scale @ _ROTATION, back @ (_REFERENCE_MEAN - scale @ mean))
+    return ColourAffine.of(back @ scale @ _ROTATION, back @ (_REFERENCE_MEAN - scale @ mean))
 
 
 class ColourTransferred(RasterView):
@@ -73,19 +73,19 @@ class ColourTransferred(RasterView):
 
     Args:
         image: the image.
-        transfer: as :func:`reinhard` gives it.
+        transfer: as :func:`fit_reinhard` gives it.
     """
 
-    def __init__(self, image: Image, transfer: Affine) -> None:
+    def __init__(self, image: Image, transfer: ColourAffine) -> None:
         super().__init__(image)
         self.transfer = transfer
 
     def __repr__(self) -> str:
         return f"ColourTransferred({self.image!r})"
 
-    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """As the image below says: a pixel's colour depends on that pixel alone."""
-        return repeated_of(self.image, part, columns=columns)
+        return image_equal_rows(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         pixels = self.image.read(x, y, w, h, level)
@@ -97,20 +97,20 @@ class ColourTransferred(RasterView):
 
     def _recolour(self, pixels: Pixels) -> Pixels:
         responses = _TO_CONES.apply([_SHARES[pixels[..., channel]] for channel in range(3)])
-        logs = [_LOGS[_place(response * np.float32(_RESPONSES), _RESPONSES)] for response in responses]
+        logs = [_LOGS[_nearest_entries(response * np.float32(_RESPONSES), _RESPONSES)] for response in responses]
         moved = self.transfer.apply(logs)
-        changed = [_POWERS[_place((log - np.float32(_MIN_LOG)) * np.float32(_LOG_STEPS), len(_POWERS) - 1)] for log in moved]
+        changed = [_POWERS[_nearest_entries((log - np.float32(_MIN_LOG)) * np.float32(_LOG_STEPS), len(_POWERS) - 1)] for log in moved]
         planes = _FROM_CONES.apply(changed)
         return np.stack([np.clip(np.rint(plane * np.float32(256)) - 1, 0, 255) for plane in planes], axis=-1).astype(np.uint8)
 
 
-def _place(numbers: _Floats, last: int) -> npt.NDArray[np.int32]:
+def _nearest_entries(numbers: _Float32s, last: int) -> npt.NDArray[np.int32]:
     """The nearest entries of a table."""
     return np.rint(np.clip(numbers, 0, last)).astype(np.int32)
 
 
-_TO_CONES, _FROM_CONES = Affine.of(_CONES), Affine.of(np.linalg.inv(_CONES))
-_SHARES: _Floats = ((np.arange(256) + 1) / 256).astype(np.float32)
-_LOGS: _Floats = np.log10(np.maximum(np.arange(_RESPONSES + 1), 1) / _RESPONSES).astype(np.float32)
+_TO_CONES, _FROM_CONES = ColourAffine.of(_CONES), ColourAffine.of(np.linalg.inv(_CONES))
+_SHARES: _Float32s = ((np.arange(256) + 1) / 256).astype(np.float32)
+_LOGS: _Float32s = np.log10(np.maximum(np.arange(_RESPONSES + 1), 1) / _RESPONSES).astype(np.float32)
 #: Up to ten times the largest response: what is brighter is white anyway.
-_POWERS: _Floats = (10 ** (_MIN_LOG + np.arange(int((1 - _MIN_LOG) * _LOG_STEPS) + 1) / _LOG_STEPS)).astype(np.float32)
+_POWERS: _Float32s = (10 ** (_MIN_LOG + np.arange(int((1 - _MIN_LOG) * _LOG_STEPS) + 1) / _LOG_STEPS)).astype(np.float32)

@@ -12,8 +12,8 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from sklearn.metrics import roc_curve
 
-from sft.wsi.files import replacing, write_csv, write_json, write_text
-from sft.wsi.metrics import Estimate, Prediction, confusion, evaluate_predictions, of_patients
+from sft.wsi.files import atomic_write_with_parents, write_csv, write_json, write_text
+from sft.wsi.metrics import Estimate, Prediction, confusion_counts, evaluate_predictions, patient_predictions
 from sft.wsi.tasks import Task
 
 __all__ = ["PLAIN_TEXT", "draw_curves", "write_evaluation"]
@@ -44,7 +44,7 @@ def write_evaluation(
     Raises:
         RunFolderError: a file cannot be written.
     """
-    patients = of_patients(predictions)
+    patients = patient_predictions(predictions)
     estimates = {
         "slides": evaluate_predictions(task, predictions, seed=seed, num_draws=num_draws),
         "patients": evaluate_predictions(task, patients, seed=seed, num_draws=num_draws),
@@ -94,7 +94,7 @@ def _draw_curves(path: Path, epochs: Sequence[Mapping[str, Any]]) -> None:
         axis.set(xlabel="epoch")
         if axis.lines:
             axis.legend()
-    with replacing(path) as temporary:
+    with atomic_write_with_parents(path) as temporary:
         figure.savefig(temporary, dpi=110)
 
 
@@ -115,11 +115,11 @@ def _draw_figures(folder: Path, task: Task, predictions: Sequence[Prediction]) -
     axis.set(xlabel="1 - specificity", ylabel="sensitivity", title="ROC, slides")
     if len(axis.lines) > 1:
         axis.legend()
-    with replacing(folder / "roc.png") as temporary:
+    with atomic_write_with_parents(folder / "roc.png") as temporary:
         figure.savefig(temporary, dpi=110)
     if task.kind == "multilabel":
         return ["roc.png"]
-    counts = confusion(task, known)
+    counts = confusion_counts(task, known)
     figure = Figure(figsize=(1.8 + 0.7 * len(counts), 1.5 + 0.7 * len(counts)), layout="constrained")
     axis = figure.subplots()
     axis.imshow(counts, cmap="Blues", vmin=0)
@@ -127,7 +127,7 @@ def _draw_figures(folder: Path, task: Task, predictions: Sequence[Prediction]) -
         axis.text(col, row, str(count), ha="center", va="center", color="white" if count > counts.max() / 2 else "black")
     ticks = range(len(task.classes))
     axis.set(xlabel="predicted", ylabel="true", xticks=ticks, yticks=ticks, xticklabels=task.classes, yticklabels=task.classes)
-    with replacing(folder / "confusion.png") as temporary:
+    with atomic_write_with_parents(folder / "confusion.png") as temporary:
         figure.savefig(temporary, dpi=110)
     return ["roc.png", "confusion.png"]
 
@@ -153,7 +153,10 @@ def _summary(
         lines += [f"Patients whose slides have different targets do not count in their metrics: {len(mixed)}.", ""]
     names = list(dict.fromkeys(name for found in estimates.values() for name in found))
     lines += ["| metric | slides | patients |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {_told(estimates['slides'].get(name))} | {_told(estimates['patients'].get(name))} |" for name in names]
+    lines += [
+        f"| {name} | {_estimate_text(estimates['slides'].get(name))} | {_estimate_text(estimates['patients'].get(name))} |"
+        for name in names
+    ]
     lines += ["", "In brackets 95 % intervals: percentiles of a bootstrap that draws patients with all of their slides.", ""]
     lines += [f"![{name.removesuffix('.png')}]({name})" for name in figures]
     if failed:
@@ -161,7 +164,7 @@ def _summary(
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _told(estimate: Estimate | None) -> str:
+def _estimate_text(estimate: Estimate | None) -> str:
     if estimate is None or math.isnan(estimate.value):
         return "-"
     interval = "" if math.isnan(estimate.low) else f" [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -18,9 +18,9 @@ from sft.sources import BadTile
 from sft.units import format_bytes
 from sft.wsi.checkpoint import CheckpointFolder
 from sft.wsi.errors import RunFolderError
-from sft.wsi.files import clear_partial, replacing, write_csv, write_text
+from sft.wsi.files import clear_partial, atomic_write_with_parents, write_csv, write_text
 
-__all__ = ["RunFolder", "UnwrittenFolder", "add_damage"]
+__all__ = ["RunFolder", "NullRunFolder", "append_bad_tiles"]
 
 _STEP_COLUMNS = ("step", "epoch", "loss", "lr", "grad_norm", "seconds", "waited_seconds", "skipped_share", "slides")
 _DAMAGE_COLUMNS = ("slide", "level", "left_px", "top_px", "width_px", "height_px", "reason")
@@ -133,7 +133,7 @@ class RunFolder:
                 whole = [dict(zip(header, row, strict=True)) for row in reader if len(row) == len(header)]
                 kept = [row for row in whole if row.get("step", "").isdigit() and int(row["step"]) <= last_step]
                 rows = [[row.get(name, "") for name in _STEP_COLUMNS] for row in kept]
-        with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        with atomic_write_with_parents(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([_STEP_COLUMNS, *rows])
 
     def add_step(self, row: Mapping[str, Any]) -> None:
@@ -158,15 +158,15 @@ class RunFolder:
             RunFolderError: it cannot be written.
         """
         columns = list(dict.fromkeys(name for epoch in epochs for name in epoch))
-        with replacing(self.path / "metrics.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        with atomic_write_with_parents(self.path / "metrics.csv") as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows([columns, *([_cell(epoch.get(name, "")) for name in columns] for epoch in epochs)])
 
     def add_damage(self, tiles: Mapping[str, Sequence[BadTile]]) -> int:
-        """Note filled tiles in damaged.csv; see :func:`add_damage`."""
-        return add_damage(self.path / "damaged.csv", tiles)
+        """Note filled tiles in damaged.csv; see :func:`append_bad_tiles`."""
+        return append_bad_tiles(self.path / "damaged.csv", tiles)
 
 
-class UnwrittenFolder(RunFolder):
+class NullRunFolder(RunFolder):
     """What the folder of a run is to ranks that do not write it: the first one does, perhaps on another machine.
 
     Args:
@@ -175,9 +175,9 @@ class UnwrittenFolder(RunFolder):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.checkpoints = _UnwrittenCheckpoints(path / "checkpoints")
+        self.checkpoints = _NullCheckpointFolder(path / "checkpoints")
 
-    def __enter__(self) -> UnwrittenFolder:
+    def __enter__(self) -> NullRunFolder:
         return self
 
     def write_yaml(self, name: str, value: Any) -> None:
@@ -196,12 +196,12 @@ class UnwrittenFolder(RunFolder):
         return 0
 
 
-class _UnwrittenCheckpoints(CheckpointFolder):
+class _NullCheckpointFolder(CheckpointFolder):
     def save(self, kind: str, number: int, model: nn.Module, state: Mapping[str, Any], *, keep: int) -> Path:
         return self.path
 
 
-def add_damage(path: Path, tiles: Mapping[str, Sequence[BadTile]]) -> int:
+def append_bad_tiles(path: Path, tiles: Mapping[str, Sequence[BadTile]]) -> int:
     """Add filled tiles, by slide, to a table of them; what is in it already stays and is not repeated.
 
     Returns:

@@ -17,7 +17,7 @@ from sft.wsi.config import Config
 from sft.wsi.errors import RunFolderError
 from sft.wsi.table import SlideTable, file_bytes
 
-__all__ = ["Progress", "check_same_run", "fingerprint", "surroundings"]
+__all__ = ["RunProgress", "check_same_run", "config_fingerprint", "run_environment"]
 
 #: Settings that a run may change when it goes on: none of them changes a number.
 _NEUTRAL = {"data": {"csv", "slides", "host_budget"}, "train": {"checkpoint_every"}}
@@ -28,11 +28,11 @@ _CHANGEABLE = frozenset({"model.budget", "model.tile", "train.on_error", "train.
 #: What decodes slides, where it is installed.
 _PACKAGES = ("sft-engine", "numpy", "tifffile", "imagecodecs", "simplejpeg", "openslide-python", "openslide-bin")
 
-_ALONE = MeshShape()
+_SINGLE_RANK = MeshShape()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RunProgress:
     """How far a run is.
 
     Attributes:
@@ -59,7 +59,7 @@ class Progress:
     stopped: bool = False
 
 
-def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table: SlideTable, shape: MeshShape = _ALONE) -> None:
+def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table: SlideTable, shape: MeshShape = _SINGLE_RANK) -> None:
     """Refuse to go on with another run; warn where the bits cannot be the same.
 
     Args:
@@ -72,8 +72,8 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
     Raises:
         RunFolderError: settings, slides, labels or splits are others.
     """
-    before, now = state["settings"], fingerprint(config)
-    different = _different(before, now)
+    before, now = state["settings"], config_fingerprint(config)
+    different = _changed_settings(before, now)
     refused = [told for name, told in different.items() if name not in _CHANGEABLE]
     if refused:
         listed = ", ".join(refused)
@@ -85,10 +85,10 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
             f"the run folder {folder} holds a run on other slides, labels or splits. Put the table back to go on, or give "
             "another folder with --run."
         )
-    now = surroundings(shape, config.train.device)
-    before = {**surroundings(device=config.train.device), **state["surroundings"]}  # checkpoints of earlier versions say less
-    different |= _different(before, now)
-    sizes = _different(state.get("file_bytes", {}), file_bytes(table)) if "file_bytes" in state else {}
+    now = run_environment(shape, config.train.device)
+    before = {**run_environment(device=config.train.device), **state["surroundings"]}  # checkpoints of earlier versions say less
+    different |= _changed_settings(before, now)
+    sizes = _changed_settings(state.get("file_bytes", {}), file_bytes(table)) if "file_bytes" in state else {}
     if sizes:
         different["slides"] = f"{len(sizes)} slide file(s) of another size, bytes of {next(iter(sizes.values()))}"
     if different:
@@ -96,14 +96,14 @@ def check_same_run(folder: Path, state: Mapping[str, Any], config: Config, table
         warnings.warn(f"the run was started otherwise: {listed}. It goes on, but not to the same bits", RuntimeWarning, stacklevel=2)
 
 
-def _different(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def _changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """What is no longer as it was, by name, in words."""
     return {
         name: f"{name} (was {before.get(name)!r}, is {now.get(name)!r})" for name in {**before, **now} if before.get(name) != now.get(name)
     }
 
 
-def fingerprint(config: Config) -> dict[str, Any]:
+def config_fingerprint(config: Config) -> dict[str, Any]:
     """The settings that decide what a run computes, as ``group.name``."""
     settings = config.to_dict()
     found = {
@@ -116,7 +116,7 @@ def fingerprint(config: Config) -> dict[str, Any]:
     return found
 
 
-def surroundings(shape: MeshShape = _ALONE, device: str = "cpu") -> dict[str, Any]:
+def run_environment(shape: MeshShape = _SINGLE_RANK, device: str = "cpu") -> dict[str, Any]:
     """What else decides the bits of a run: how pixels are decoded, and in which order sums are taken.
 
     Args:

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from sft.errors import InputError
-from sft.placing import usable
-from sft.wsi.backbones import library_of
+from sft.placing import available_device
+from sft.wsi.backbones import backbone_library
 from sft.wsi.checkpoint import restore_weights
 from sft.wsi.config import Config, ModelConfig
 from sft.wsi.errors import RunFolderError
@@ -23,11 +23,11 @@ from sft.wsi.runfolder import RunFolder
 from sft.wsi.table import SlideRecord, SlideTable, read_table
 from sft.wsi.tasks import Task
 
-__all__ = ["Loaded", "Selection", "config_path", "load"]
+__all__ = ["LoadedModel", "InferenceRequest", "config_path", "load_trained"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
+class InferenceRequest:
     """A trained model, and slides for it.
 
     Attributes:
@@ -63,7 +63,7 @@ class Selection:
 
 
 @dataclass(slots=True, kw_only=True)
-class Loaded:
+class LoadedModel:
     """A model with its weights, and its slides.
 
     Attributes:
@@ -105,7 +105,7 @@ def _task_of(path: Path) -> tuple[dict[str, Any], Task]:
         raise RunFolderError(f"{path} is damaged ({error}). Copy it again, or start the training again, which writes it.") from error
 
 
-def load(selection: Selection, console: Console, ranks: Ranks) -> Loaded:
+def load_trained(selection: InferenceRequest, console: Console, ranks: Ranks) -> LoadedModel:
     """The model of a run, and the slides that it is wanted for; the first rank reads the run's folder.
 
     Raises:
@@ -119,7 +119,7 @@ def load(selection: Selection, console: Console, ranks: Ranks) -> Loaded:
         train=replace(config.train, device=selection.device or config.train.device),
         model=replace(config.model, budget=selection.budget or config.model.budget, weights=None, options=_without_download(config.model)),
     )
-    usable(config.train.device)
+    available_device(config.train.device)
     ranks.use_device(config.train.device)
     if selection.csv is not None:
         settings = replace(config.task, classes=list(task.classes) or None)
@@ -143,7 +143,7 @@ def load(selection: Selection, console: Console, ranks: Ranks) -> Loaded:
         )
     restore_weights(experiment.model, with_weights.weights, selection.run)
     state = with_weights.state
-    loaded = Loaded(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
+    loaded = LoadedModel(experiment=experiment, records=records, epoch=state["epoch"] if "epoch" in state else state["progress"]["epoch"])
     with Reporter(console, 0) as reporter:
         loaded.failed |= check_records(experiment, records, ranks, reporter)
     if loaded.failed and config.train.on_error != "skip":
@@ -169,6 +169,6 @@ def _without_download(model: ModelConfig) -> dict[str, Any]:
         return options
     kept = {key: value for key, value in options.items() if key not in ("pretrained", "weights")}
     is_pretrained = any(options.get(key) for key in ("pretrained", "weights"))
-    if is_pretrained and name in _BUILT_WITH_WEIGHTS and (library or library_of(name)) == "torchvision":
+    if is_pretrained and name in _BUILT_WITH_WEIGHTS and (library or backbone_library(name)) == "torchvision":
         return {**_BUILT_WITH_WEIGHTS[name], **kept}
     return kept

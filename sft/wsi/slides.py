@@ -13,7 +13,7 @@ from sft.sources import OnError, Raster, at_mpp, open_image
 from sft.sources.image import Image, Pixels, read_strips
 from sft.sources.views import AtLevel, RasterView
 
-__all__ = ["OpenedSlide", "SlideInfo", "open_slide", "slide_info", "thumbnail"]
+__all__ = ["OpenedSlide", "SlideInfo", "open_slide", "slide_info", "make_thumbnail"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,7 @@ def open_slide(path: Path, *, mpp: float | None = None, slide_mpp: float | None 
     return OpenedSlide(image=whole if mpp is None else at_mpp(whole, mpp), whole=whole)
 
 
-def thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
+def make_thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
     """The image averaged down by a whole factor, so that no side is longer than ``max_px``.
 
     Averages of whole blocks, read in strips; where the image has a pyramid, of its smallest level that is large enough. Incomplete blocks
@@ -110,13 +110,13 @@ def thumbnail(image: Image, max_px: int) -> tuple[Pixels, int]:
         uint8 ``[height, width, channels]``, and the factor.
     """
     least = max(1, math.ceil(max(image.height_px, image.width_px) / max_px))
-    smaller, downsample = _smaller(image, least)
+    smaller, downsample = _nearest_level(image, least)
     step = -(-least // downsample)
     rows = step * max(1, 256 // step)
-    return np.concatenate([_averaged(strip, step) for strip in read_strips(smaller, rows)]), step * downsample
+    return np.concatenate([_block_average(strip, step) for strip in read_strips(smaller, rows)]), step * downsample
 
 
-def _smaller(image: Image, factor: int) -> tuple[Image, int]:
+def _nearest_level(image: Image, factor: int) -> tuple[Image, int]:
     """The smallest level that is not smaller than by the factor, and its downsample; the image itself where it has no pyramid."""
     view, best = RasterView(image), (0, 1)
     for level in view.exact_levels:
@@ -128,7 +128,7 @@ def _smaller(image: Image, factor: int) -> tuple[Image, int]:
     return (AtLevel(image, best[0]) if best[0] else image), best[1]
 
 
-def _averaged(pixels: Pixels, factor: int) -> Pixels:
+def _block_average(pixels: Pixels, factor: int) -> Pixels:
     """Means of blocks, rounded."""
     if factor == 1:
         return pixels

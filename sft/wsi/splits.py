@@ -11,7 +11,7 @@ from sklearn.model_selection import StratifiedGroupKFold
 
 from sft.wsi.config import DataConfig, TaskKind
 from sft.wsi.errors import DatasetError
-from sft.wsi.randomness import generator
+from sft.wsi.randomness import philox_generator
 from sft.wsi.table import SlideRecord, SlideTable, Split
 
 __all__ = ["assign_splits"]
@@ -34,7 +34,7 @@ def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: i
     if config.num_folds is not None and any(record.split is not None for record in records):
         raise DatasetError(where, [f"data.num_folds {config.num_folds}, but the table has splits; leave out one of the two"])
     if not any(record.split is not None for record in records):
-        splits = _derived(records, config, kind, seed, where)
+        splits = _derive_splits(records, config, kind, seed, where)
         records = [replace(record, split=split) for record, split in zip(records, splits, strict=True)]
     problems = []
     training = [record for record in records if record.split == "train"]
@@ -52,7 +52,7 @@ def assign_splits(table: SlideTable, config: DataConfig, kind: TaskKind, seed: i
     return SlideTable(records=tuple(records), classes=table.classes)
 
 
-def _derived(records: Sequence[SlideRecord], config: DataConfig, kind: TaskKind, seed: int, where: str) -> list[Split]:
+def _derive_splits(records: Sequence[SlideRecord], config: DataConfig, kind: TaskKind, seed: int, where: str) -> list[Split]:
     if config.num_folds is not None:
         folds = _folds(records, kind, config.num_folds, seed, where)
         test, val = config.fold, (config.fold + 1) % config.num_folds
@@ -67,7 +67,7 @@ def _derived(records: Sequence[SlideRecord], config: DataConfig, kind: TaskKind,
         raise DatasetError(where, [f"{num_patients} patients, {told}: none is left to train on; give more, or smaller shares"])
     held: dict[str, Split] = {}
     for split, count in counts.items():
-        for patient in _drawn(left, count):
+        for patient in _sample_stratified(left, count):
             held[patient] = split
     return [held.get(record.patient, "train") for record in records]
 
@@ -79,12 +79,12 @@ def _patients(records: Sequence[SlideRecord], strata: Sequence[str], seed: int) 
         of_patient.setdefault(record.patient, set()).add(stratum)
     names = sorted(of_patient)
     found: dict[str, list[str]] = {}
-    for number in generator(seed, "splits").permutation(len(names)).tolist():
+    for number in philox_generator(seed, "splits").permutation(len(names)).tolist():
         found.setdefault(" ".join(sorted(of_patient[names[number]])), []).append(names[number])
     return dict(sorted(found.items()))
 
 
-def _drawn(left: dict[str, list[str]], count: int) -> list[str]:
+def _sample_stratified(left: dict[str, list[str]], count: int) -> list[str]:
     """Take so many patients, of each stratum its share as nearly as whole patients allow; the last of a stratum only if all others are."""
     sizes = {stratum: len(patients) for stratum, patients in left.items()}
     share = count / sum(sizes.values())

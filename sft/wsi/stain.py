@@ -1,6 +1,6 @@
 """Stains: their colours estimated once per slide at low resolution, brought to a reference, or varied.
 
-All of it is affine in optical density, so a slide's normalisation and its augmentation are one `Affine`, applied pixel by pixel.
+All of it is affine in optical density, so a slide's normalisation and its augmentation are one `ColourAffine`, applied pixel by pixel.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import numpy.typing as npt
 
 from sft.errors import SourceError
 from sft.sources.image import Pixels
-from sft.wsi.views import Affine
+from sft.wsi.views import ColourAffine
 
-__all__ = ["hed_shift", "macenko"]
+__all__ = ["hed_shift", "fit_macenko"]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -25,7 +25,7 @@ _MIN_DENSITY = 0.15  # lighter pixels are background
 _MIN_TISSUE_PX = 256
 
 
-def macenko(thumbnail: Pixels, name: str) -> Affine:
+def fit_macenko(thumbnail: Pixels, name: str) -> ColourAffine:
     """What brings a slide's stains to the reference (Macenko et al., 2009).
 
     The two stains span a plane in optical density, found from tissue pixels; the extreme directions in it are the stains. What lies
@@ -56,14 +56,14 @@ def macenko(thumbnail: Pixels, name: str) -> Affine:
     amounts = tissue @ np.linalg.inv(source)
     largest = np.maximum(np.percentile(amounts[:, :2], 99, axis=0), 1e-3)
     scale = np.diag([*(_REFERENCE_MAX / largest), 1.0])
-    return Affine.of((np.linalg.inv(source) @ scale @ target).T)
+    return ColourAffine.of((np.linalg.inv(source) @ scale @ target).T)
 
 
-def hed_shift(scales: npt.ArrayLike, shifts: npt.ArrayLike) -> Affine:
+def hed_shift(scales: npt.ArrayLike, shifts: npt.ArrayLike) -> ColourAffine:
     """Amounts of haematoxylin, eosin and DAB times ``1 + scale``, plus ``shift`` (Tellez et al., 2018)."""
     mixing = _HED / np.linalg.norm(_HED, axis=1, keepdims=True)
     factors = np.diag(1 + np.asarray(scales, np.float64))
-    return Affine.of((np.linalg.inv(mixing) @ factors @ mixing).T, np.asarray(shifts, np.float64) @ mixing)
+    return ColourAffine.of((np.linalg.inv(mixing) @ factors @ mixing).T, np.asarray(shifts, np.float64) @ mixing)
 
 
 def _with_normal(stains: _Floats) -> _Floats:

@@ -169,7 +169,7 @@ def read_table(path: Path, task: TaskConfig, *, root: Path | None = None, needs_
             if classes and any(part.strip().lower() in _MISSING for part in cell.get("label", "").split(";"))
         ]
     records = [_record(number, cell, task.kind, classes, path, root, needs_targets, problems) for number, cell in cells]
-    records = _named(records, problems)
+    records = _name_records(records, problems)
     _check_patients(records, problems)
     if problems:
         raise DatasetError(str(path), problems)
@@ -348,11 +348,11 @@ def _number(text: str, what: str, add: _Add) -> float | None:
     return value
 
 
-def _named(records: Sequence[SlideRecord], problems: list[str]) -> list[SlideRecord]:
+def _name_records(records: Sequence[SlideRecord], problems: list[str]) -> list[SlideRecord]:
     """Give each slide a name that is a file name; refuse files that are there twice."""
     lines: dict[object, int] = {}
     for record in records:
-        file = _file_of(record.path)
+        file = _file_identity(record.path)
         if file in lines:
             problems.append(f"line {record.row}: slide {record.path.name} is on line {lines[file]} already; leave one")
         lines.setdefault(file, record.row)
@@ -378,7 +378,7 @@ def _named(records: Sequence[SlideRecord], problems: list[str]) -> list[SlideRec
     return named
 
 
-def _file_of(path: Path) -> object:
+def _file_identity(path: Path) -> object:
     """What makes two paths one file, whatever links there are to it."""
     try:
         facts = path.stat()

@@ -21,12 +21,22 @@ from sft.sources import ArrayImage, Raster
 from sft.sources.image import Pixels
 from sft.tissue import Masked, Regions, TissueMask, find_tissue, read_geojson
 from sft.tissue.mask import Box
-from sft.wsi.files import replacing
+from sft.wsi.files import atomic_write_with_parents
 
-__all__ = ["Area", "PackedMask", "box_of", "draw_tissue", "find_area", "fitted", "painted", "read_area", "read_mask"]
+__all__ = [
+    "TissueArea",
+    "PackedMask",
+    "area_bounding_box",
+    "draw_tissue",
+    "find_area",
+    "rescale_area",
+    "paint_outside",
+    "read_area",
+    "read_mask",
+]
 
 #: What is tissue, in px of some image.
-Area: TypeAlias = TissueMask | Regions
+TissueArea: TypeAlias = TissueMask | Regions
 _GEOJSON = (".geojson", ".json")
 _MASK_MPP = 8.0
 _OUTLINE_RGB = (20, 150, 40)
@@ -58,7 +68,7 @@ def read_mask(path: Path) -> npt.NDArray[Any]:
     return mask
 
 
-def read_area(path: Path, slide: Raster) -> Area:
+def read_area(path: Path, slide: Raster) -> TissueArea:
     """A mask file of a slide, in px of its largest level.
 
     Raises:
@@ -74,7 +84,7 @@ def read_area(path: Path, slide: Raster) -> Area:
             f"mask {path} of {mask.shape[1]} x {mask.shape[0]} px for {slide!r} of {width_px} x {height_px} px: the sides have another "
             "ratio. Give the mask of this slide."
         )
-    return TissueMask(pixels=_sampled(mask != 0, width_px, height_px), width_px=width_px, height_px=height_px)
+    return TissueMask(pixels=_resample_mask(mask != 0, width_px, height_px), width_px=width_px, height_px=height_px)
 
 
 def find_area(slide: Raster, *, mpp: float | None = None) -> TissueMask:
@@ -90,7 +100,7 @@ def find_area(slide: Raster, *, mpp: float | None = None) -> TissueMask:
     return mask
 
 
-def fitted(area: Area, image: Raster, scale: tuple[float, float]) -> Area:
+def rescale_area(area: TissueArea, image: Raster, scale: tuple[float, float]) -> TissueArea:
     """The area in px of the same slide at another resolution.
 
     Args:
@@ -101,10 +111,10 @@ def fitted(area: Area, image: Raster, scale: tuple[float, float]) -> Area:
     if isinstance(area, Regions):
         return area if scale == (1.0, 1.0) else area.scaled(1 / scale[0], 1 / scale[1])
     width_px, height_px = image.width_px, image.height_px
-    return TissueMask(pixels=_sampled(area.pixels, width_px, height_px), width_px=width_px, height_px=height_px)
+    return TissueMask(pixels=_resample_mask(area.pixels, width_px, height_px), width_px=width_px, height_px=height_px)
 
 
-def box_of(area: Area, image: Raster) -> Box:
+def area_bounding_box(area: TissueArea, image: Raster) -> Box:
     """The smallest rectangle of an image that holds an area in px of it.
 
     Raises:
@@ -121,10 +131,10 @@ def box_of(area: Area, image: Raster) -> Box:
     return box
 
 
-def painted(small: Pixels, area: Area, factor: int, background: tuple[int, ...]) -> Pixels:
+def paint_outside(small: Pixels, area: TissueArea, factor: int, background: tuple[int, ...]) -> Pixels:
     """A slide made smaller by ``factor``, with everything outside of the area (in px of the largest level) painted over."""
     image = ArrayImage(small, layout="HWC", background=background)
-    return Masked(image, fitted(area, image, (factor, factor))).read(0, 0, image.width_px, image.height_px)
+    return Masked(image, rescale_area(area, image, (factor, factor))).read(0, 0, image.width_px, image.height_px)
 
 
 def draw_tissue(path: Path, small: Pixels, mask: TissueMask) -> None:
@@ -139,13 +149,13 @@ def draw_tissue(path: Path, small: Pixels, mask: TissueMask) -> None:
         RunFolderError: it cannot be written.
     """
     height, width = small.shape[:2]
-    inside = _looked_up(mask.pixels, height, width)
+    inside = _gather_pixels(mask.pixels, height, width)
     border = np.zeros_like(inside)
     border[1:] |= inside[1:] != inside[:-1]
     border[:, 1:] |= inside[:, 1:] != inside[:, :-1]
     picture = np.where(inside[..., None], small, small // 2 + 128).astype(np.uint8)
     picture[border] = _OUTLINE_RGB
-    with replacing(path) as temporary:
+    with atomic_write_with_parents(path) as temporary:
         PillowImage.fromarray(picture).save(temporary)
 
 
@@ -171,13 +181,13 @@ class PackedMask:
         return TissueMask(pixels=bits.astype(bool).reshape(self.shape), width_px=self.width_px, height_px=self.height_px)
 
 
-def _sampled(pixels: npt.NDArray[np.bool_], width_px: int, height_px: int) -> npt.NDArray[np.bool_]:
+def _resample_mask(pixels: npt.NDArray[np.bool_], width_px: int, height_px: int) -> npt.NDArray[np.bool_]:
     """The mask with no more px than the image has: those under the centres of the image's."""
     rows, columns = min(height_px, pixels.shape[0]), min(width_px, pixels.shape[1])
-    return pixels if (rows, columns) == pixels.shape else _looked_up(pixels, rows, columns)
+    return pixels if (rows, columns) == pixels.shape else _gather_pixels(pixels, rows, columns)
 
 
-def _looked_up(pixels: npt.NDArray[np.bool_], rows: int, columns: int) -> npt.NDArray[np.bool_]:
+def _gather_pixels(pixels: npt.NDArray[np.bool_], rows: int, columns: int) -> npt.NDArray[np.bool_]:
     row, column = ((2 * np.arange(count) + 1) * extent // (2 * count) for count, extent in zip((rows, columns), pixels.shape, strict=True))
     found: npt.NDArray[np.bool_] = pixels[row[:, None], column]
     return found

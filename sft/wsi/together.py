@@ -14,16 +14,25 @@ from typing import Any, TypeVar
 
 from sft.errors import RankError, SourceError
 from sft.wsi.interruption import EndRequested, Interruption
-from sft.wsi.ranks import Among, Ranks
+from sft.wsi.ranks import RankScope, Ranks
 from sft.wsi.table import SlideRecord
 
-__all__ = ["SlideFailed", "Unreadable", "agreed", "behind", "dealt", "in_order", "opened", "reading"]
+__all__ = [
+    "SlideFailed",
+    "UnreadableSlide",
+    "gather_results",
+    "next_items",
+    "scatter_items",
+    "gather_in_order",
+    "open_on_all_ranks",
+    "reading_slide",
+]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unreadable:
+class UnreadableSlide:
     """What is wrong with a slide, and the rank that found out."""
 
     problem: str
@@ -38,12 +47,12 @@ class SlideFailed(Exception):
         error: what is raised where that stops the run.
     """
 
-    def __init__(self, slides: Mapping[str, Unreadable], error: SourceError) -> None:
+    def __init__(self, slides: Mapping[str, UnreadableSlide], error: SourceError) -> None:
         self.slides, self.error = dict(slides), error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Said:
+class _RankStatus:
     """How a rank fared.
 
     Attributes:
@@ -54,22 +63,22 @@ class _Said:
     """
 
     value: Any = None
-    unreadable: Mapping[str, Unreadable] | None = None
+    unreadable: Mapping[str, UnreadableSlide] | None = None
     asked: signal.Signals | None = None
     broken: str | None = None
 
 
-def dealt(items: Sequence[T], ranks: Ranks) -> list[T]:
+def scatter_items(items: Sequence[T], ranks: Ranks) -> list[T]:
     """Those of some items that are this rank's replica's."""
     return list(items[ranks.rank // ranks.shape.num_bands :: ranks.shape.num_replicas])
 
 
-def behind(mine: Sequence[T], following: T | None = None) -> list[T | None]:
+def next_items(mine: Sequence[T], following: T | None = None) -> list[T | None]:
     """What comes after each item; ``following`` after the last."""
     return [*mine[1:], following] if mine else []
 
 
-def in_order(parts: Sequence[Sequence[T]], ranks: Ranks) -> list[T]:
+def gather_in_order(parts: Sequence[Sequence[T]], ranks: Ranks) -> list[T]:
     """What the replicas made of what was dealt out to them, in the order of the items; ``parts`` are everybody's."""
     hands = [iter(part) for part in parts[:: ranks.shape.num_bands]]
     count = sum(len(part) for part in parts[:: ranks.shape.num_bands])
@@ -77,7 +86,7 @@ def in_order(parts: Sequence[Sequence[T]], ranks: Ranks) -> list[T]:
 
 
 @contextmanager
-def reading(record: SlideRecord, ranks: Ranks) -> Iterator[None]:
+def reading_slide(record: SlideRecord, ranks: Ranks) -> Iterator[None]:
     """Where a slide is read.
 
     Raises:
@@ -86,26 +95,26 @@ def reading(record: SlideRecord, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except SourceError as error:
-        raise SlideFailed({record.name: Unreadable(problem=" ".join(str(error).split()), rank=ranks.rank)}, error) from error
+        raise SlideFailed({record.name: UnreadableSlide(problem=" ".join(str(error).split()), rank=ranks.rank)}, error) from error
 
 
-def opened(record: SlideRecord, make: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None) -> T:
+def open_on_all_ranks(record: SlideRecord, make: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None) -> T:
     """What ``make`` makes of a slide, once all ranks that share it have made theirs.
 
     Raises:
         SlideFailed: one of them cannot.
         EndRequested: one of them was asked to end.
     """
-    with _told_others(ranks, "bands"):
+    with _share_failure(ranks, "bands"):
         if interruption is not None and interruption.received is not None:
             raise EndRequested(interruption.received)
-        with reading(record, ranks):
+        with reading_slide(record, ranks):
             own = make()
-    _raise_for(ranks.gathered(_Said(), "bands"), ranks)
+    _raise_failures(ranks.gathered(_RankStatus(), "bands"), ranks)
     return own
 
 
-def agreed(part: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None, *, among: Among = "all") -> list[T]:
+def gather_results(part: Callable[[], T], ranks: Ranks, interruption: Interruption | None = None, *, among: RankScope = "all") -> list[T]:
     """What ``part`` makes on each rank.
 
     Raises:
@@ -113,36 +122,36 @@ def agreed(part: Callable[[], T], ranks: Ranks, interruption: Interruption | Non
         EndRequested: a rank was asked to end.
         RankError: ranks lost each other.
     """
-    with _told_others(ranks, among):
+    with _share_failure(ranks, among):
         own = part()
     asked = None if interruption is None else interruption.received
-    everybody = ranks.gathered(_Said(value=own, asked=asked), among)
-    _raise_for(everybody, ranks)
+    everybody = ranks.gathered(_RankStatus(value=own, asked=asked), among)
+    _raise_failures(everybody, ranks)
     return [said.value for said in everybody]
 
 
 @contextmanager
-def _told_others(ranks: Ranks, among: Among) -> Iterator[None]:
+def _share_failure(ranks: Ranks, among: RankScope) -> Iterator[None]:
     """Tell the others what went wrong, and fail as they do."""
     try:
         yield
     except (SlideFailed, EndRequested, RankError) as error:
         # Nothing but `error` may refer to the failed step here: its traceback keeps all that the step held.
-        everybody = ranks.gathered(_said_of(error), among)
+        everybody = ranks.gathered(_failure_status(error), among)
         if ranks.shape.num_ranks > 1:
-            _raise_for(everybody, ranks)
+            _raise_failures(everybody, ranks)
         raise
 
 
-def _said_of(error: SlideFailed | EndRequested | RankError) -> _Said:
+def _failure_status(error: SlideFailed | EndRequested | RankError) -> _RankStatus:
     if isinstance(error, SlideFailed):
-        return _Said(unreadable=error.slides)
-    return _Said(asked=error.signal) if isinstance(error, EndRequested) else _Said(broken=error.cause)
+        return _RankStatus(unreadable=error.slides)
+    return _RankStatus(asked=error.signal) if isinstance(error, EndRequested) else _RankStatus(broken=error.cause)
 
 
-def _raise_for(everybody: Sequence[_Said], ranks: Ranks) -> None:
+def _raise_failures(everybody: Sequence[_RankStatus], ranks: Ranks) -> None:
     """Fail as all others do. What somebody could not read comes first: those who share the slide have lost each other over it."""
-    unreadable: dict[str, Unreadable] = {}
+    unreadable: dict[str, UnreadableSlide] = {}
     for said in everybody:
         unreadable = {**(said.unreadable or {}), **unreadable}
     if unreadable:

@@ -23,29 +23,29 @@ from torch import Tensor
 from sft.errors import RankError
 from sft.nn import WithLoss
 from sft.plan.types import Plan
-from sft.wsi.ahead import SlideAhead
+from sft.wsi.ahead import SlidePrefetcher
 from sft.wsi.augment import draw_augmentation
 from sft.wsi.checkpoint import get_random_state, restore_weights, seed_everything, set_random_state
 from sft.wsi.errors import RunInterrupted, TrainingError
-from sft.wsi.experiment import Experiment, autocast, calibrate_norms, compile_model, segmentation_loss
-from sft.wsi.groups import Cost, GroupGradients
+from sft.wsi.experiment import Experiment, autocast_context, calibrate_norms, compile_model, segmentation_loss
+from sft.wsi.groups import StepCost, GradientAccumulator
 from sft.wsi.inference import Predictor, mean_loss
 from sft.wsi.interruption import EndRequested, Interruption
 from sft.wsi.metrics import Prediction, evaluate_predictions
 from sft.wsi.optimization import learning_rate, make_optimizer
 from sft.wsi.progress import Reporter
-from sft.wsi.randomness import generator
-from sft.wsi.ranks import ALONE, Ranks
+from sft.wsi.randomness import philox_generator
+from sft.wsi.ranks import SINGLE_RANK, Ranks
 from sft.wsi.runfolder import RunFolder
-from sft.wsi.runstate import Progress, check_same_run, fingerprint, surroundings
+from sft.wsi.runstate import RunProgress, check_same_run, config_fingerprint, run_environment
 from sft.wsi.table import SlideRecord, file_bytes
-from sft.wsi.together import dealt
+from sft.wsi.together import scatter_items
 
 __all__ = ["Trainer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
+class _InitialState:
     """What a run begins with, or goes on with.
 
     Attributes:
@@ -70,7 +70,9 @@ class Trainer:
         ranks: those that share the work. Default: this process alone
     """
 
-    def __init__(self, experiment: Experiment, folder: RunFolder, failed: dict[str, str], reporter: Reporter, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, experiment: Experiment, folder: RunFolder, failed: dict[str, str], reporter: Reporter, ranks: Ranks = SINGLE_RANK
+    ) -> None:
         self.experiment, self._folder, self._reporter, self._ranks = experiment, folder, reporter, ranks
         self._config, self._task, self._model = experiment.config, experiment.task, experiment.model
         config = self._config
@@ -86,14 +88,14 @@ class Trainer:
             ranks=ranks,
         )
         self._scaler = torch.amp.GradScaler(torch.device(config.train.device).type, enabled=config.train.precision == "fp16")
-        ahead = SlideAhead()
+        ahead = SlidePrefetcher()
         #: predicts with the model as it is, through plans that training has made already
         self.predictor = Predictor(experiment, self._net, ranks, ahead)
-        self._groups = GroupGradients(experiment, self._net, self._scaler, ranks, reporter, ahead)
-        self._epoch_cost = Cost()
+        self._groups = GradientAccumulator(experiment, self._net, self._scaler, ranks, reporter, ahead)
+        self._epoch_cost = StepCost()
         self._records = experiment.records("train")
-        self.progress = Progress(failed=tuple(failed.items()))
-        self._saved: Progress | None = None
+        self.progress = RunProgress(failed=tuple(failed.items()))
+        self._saved: RunProgress | None = None
         self._file_bytes = file_bytes(experiment.table)
         num_groups = math.ceil(len(self._records) / config.train.accumulate)
         self._num_steps = num_groups * config.train.epochs
@@ -107,7 +109,7 @@ class Trainer:
         """
         self._groups.set_training()
         augmentation = replace(draw_augmentation(self._config.augment, 0, 0, record.name), quarters=int(turned))
-        with autocast(self._config):
+        with autocast_context(self._config):
             found: Plan = self._net.plan_for(*self._groups.inputs(record, augmentation))
         return found
 
@@ -131,7 +133,7 @@ class Trainer:
         self._scaler.load_state_dict(start.state["scaler"])
         set_random_state(start.state["random"])
         failed = {**dict(self.progress.failed), **{name: problem for name, problem in start.state["progress"]["failed"]}}
-        reached = Progress(**start.state["progress"])
+        reached = RunProgress(**start.state["progress"])
         # Patience may have changed since.
         self.progress = replace(reached, failed=tuple(failed.items()), stopped=self._is_out_of_patience(reached.epoch, reached.best))
         self._saved = self.progress
@@ -144,17 +146,17 @@ class Trainer:
                 f"going on from step {self.progress.step}, epoch {self.progress.epoch + 1}, slide {self.progress.position + 1}"
             )
 
-    def _start(self) -> _Start:
+    def _start(self) -> _InitialState:
         """What the folder holds, or what a run begins with."""
         checkpoint = self._folder.checkpoints.load("last")
         if checkpoint is not None:
             check_same_run(self._folder.path, checkpoint.state, self._config, self.experiment.table, self._ranks.shape)
-            return _Start(weights=checkpoint.weights, state=checkpoint.state)
+            return _InitialState(weights=checkpoint.weights, state=checkpoint.state)
         seed_everything(self._config.train.seed)
         num_norms = calibrate_norms(self.experiment, dict(self.progress.failed))
-        return _Start(weights={name: value.cpu() for name, value in self._model.state_dict().items()}, num_norms=num_norms)
+        return _InitialState(weights={name: value.cpu() for name, value in self._model.state_dict().items()}, num_norms=num_norms)
 
-    def run(self, interruption: Interruption) -> Progress:
+    def run(self, interruption: Interruption) -> RunProgress:
         """Train from where the run is to the end; :meth:`restore` comes before.
 
         Raises:
@@ -184,8 +186,8 @@ class Trainer:
 
     def _train_epoch(self, interruption: Interruption) -> None:
         settings, epoch = self._config.train, self.progress.epoch
-        self._epoch_cost = Cost()
-        order = generator(settings.seed, "order", epoch).permutation(len(self._records)).tolist()
+        self._epoch_cost = StepCost()
+        order = philox_generator(settings.seed, "order", epoch).permutation(len(self._records)).tolist()
         self._reporter.start_epoch(epoch, len(order), self.progress.position)
         while self.progress.position < len(order):
             started = time.perf_counter()
@@ -242,7 +244,7 @@ class Trainer:
         failed = dict(progress.failed)
         records = self.experiment.records("val")
         self._check_same_weights()
-        self._reporter.start_validation(len(dealt(records, self._ranks)))
+        self._reporter.start_validation(len(scatter_items(records, self._ranks)))
         predictions = self.predictor.predict_all(records, failed, after=self._reporter.advance, interruption=interruption)
         train_loss = progress.loss_sum / progress.loss_weight if progress.loss_weight else math.nan
         row: dict[str, Any] = {"epoch": progress.epoch + 1, "step": progress.step, "train_loss": train_loss}
@@ -310,10 +312,10 @@ class Trainer:
             "optimizer": self._optimizer.state_dict(),
             "scaler": self._scaler.state_dict(),
             "random": get_random_state(),
-            "settings": fingerprint(self._config),
+            "settings": config_fingerprint(self._config),
             "table": self.experiment.table.digest(),
             "file_bytes": self._file_bytes,
-            "surroundings": surroundings(self._ranks.shape, self._config.train.device),
+            "surroundings": run_environment(self._ranks.shape, self._config.train.device),
         }
         # Before the checkpoint: what is computed again is noted again.
         if self._config.train.on_error == "fill":

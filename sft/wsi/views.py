@@ -17,10 +17,10 @@ import numpy.typing as npt
 from sft.analysis.interval import Interval
 from sft.sources.image import Image, Pixels
 from sft.sources.raster import Size
-from sft.sources.repeating import Bools, repeated_of
+from sft.sources.repeating import BoolArray, image_equal_rows
 from sft.sources.views import OneLevelView, RasterView
 
-__all__ = ["IDENTITY", "Affine", "Recoloured", "Turned"]
+__all__ = ["IDENTITY", "ColourAffine", "Recoloured", "Turned"]
 
 _Floats = npt.NDArray[np.float32]
 #: Pixels that are recoloured at a time: the working memory is some 50 times as many bytes.
@@ -65,7 +65,7 @@ class Turned(OneLevelView):
     def _turned(self, size: Size) -> Size:
         return (size[1], size[0]) if self.quarters % 2 else size
 
-    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """As the image below says; see `sft.sources.repeating.RepeatingImage`."""
         width, height, quarters = self.image.width_px, self.image.height_px, self.quarters
         # Lines along one axis of the view are lines of the image, in its order or backwards, and so are the places along them.
@@ -74,7 +74,7 @@ class Turned(OneLevelView):
         across_turned = quarters in ((1, 2) if columns else (2, 3))
         lines_back, places_back = turned != (self.mirrored and of_columns), across_turned != (self.mirrored and not of_columns)
         extent = height if of_columns else width
-        found = repeated_of(self.image, Interval(extent - part.stop, extent - part.start) if places_back else part, columns=of_columns)
+        found = image_equal_rows(self.image, Interval(extent - part.stop, extent - part.start) if places_back else part, columns=of_columns)
         # A line equals the one before it as that one equals it: read backwards, each answer belongs to its other neighbour.
         return np.concatenate([found[:1], found[:0:-1]]) if lines_back else found
 
@@ -96,7 +96,7 @@ class Turned(OneLevelView):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Affine:
+class ColourAffine:
     """``y = matrix x + offset`` of three channels.
 
     Attributes:
@@ -108,15 +108,15 @@ class Affine:
     offset: tuple[float, ...]
 
     @staticmethod
-    def of(matrix: npt.ArrayLike, offset: npt.ArrayLike = (0.0, 0.0, 0.0)) -> Affine:
+    def of(matrix: npt.ArrayLike, offset: npt.ArrayLike = (0.0, 0.0, 0.0)) -> ColourAffine:
         """From arrays."""
         rows = np.asarray(matrix, np.float64)
-        return Affine(matrix=tuple(tuple(map(float, row)) for row in rows), offset=tuple(map(float, np.asarray(offset, np.float64))))
+        return ColourAffine(matrix=tuple(tuple(map(float, row)) for row in rows), offset=tuple(map(float, np.asarray(offset, np.float64))))
 
-    def after(self, other: Affine) -> Affine:
+    def after(self, other: ColourAffine) -> ColourAffine:
         """``self(other(x))``."""
         mine, theirs = np.array(self.matrix), np.array(other.matrix)
-        return Affine.of(mine @ theirs, mine @ np.array(other.offset) + np.array(self.offset))
+        return ColourAffine.of(mine @ theirs, mine @ np.array(other.offset) + np.array(self.offset))
 
     def apply(self, channels: Sequence[_Floats]) -> list[_Floats]:
         """To planes of float32, one multiplication or addition after another."""
@@ -129,7 +129,7 @@ class Affine:
         return results
 
 
-IDENTITY = Affine.of(np.eye(3))
+IDENTITY = ColourAffine.of(np.eye(3))
 
 
 class Recoloured(RasterView):
@@ -143,16 +143,16 @@ class Recoloured(RasterView):
         intensity: of the three channels. Default: none
     """
 
-    def __init__(self, image: Image, *, density: Affine = IDENTITY, intensity: Affine = IDENTITY) -> None:
+    def __init__(self, image: Image, *, density: ColourAffine = IDENTITY, intensity: ColourAffine = IDENTITY) -> None:
         super().__init__(image)
         self.density, self.intensity = density, intensity
 
     def __repr__(self) -> str:
         return f"Recoloured({self.image!r})"
 
-    def repeated(self, part: Interval, *, columns: bool = False) -> Bools:
+    def repeated(self, part: Interval, *, columns: bool = False) -> BoolArray:
         """As the image below says: a pixel's colour depends on that pixel alone."""
-        return repeated_of(self.image, part, columns=columns)
+        return image_equal_rows(self.image, part, columns=columns)
 
     def _read(self, x: int, y: int, w: int, h: int, level: int) -> Pixels:
         pixels = self.image.read(x, y, w, h, level)

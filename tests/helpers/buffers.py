@@ -5,13 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sft.kernels.geometry import Axis, Geometry, Span, Window
+from sft.kernels.geometry import TileAxis, Geometry, Span, KernelWindow
 
 __all__ = ["assert_close", "assert_nothing_else_written", "empty_buffer", "fill_buffer", "tile_geometry"]
 
 
 def tile_geometry(
-    extents: tuple[int, int], windows: tuple[Window, Window], outputs: tuple[range, range], *, around: int = 1, adjoint: bool = False
+    extents: tuple[int, int],
+    windows: tuple[KernelWindow, KernelWindow],
+    outputs: tuple[range, range],
+    *,
+    around: int = 1,
+    adjoint: bool = False,
 ) -> Geometry:
     """The geometry of one tile of an image of these extents, its source buffer ``around`` rows larger than it needs to be.
 
@@ -25,7 +30,7 @@ def tile_geometry(
         first, last = max(0, needed[0]) - around, min(source, needed[1]) + around
         held = Span(start=first, size=last - first, extent=source)
         result = Span(start=part.start, size=len(part), extent=extent if adjoint else out)
-        axes.append(Axis(input=result, output=held, window=window) if adjoint else Axis(input=held, output=result, window=window))
+        axes.append(TileAxis(input=result, output=held, window=window) if adjoint else TileAxis(input=held, output=result, window=window))
     return Geometry(height=axes[0], width=axes[1])
 
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from sft.analysis.capture import Capture, capture
 from sft.analysis.graph import Graph
-from sft.analysis.questions import Modes
+from sft.analysis.questions import CallModes
 
 __all__ = ["numbered", "one_capture_a_model", "remembered_captures"]
 
@@ -29,7 +29,7 @@ _KNOWN: dict[str, list[Capture]] = {}
 def remembered_captures(about: str = "") -> Iterator[None]:
     """Capture models of one description once, until the block ends and in later blocks about the same."""
 
-    def remembered(model: nn.Module, shapes: Sequence[tuple[int, ...]], *arguments: Any, modes: Modes, **keywords: Any) -> Capture:
+    def remembered(model: nn.Module, shapes: Sequence[tuple[int, ...]], *arguments: Any, modes: CallModes, **keywords: Any) -> Capture:
         # A captured graph names parameters and does not hold them.
         flags = [module.training for module in model.modules()], [(name, value.requires_grad) for name, value in model.named_parameters()]
         state = torch.is_grad_enabled(), torch.is_inference_mode_enabled()

@@ -8,8 +8,8 @@ import random
 from collections.abc import Iterator
 from functools import cache
 
-from sft.plan.chain.chain import Chain, Stage
-from sft.plan.chain.schedule import Operation, activation, backward, forward, free, grad, loss, saved
+from sft.plan.chain.chain import StageChain, Stage
+from sft.plan.chain.schedule import Operation, activation_name, backward_op, forward_op, free_op, grad_name, loss_op, saved_name
 
 __all__ = ["every_persistent_schedule", "fastest_of_all_states", "instances", "random_chain", "uniform_chain"]
 
@@ -19,15 +19,15 @@ def instances(num: int) -> range:
     return range(num * int(os.environ.get("SFT_ORACLE_FACTOR", "1")))
 
 
-def uniform_chain(num_stages: int, *, light: bool = False, forward_seconds: float = 1.0, backward_seconds: float = 0.0) -> Chain:
+def uniform_chain(num_stages: int, *, light: bool = False, forward_seconds: float = 1.0, backward_seconds: float = 0.0) -> StageChain:
     """Equal stages of one byte each."""
     stage = Stage(
         forward_seconds=forward_seconds, backward_seconds=backward_seconds, output_bytes=1, grad_bytes=1, saved_bytes=0 if light else 1
     )
-    return Chain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_stages)
+    return StageChain(input_bytes=1, input_grad_bytes=1, stages=(stage,) * num_stages)
 
 
-def random_chain(rng: random.Random, num_stages: int, *, light: bool = False, largest: int = 6, weights: bool = False) -> Chain:
+def random_chain(rng: random.Random, num_stages: int, *, light: bool = False, largest: int = 6, weights: bool = False) -> StageChain:
     """A chain of small whole numbers, so that sums of times are exact."""
     stages = []
     for _ in range(num_stages):
@@ -45,38 +45,40 @@ def random_chain(rng: random.Random, num_stages: int, *, light: bool = False, la
                 weight_bytes=rng.randint(0, 3) if weights else 0,
             )
         )
-    return Chain(input_bytes=rng.randint(1, largest), input_grad_bytes=rng.randint(0, largest), stages=tuple(stages))
+    return StageChain(input_bytes=rng.randint(1, largest), input_grad_bytes=rng.randint(0, largest), stages=tuple(stages))
 
 
-def every_persistent_schedule(chain: Chain) -> Iterator[tuple[Operation, ...]]:
+def every_persistent_schedule(chain: StageChain) -> Iterator[tuple[Operation, ...]]:
     """All of them, written out without the solvers' tables or emitter."""
 
     def returning(i: int) -> tuple[Operation, ...]:
-        stage, x = chain.stage(i), tuple(free(activation(i)))
-        kept = () if stage.is_light else tuple(free(saved(i)))
+        stage, x = chain.stage(i), tuple(free_op(activation_name(i)))
+        kept = () if stage.is_light else tuple(free_op(saved_name(i)))
         before, after = ((), x) if stage.reads_output else (x, ())
-        return (*before, backward(i), *after, *kept, *free(grad(i)))
+        return (*before, backward_op(i), *after, *kept, *free_op(grad_name(i)))
 
     @cache
     def parts(i: int, j: int, pending: bool) -> tuple[tuple[Operation, ...], ...]:
         if pending and i == j:
-            return ((loss(),),)
+            return ((loss_op(),),)
         first = chain.stage(i + 1)
         if j == i + 1 and not pending:
             if first.is_light:
-                return ((backward(j), *free(grad(j))),)
-            return ((forward(j, save=True), *returning(j)),)
-        found = [(forward(i + 1, save=not first.is_light), *rest, *returning(i + 1)) for rest in parts(i + 1, j, pending)]
+                return ((backward_op(j), *free_op(grad_name(j))),)
+            return ((forward_op(j, save=True), *returning(j)),)
+        found = [(forward_op(i + 1, save=not first.is_light), *rest, *returning(i + 1)) for rest in parts(i + 1, j, pending)]
         there: tuple[Operation, ...] = ()
         for k in range(i + 1, j + 1 if pending else j):
-            there = (*there, forward(k), *(free(activation(k - 1)) if k > i + 1 else ()))
-            found += [(*there, *right, *free(activation(k)), *left) for right in parts(k, j, pending) for left in parts(i, k, False)]
+            there = (*there, forward_op(k), *(free_op(activation_name(k - 1)) if k > i + 1 else ()))
+            found += [
+                (*there, *right, *free_op(activation_name(k)), *left) for right in parts(k, j, pending) for left in parts(i, k, False)
+            ]
         return tuple(found)
 
     yield from parts(0, chain.num_stages, True)
 
 
-def fastest_of_all_states(chain: Chain, budget_bytes: int) -> float | None:
+def fastest_of_all_states(chain: StageChain, budget_bytes: int) -> float | None:
     """Least time over *all* schedules of a light chain, checkpoints dropped and made again at will; None if nothing fits.
 
     Dijkstra over (activations held, gradient held): a move runs one operation, or drops one activation. The loss needs ``x_n``.

@@ -142,7 +142,7 @@ def table_launches(network: str, numbers: str, *, affected: bool = False) -> lis
     Args:
         numbers: as `ShapeClass` names them; ``"tf32"`` is fp32 where convolutions may round it.
     """
-    from sft.backends.choice import variants_of  # none of these above: most jobs need no planner
+    from sft.backends.choice import launch_variants  # none of these above: most jobs need no planner
     from sft.cli import tune
     from sft.cli.standard_networks import STANDARD_NETWORKS
     from sft.options import Options
@@ -159,10 +159,10 @@ def table_launches(network: str, numbers: str, *, affected: bool = False) -> lis
         patch.object(tune, "allows_tf32", lambda device: numbers == "tf32"),
         patch.object(tune, "computes_operands", lambda device: not affected),
     ):
-        trials = tune.collect_trials(request, torch.device("cpu"))
+        trials = tune.collect_tuning_cases(request, torch.device("cpu"))
     found: list[tuple[str, str, list[dict[str, Any]]]] = []
     for trial in trials:
-        for variant in variants_of(trial.shape_class):
+        for variant in launch_variants(trial.shape_class):
             with _noted(affected=affected) as calls, FakeTensorMode(), torch.no_grad():
                 varied = trial.varied(variant)
                 varied.run_kernels(varied.draw(torch.device("cpu")))

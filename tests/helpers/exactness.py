@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 import sft
 from sft.execute.machine import TorchMachine
 from sft.units import format_bytes, parse_bytes
-from sft.walk.order import Move
+from sft.walk.order import ScheduleOp
 
 from .flops import StepMeter
 from .masks import reseed, seed_of, with_positional_dropout
@@ -185,7 +185,7 @@ class _Reading:
     def on(self) -> Iterator[None]:
         """Read what happens inside; a step may be read in parts."""
 
-        def begin(machine: TorchMachine, move: Move) -> None:
+        def begin(machine: TorchMachine, move: ScheduleOp) -> None:
             self.begun.append((str(move), self.counter.peak.current_bytes))
 
         with pytest.MonkeyPatch.context() as patches, self.counter:

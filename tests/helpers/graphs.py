@@ -8,8 +8,8 @@ from typing import Any
 
 from sft.analysis.graph import Graph, Node, Ref
 from sft.analysis.operators import Operator
-from sft.analysis.phases import Phases, find_phases
-from sft.plan.problem import at_size
+from sft.analysis.phases import PhasedGraph, find_phases
+from sft.plan.problem import specialize_phases
 
 from .dag_nets import Activation, AvgPool, Conv, Dag, Join, MaxPool, Norm, Pair, Upsample
 
@@ -20,7 +20,7 @@ __all__ = ["Built", "GraphBuilder", "every_value", "graph_of"]
 class Built:
     """A sorted graph with the shape of every value."""
 
-    phases: Phases
+    phases: PhasedGraph
     shapes: dict[str, tuple[int, ...]]
 
     @property
@@ -146,7 +146,7 @@ class GraphBuilder:
     def build(self, *outputs: str) -> Built:
         """The sorted graph; the last value is the output unless others are named."""
         phases = find_phases(Graph(nodes=tuple(self.nodes), outputs=outputs or (self.nodes[-1].name,)))
-        phases = at_size(phases, {}, self.inputs)
+        phases = specialize_phases(phases, {}, self.inputs)
         return Built(phases=phases, shapes={node.name: node.shape for node in phases.graph.nodes})
 
     def _add(self, name: str, target: str, channels: int, /, **arguments: Any) -> str:

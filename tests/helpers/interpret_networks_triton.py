@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from triton.runtime.interpreter import GridExecutor
 
 import sft
-from sft.backends.laboratory import verified_on
-from sft.backends.trials import Collector
+from sft.backends.laboratory import verify_on
+from sft.backends.trials import CaseCollector
 from sft.engine import Engine
 from sft.kernels import (
     blocks,
@@ -50,7 +50,7 @@ _networks = _sibling("backend_networks")
 
 
 def _large_blocks() -> None:
-    large = blocks.Blocks(pixels=256, channels=16, inner=16)
+    large = blocks.BlockSizes(pixels=256, channels=16, inner=16)
     for module in (conv2d_triton, conv2d_data_gradient_triton, conv3d_triton, conv3d_data_gradient_triton):
         vars(module)["default_blocks"] = lambda *_: large
     gradient, volume = conv2d_weight_gradient_triton.launch_weight_gradient, conv3d_weight_gradient_triton.launch_volume_weight_gradient
@@ -132,13 +132,13 @@ def inference(name: str, shape: tuple[int, ...], options: dict[str, Any]) -> dic
 
 def trials(name: str, shape: tuple[int, ...], options: dict[str, Any], dtype: str) -> list[tuple[str, str, float, float]]:
     """Every class of operations that a network has a kernel for, with the kernel's error against fp64 and ATen's."""
-    collector = Collector()
+    collector = CaseCollector()
     model = _networks.seeded_network(name, 0).to(getattr(torch, dtype))
     engine = Engine(model, budget_bytes=2**40, options=sft.Options(**options), optimizer=None, plan=None, backend=collector)
     engine.plan_for_shapes([shape])
     found = []
     for wanted, trial in collector.trials.items():
-        errors = verified_on(trial, torch.device("cpu"))
+        errors = verify_on(trial, torch.device("cpu"))
         found.append((wanted.operator, wanted.label, errors.kernels, errors.aten))
     return found
 

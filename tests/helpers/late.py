@@ -19,49 +19,49 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from sft.execute.copies import HostCopies
-from sft.walk.copies import Copy
+from sft.execute.copies import HostOffloader
+from sft.walk.copies import OffloadedValue
 
 __all__ = ["late_copies"]
 
 _POISON = 255
 
 
-class _LateCopies(HostCopies):
+class _LateCopies(HostOffloader):
     """What of a step is on the host, or would be if somebody had waited for it."""
 
-    def offload(self, target: str, tensors: Sequence[Tensor]) -> Copy:
+    def offload(self, target: str, tensors: Sequence[Tensor]) -> OffloadedValue:
         copy = super().offload(target, tensors)  # which has filled the slab already: nothing of that may be read
         self._poison_slab(copy)
         copy.down = partial(self._move, copy, down=True)
         return copy
 
-    def release(self, copy: Copy) -> None:
+    def release(self, copy: OffloadedValue) -> None:
         self._await(copy)
         for buffer in copy.buffers:
             buffer.fill_(_POISON)
         super().release(copy)
 
-    def prefetch(self, copy: Copy) -> None:
+    def prefetch(self, copy: OffloadedValue) -> None:
         super().prefetch(copy)
         for buffer in copy.buffers:
             buffer.fill_(_POISON)
         copy.up = partial(self._move, copy, down=False)
 
-    def forget(self, copy: Copy) -> None:
+    def forget(self, copy: OffloadedValue) -> None:
         self._await(copy)
         self._poison_slab(copy)
         super().forget(copy)
 
-    def _poison_slab(self, copy: Copy) -> None:
+    def _poison_slab(self, copy: OffloadedValue) -> None:
         for _, part in self._pairs(copy):
             part.fill_(_POISON)
 
-    def _move(self, copy: Copy, *, down: bool) -> None:
+    def _move(self, copy: OffloadedValue, *, down: bool) -> None:
         for buffer, part in self._pairs(copy):
             (part if down else buffer).copy_(buffer if down else part)
 
-    def _await(self, copy: Copy) -> None:
+    def _await(self, copy: OffloadedValue) -> None:
         waiting: list[Any] = [copy.down, copy.up]
         copy.down = copy.up = None
         copy.is_arriving = False
@@ -74,5 +74,5 @@ class _LateCopies(HostCopies):
 def late_copies() -> Iterator[None]:
     """Let all steps of compiled models copy late, until the block ends."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("sft.execute.function.HostCopies", _LateCopies)
+        patches.setattr("sft.execute.function.HostOffloader", _LateCopies)
         yield

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sft.kernels.dropout import PositionalDropout, positional_dropout
-from sft.kernels.mask_tile import Kind
+from sft.kernels.mask_tile import MaskKind
 from sft.kernels.noise import Distribution, positional_noise
 from sft.kernels.philox import draw_seed
 
@@ -28,7 +28,7 @@ _SATURATION = -1.7580993408473766
 class DropPath(nn.Module):
     """Stochastic depth, written as timm writes it."""
 
-    def __init__(self, drop_prob: float, *, mode: Kind = "row", floors: bool = False) -> None:
+    def __init__(self, drop_prob: float, *, mode: MaskKind = "row", floors: bool = False) -> None:
         super().__init__()
         self.drop_prob, self.mode, self.floors = drop_prob, mode, floors
 
@@ -47,7 +47,7 @@ class DropPath(nn.Module):
 class _PositionalAlphaDropout(nn.Module):
     """Alpha dropout: dropped elements saturate, and an affine map restores mean and variance (Klambauer et al., 2017)."""
 
-    def __init__(self, p: float, *, site: int, kind: Kind) -> None:
+    def __init__(self, p: float, *, site: int, kind: MaskKind) -> None:
         super().__init__()
         self.p, self.site, self.kind, self.seed = p, site, kind, 0
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft.bands.build import Bands
-from sft.bands.comm import Comm
-from sft.bands.machines import BandLapMachine
+from sft.bands.build import BandRegionBuilder
+from sft.bands.comm import Communicator
+from sft.bands.machines import BandTracingMachine
 from sft.bands.mesh import MeshShape
-from sft.bands.traffic import Message, Over, Topic, Traffic
-from sft.plan.project import Projection, project
-from sft.walk.order import Move
+from sft.bands.traffic import Message, RankGroup, Topic, RankTraffic
+from sft.plan.project import Projection, project_step
+from sft.walk.order import ScheduleOp
 
 __all__ = ["Event", "LoggedMachine", "LoggedStep", "logged_step", "num_stuck"]
 
@@ -42,11 +42,11 @@ class _Log:
     shape: MeshShape
     replica: int
     band: int
-    traffic: Traffic = field(default_factory=Traffic)
+    traffic: RankTraffic = field(default_factory=RankTraffic)
     events: list[Event] = field(default_factory=list)
     machine: Any = None
 
-    def post(self, over: Over, topic: Topic, messages: Sequence[Message]) -> int:
+    def post(self, over: RankGroup, topic: Topic, messages: Sequence[Message]) -> int:
         ticket = len(self.events)
         others = tuple((self._rank(over, message.member), message.is_sent) for message in messages)
         self.events.append(Event(self._now, ticket, topic, others))
@@ -59,7 +59,7 @@ class _Log:
     def _now(self) -> tuple[str, int]:
         return self.machine.move, self.machine.agenda.clock
 
-    def _rank(self, over: Over, member: int) -> int:
+    def _rank(self, over: RankGroup, member: int) -> int:
         num_bands = self.shape.num_bands
         if over == "band":
             return self.replica * num_bands + member
@@ -67,14 +67,14 @@ class _Log:
 
 
 @dataclass(slots=True, kw_only=True)
-class LoggedMachine(BandLapMachine):
+class LoggedMachine(BandTracingMachine):
     """A machine of byte counts that knows which move runs."""
 
     move: str = ""
 
-    def begin(self, move: Move) -> None:
+    def begin(self, move: ScheduleOp) -> None:
         self.move = str(move)
-        BandLapMachine.begin(self, move)
+        BandTracingMachine.begin(self, move)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +83,15 @@ class LoggedStep:
 
     events: tuple[Event, ...]
     projection: Projection
-    traffic: Traffic
+    traffic: RankTraffic
 
 
-def logged_step(bands: Bands, shape: MeshShape, replica: int, band: int, *, exactly: bool = True) -> LoggedStep:
+def logged_step(bands: BandRegionBuilder, shape: MeshShape, replica: int, band: int, *, exactly: bool = True) -> LoggedStep:
     """A step of byte counts, strip by strip or (not ``exactly``) added up."""
     link = _Log(shape, replica, band)
-    comm = Comm(link=link, shape=shape, replica=replica, band=band)
+    comm = Communicator(link=link, shape=shape, replica=replica, band=band)
     link.machine = machine = LoggedMachine(on_host=bands.problem.on_host, comm=comm)
-    projection = project(bands.problem, bands.region(band), exactly=exactly, machine=machine)
+    projection = project_step(bands.problem, bands.region(band), exactly=exactly, machine=machine)
     assert not machine.parcels and not machine.agenda.entries, "a step ends with rows under way"
     return LoggedStep(tuple(link.events), projection, link.traffic)
 

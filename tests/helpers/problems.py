@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from sft.analysis.annotate import annotated
-from sft.analysis.capture import capture, is_in_layout
+from sft.analysis.annotate import infer_attributes
+from sft.analysis.capture import capture, is_in_program_layout
 from sft.analysis.graph import Graph
 from sft.analysis.operators import differentiable_operands
 from sft.analysis.phases import find_phases
-from sft.plan.problem import Problem, at_size
+from sft.plan.problem import PlanningProblem, specialize_phases
 
 __all__ = ["problem_of", "problems_of"]
 
@@ -21,14 +21,14 @@ __all__ = ["problem_of", "problems_of"]
 Shape = tuple[int, int, int, int]
 
 
-def problem_of(model: nn.Module, shape: Shape, *, training: bool, passes: Callable[[Graph], Graph] = annotated) -> Problem:
+def problem_of(model: nn.Module, shape: Shape, *, training: bool, passes: Callable[[Graph], Graph] = infer_attributes) -> PlanningProblem:
     """The model at one input size in float32; in training every parameter needs a gradient, the input does not."""
     return problems_of(model, [shape], training=training, passes=passes)[0]
 
 
 def problems_of(
-    model: nn.Module, shapes: Sequence[Shape], *, training: bool, passes: Callable[[Graph], Graph] = annotated
-) -> list[Problem]:
+    model: nn.Module, shapes: Sequence[Shape], *, training: bool, passes: Callable[[Graph], Graph] = infer_attributes
+) -> list[PlanningProblem]:
     """The same at several sizes, of one capture."""
     found = capture(model, [shapes[0]], [torch.float32], torch.device("cpu"))
     phases = find_phases(passes(found.graph))
@@ -37,13 +37,13 @@ def problems_of(
         if node.kind == "parameter" or any(name in requires_grad for name in differentiable_operands(node)):
             requires_grad.add(node.name)
     laid_out = frozenset(
-        node.name for node in phases.graph.nodes if node.kind == "parameter" and is_in_layout(model.get_parameter(node.target))
+        node.name for node in phases.graph.nodes if node.kind == "parameter" and is_in_program_layout(model.get_parameter(node.target))
     )
     problems = []
     for shape in shapes:
         symbols = found.bind([shape])
         assert symbols is not None
-        sized = at_size(phases, symbols, {found.graph.inputs[0]: shape})
-        problem = Problem(phases=sized, requires_grad=frozenset(requires_grad), channels_last=frozenset(), resident_bytes=0)
+        sized = specialize_phases(phases, symbols, {found.graph.inputs[0]: shape})
+        problem = PlanningProblem(phases=sized, requires_grad=frozenset(requires_grad), channels_last=frozenset(), resident_bytes=0)
         problems.append(replace(problem, weights_in_layout=laid_out))
     return problems

@@ -13,10 +13,10 @@ from torch.utils import _pytree as pytree
 
 import sft
 import sft.searching
-from sft.plan.carried import Planned
+from sft.plan.carried import ProjectedPlan
 from sft.plan.planner import plan_segments
-from sft.plan.problem import Problem
-from sft.plan.rates import Rates
+from sft.plan.problem import PlanningProblem
+from sft.plan.rates import DeviceRates
 from sft.plan.stages import StagedModel
 
 from .models import Branches, Residual, TinyUNet, seeded
@@ -61,11 +61,11 @@ def plain_plan(model: nn.Module, shape: tuple[int, ...]) -> sft.Plan:
     return sft.plan(model, shape, budget="4GiB", options=sft.Options(strategy="none"))
 
 
-def problem_of(model: nn.Module, shape: tuple[int, ...], patch: pytest.MonkeyPatch) -> Problem:
+def problem_of(model: nn.Module, shape: tuple[int, ...], patch: pytest.MonkeyPatch) -> PlanningProblem:
     """What the planner is asked for a training step of the model."""
-    seen: list[Problem] = []
+    seen: list[PlanningProblem] = []
 
-    def noting(problem: Problem, *arguments: Any) -> Planned:
+    def noting(problem: PlanningProblem, *arguments: Any) -> ProjectedPlan:
         seen.append(problem)
         return plan_segments(problem, *arguments)
 
@@ -77,7 +77,7 @@ def problem_of(model: nn.Module, shape: tuple[int, ...], patch: pytest.MonkeyPat
 def staged_models(makers: Mapping[str, Callable[[], nn.Module]], shape: tuple[int, ...]) -> dict[str, StagedModel]:
     """Each model as a chain of stages, for an image of that shape."""
     with pytest.MonkeyPatch.context() as patch:
-        return {name: StagedModel(problem_of(seeded(make), shape, patch), Rates("cpu")) for name, make in makers.items()}
+        return {name: StagedModel(problem_of(seeded(make), shape, patch), DeviceRates("cpu")) for name, make in makers.items()}
 
 
 def step(net: Any, x: Tensor, seed: int) -> None:

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "aligned",
-    "assigned",
-    "beside",
-    "copy",
-    "expanded",
-    "filled",
-    "folded",
+    "align_dims",
+    "assign_channels",
+    "spatial_side_input",
+    "copy_as",
+    "expand_channels",
+    "constant_image",
+    "pixel_unshuffle",
     "rearrange",
-    "restored",
+    "restore_dims",
     "select_scatter",
     "slice_scatter",
-    "unfolded",
+    "pixel_shuffle",
 ]
 
 
@@ -35,23 +35,23 @@ def rearrange(self: Tensor, split: Sequence[int], order: Sequence[int], shape: S
     return moved.clone(memory_format=torch.contiguous_format).view(batch, *shape, *extents)
 
 
-def aligned(self: Tensor, shape: Sequence[int]) -> Tensor:
+def align_dims(self: Tensor, shape: Sequence[int]) -> Tensor:
     """The tensor with its dimensions where those of an image are."""
     return self.reshape(tuple(shape))
 
 
-def restored(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
+def restore_dims(self: Tensor, order: Sequence[int], shape: Sequence[int]) -> Tensor:
     """An image in the order of dimensions that the model has it in."""
     return self.permute(tuple(order)).clone(memory_format=torch.contiguous_format).view(tuple(shape))
 
 
-def expanded(self: Tensor, channels: Sequence[int]) -> Tensor:
+def expand_channels(self: Tensor, channels: Sequence[int]) -> Tensor:
     """Channels repeated."""
     first_axis = 1 + len(channels)
     return self.expand(self.shape[0], *channels, *self.shape[first_axis:])
 
 
-def folded(self: Tensor, factors: Sequence[int]) -> Tensor:
+def pixel_unshuffle(self: Tensor, factors: Sequence[int]) -> Tensor:
     """``factors`` rows and columns of an image as channels, ``[N, channels..., factors..., axes...]``."""
     first = self.dim() - len(factors)
     pieces = [piece for extent, factor in zip(self.shape[first:], factors, strict=True) for piece in (extent // factor, factor)]
@@ -60,7 +60,7 @@ def folded(self: Tensor, factors: Sequence[int]) -> Tensor:
     return split.permute(order).clone(memory_format=torch.contiguous_format)
 
 
-def unfolded(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]], factors: Sequence[int]) -> Tensor:
+def pixel_shuffle(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]], factors: Sequence[int]) -> Tensor:
     """Channels as rows and columns.
 
     Args:
@@ -77,19 +77,19 @@ def unfolded(self: Tensor, rest: Sequence[int], places: Sequence[Sequence[int]],
     return moved.view(self.shape[0], *([self.shape[dim] for dim in rest] or [1]), *grown)
 
 
-def beside(self: Tensor, like: Tensor, split: Sequence[int], order: Sequence[int], axes: int) -> Tensor:
+def spatial_side_input(self: Tensor, like: Tensor, split: Sequence[int], order: Sequence[int], axes: int) -> Tensor:
     """What varies along an image, as an image of that one's size."""
     part = self.view(tuple(split)).permute(tuple(order))
     first = like.dim() - axes
     return part.expand(like.shape[0], *part.shape[1:first], *like.shape[first:])
 
 
-def filled(self: Tensor, channels: int, value: float, dtype: str) -> Tensor:
+def constant_image(self: Tensor, channels: int, value: float, dtype: str) -> Tensor:
     """So many channels of one value, as large as an image."""
     return self.new_full((self.shape[0], channels, *self.shape[2:]), value, dtype=getattr(torch, dtype))
 
 
-def assigned(self: Tensor, src: Tensor, dim: int, start: int, stop: int, step: int, selects: bool) -> Tensor:
+def assign_channels(self: Tensor, src: Tensor, dim: int, start: int, stop: int, step: int, selects: bool) -> Tensor:
     """An image of which some channels are another's; ``torch.slice_scatter`` copies all that the image is a view of.
 
     Args:
@@ -113,7 +113,7 @@ def assigned(self: Tensor, src: Tensor, dim: int, start: int, stop: int, step: i
     return torch.cat([part for part in parts if part.shape[dim]], dim)
 
 
-def copy(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
+def copy_as(self: Tensor, src: Tensor, non_blocking: bool = False) -> Tensor:
     """``src`` in the shape and element type of ``self``: what an assignment in place comes to."""
     return src.to(self.dtype).expand_as(self).clone()
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["contracted", "mixed"]
+__all__ = ["contract_pixels", "mix_channels"]
 
 
-def contracted(
+def contract_pixels(
     self: Tensor,
     other: Tensor,
     left: Sequence[Sequence[int]],
@@ -29,17 +29,17 @@ def contracted(
         shape: of the result.
         axes: of the image.
     """
-    return torch.bmm(_matrices(self, left, axes), _matrices(other, right, axes).transpose(1, 2)).view(tuple(shape))
+    return torch.bmm(_pixel_matrices(self, left, axes), _pixel_matrices(other, right, axes).transpose(1, 2)).view(tuple(shape))
 
 
-def mixed(self: Tensor, matrix: Tensor, part: Sequence[Sequence[int]], channels: Sequence[int], axes: int) -> Tensor:
+def mix_channels(self: Tensor, matrix: Tensor, part: Sequence[Sequence[int]], channels: Sequence[int], axes: int) -> Tensor:
     """Every pixel's channels multiplied with a matrix of its sample, ``[N, groups, to, from, 1]``."""
-    pixels = _matrices(self, part, axes)
+    pixels = _pixel_matrices(self, part, axes)
     found = torch.bmm(matrix.reshape(pixels.shape[0], -1, pixels.shape[1]), pixels)
     return found.view(self.shape[0], *channels, *self.shape[self.dim() - axes :])
 
 
-def _matrices(value: Tensor, part: Sequence[Sequence[int]], axes: int) -> Tensor:
+def _pixel_matrices(value: Tensor, part: Sequence[Sequence[int]], axes: int) -> Tensor:
     """An image as matrices of channels by pixels, one for each sample and group."""
     groups, rest = part
     moved = value.permute(0, *groups, *rest, *range(value.dim() - axes, value.dim()))

@@ -11,13 +11,13 @@ __all__ = [
     "affine",
     "channel_norm",
     "channel_rms_norm",
-    "extremes",
-    "inverse_root",
+    "minmax",
+    "inverse_sqrt",
     "logsumexp",
     "moment_mean",
     "moments",
-    "peak",
-    "root",
+    "argmax",
+    "nth_root",
     "running_mean",
     "running_var",
     "scale_shift",
@@ -28,7 +28,7 @@ __all__ = [
 
 def moments(self: Tensor, groups: int, per_sample: bool, axes: int) -> Tensor:
     """Mean, biased variance and count of each group, ``[B, G, 3]``; in fp32 where the elements are of half precision."""
-    self = _wide(self)
+    self = _widened(self)
     grouped = self.reshape(self.shape[0], groups, -1)
     dims = [2] if per_sample else [0, 2]
     variance, mean = torch.var_mean(grouped, dims, correction=0)
@@ -48,14 +48,14 @@ def variance(moments: Tensor, correction: float, shape: Sequence[int]) -> Tensor
     return (moments[..., 1] * (count / (count - correction).clamp_min(0.0))).reshape(tuple(shape))
 
 
-def root(self: Tensor, order: float) -> Tensor:
+def nth_root(self: Tensor, order: float) -> Tensor:
     """The ``order``-th root, whose derivative at zero counts as zero, as that of torch's norms and deviations does."""
     positive = torch.where(self == 0, torch.ones_like(self), self)
     found = torch.sqrt(positive) if order == 2 else torch.pow(positive, 1 / order)
     return torch.where(self == 0, torch.zeros_like(self), found)
 
 
-def extremes(self: Tensor, largest: bool, axes: int) -> Tensor:
+def minmax(self: Tensor, largest: bool, axes: int) -> Tensor:
     """The largest or smallest element along the axes and how often it occurs, in fp64."""
     dims = list(range(self.dim() - axes, self.dim()))
     value = torch.amax(self, dims, True) if largest else torch.amin(self, dims, True)
@@ -63,7 +63,7 @@ def extremes(self: Tensor, largest: bool, axes: int) -> Tensor:
     return torch.stack([value.flatten(-axes).squeeze(-1).double(), count.double()], -1)
 
 
-def peak(self: Tensor, axes: int) -> Tensor:
+def argmax(self: Tensor, axes: int) -> Tensor:
     """The largest element along the axes and the first place where it is, in row-major order, in fp64."""
     value, place = torch.max(self.flatten(-axes), -1)
     return torch.stack([value.double(), place.double()], -1)
@@ -95,53 +95,53 @@ def affine(self: Tensor, scale_shift: Tensor) -> Tensor:
 
 def running_mean(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
     """The running mean after this step: it follows the mean, which is that over the samples where each has its own."""
-    return _towards(running, _over_samples(moments[..., 0]), _momentum(momentum, num_batches, num_calls))
+    return _lerp_to(running, _mean_over_samples(moments[..., 0]), _effective_momentum(momentum, num_batches, num_calls))
 
 
 def running_var(moments: Tensor, running: Tensor, momentum: float, num_batches: Tensor | None = None, num_calls: int = 0) -> Tensor:
     """The running variance after this step: it follows the unbiased variance."""
     variance, count = moments[..., 1], moments[..., 2]
-    return _towards(running, _over_samples(variance * (count / (count - 1))), _momentum(momentum, num_batches, num_calls))
+    return _lerp_to(running, _mean_over_samples(variance * (count / (count - 1))), _effective_momentum(momentum, num_batches, num_calls))
 
 
-def _over_samples(value: Tensor) -> Tensor:
+def _mean_over_samples(value: Tensor) -> Tensor:
     return value[0] if len(value) == 1 else value.mean(0)
 
 
-def _momentum(momentum: float, num_batches: Tensor | None, num_calls: int) -> float | Tensor:
+def _effective_momentum(momentum: float, num_batches: Tensor | None, num_calls: int) -> float | Tensor:
     """The momentum; with a number of batches seen before this step that of a cumulative average."""
     return momentum if num_batches is None else 1.0 / (num_batches + num_calls).double()
 
 
-def _towards(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
-    wide = _wide(running)
+def _lerp_to(running: Tensor, value: Tensor, momentum: float | Tensor) -> Tensor:
+    wide = _widened(running)
     value = value.to(wide.dtype)
     found = torch.lerp(wide, value, momentum) if isinstance(momentum, float) else wide + momentum * (value - wide)
     return found.to(running.dtype)
 
 
-def _wide(value: Tensor) -> Tensor:
+def _widened(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.float16, torch.bfloat16) else value
 
 
 def channel_norm(self: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dims: Sequence[int]) -> Tensor:
     """Layer norm of each pixel's channels (Ba, Kiros, Hinton 2016; as ConvNeXt uses it)."""
-    last, places = _last(self, dims)
+    last, places = _move_dims_last(self, dims)
     return torch.nn.functional.layer_norm(last, last.shape[-len(places) :], weight, bias, eps).movedim(places, tuple(dims))
 
 
 def channel_rms_norm(self: Tensor, weight: Tensor | None, eps: float | None, dims: Sequence[int]) -> Tensor:
     """RMS norm of each pixel's channels (Zhang and Sennrich, 2019)."""
-    last, places = _last(self, dims)
+    last, places = _move_dims_last(self, dims)
     return torch.nn.functional.rms_norm(last, last.shape[-len(places) :], weight, eps).movedim(places, tuple(dims))
 
 
-def inverse_root(self: Tensor, eps: float | None, dtype: str) -> Tensor:
+def inverse_sqrt(self: Tensor, eps: float | None, dtype: str) -> Tensor:
     """One over the root of a mean of squares; without ``eps`` that of the squares' type is added, as torch does."""
     return torch.rsqrt(self + (torch.finfo(getattr(torch, dtype)).eps if eps is None else eps))
 
 
-def _last(value: Tensor, dims: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
+def _move_dims_last(value: Tensor, dims: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
     """The value with some dimensions moved behind all others, and where they are then."""
     places = tuple(range(-len(dims), 0))
     return value.movedim(tuple(dims), places), places

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from sft.analysis.interval import Interval
-from sft.analysis.operators.transposed import Spread
+from sft.analysis.operators.transposed import TransposedWindow
 
-__all__ = ["border_rows", "col2im", "im2col", "kernel_rows", "max_unpool1d", "overlap_add", "wrapped"]
+__all__ = ["border_rows", "col2im", "im2col", "kernel_rows", "max_unpool1d", "overlap_add", "circular_pad"]
 
 
 def max_unpool1d(self: Tensor, indices: Tensor, output_size: Sequence[int], factors: Sequence[int] | None) -> Tensor:
@@ -28,7 +28,7 @@ def border_rows(self: Tensor, low: int, high: int, axes: int) -> Tensor:
     return torch.cat([self.narrow(dim, self.shape[dim] - low, low), self.narrow(dim, 0, high)], dim)
 
 
-def wrapped(self: Tensor, border: Tensor, low: int, high: int, axes: int) -> Tensor:
+def circular_pad(self: Tensor, border: Tensor, low: int, high: int, axes: int) -> Tensor:
     """An image with such rows above and below it."""
     dim = self.dim() - axes
     return torch.cat([border.narrow(dim, 0, low), self, border.narrow(dim, low, high)], dim)
@@ -42,7 +42,7 @@ def kernel_rows(self: Tensor) -> Tensor:
 
 def overlap_add(self: Tensor, bias: Tensor | None, groups: int, spread: Sequence[Sequence[Any]]) -> Tensor:
     """The products of :func:`kernel_rows` summed where they land on one row."""
-    along = Spread(**{name: value for name, value in spread})
+    along = TransposedWindow(**{name: value for name, value in spread})
     batch, channels, rows, *rest = self.shape
     products = self.reshape(batch, groups, along.kernel, channels // along.kernel // groups, rows, *rest)
     extent = along.extent(rows)

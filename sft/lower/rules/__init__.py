@@ -4,86 +4,86 @@ from __future__ import annotations
 
 from sft.analysis.graph import Node
 from sft.analysis.operators import CASTS
-from sft.analysis.repeated import NEXT, REPEAT
-from sft.lower.context import Scope
-from sft.lower.rules.adaptive import AdaptiveMax
+from sft.analysis.repeated import REPEAT_NEXT, REPEAT
+from sft.lower.context import SegmentInfo
+from sft.lower.rules.adaptive import AdaptiveMaxPoolRule
 from sft.lower.rules.base import Rule
-from sft.lower.rules.beside import Beside
-from sft.lower.rules.borders import Pad, Slice
-from sft.lower.rules.casts import Cast, Detached
-from sft.lower.rules.channelwise import FrozenNorm, ResultActivation
-from sft.lower.rules.extremes import Extremes, Peak
-from sft.lower.rules.im2col import Col2im, Im2col
-from sft.lower.rules.joins import Binary, Cat
-from sft.lower.rules.masks import Dropout, Mask, Noise
-from sft.lower.rules.maxpool import MaxPool
-from sft.lower.rules.norms import Affine, Moments, WholeMoments
-from sft.lower.rules.places import MaxPoolPlaces, MaxUnpool
-from sft.lower.rules.products import Contracted
-from sft.lower.rules.reductions import LogSumExp, Mean, Sum, WholeMean
-from sft.lower.rules.repeated import NextValue, RepeatedBlocks
-from sft.lower.rules.resample import Grid, Nearest, Resampling
-from sft.lower.rules.running import RunningStatistic
-from sft.lower.rules.traced import TracedPointwise, TracedWhole
-from sft.lower.rules.transposed import OverlapAdd, TransposedConvolution
-from sft.lower.rules.windowed import AvgPool, Convolution
-from sft.lower.rules.wrapped import BorderRows, Wrapped
+from sft.lower.rules.beside import SpatialSideInputRule
+from sft.lower.rules.borders import PadRule, SliceRule
+from sft.lower.rules.casts import CastRule, DetachRule
+from sft.lower.rules.channelwise import FrozenNormRule, ResultActivationRule
+from sft.lower.rules.extremes import MinMaxRule, ArgMaxRule
+from sft.lower.rules.im2col import Col2imRule, Im2colRule
+from sft.lower.rules.joins import BinaryRule, CatRule
+from sft.lower.rules.masks import DropoutRule, RandomMaskRule, NoiseRule
+from sft.lower.rules.maxpool import MaxPoolRule
+from sft.lower.rules.norms import AffineRule, MomentsRule, WholeMomentsRule
+from sft.lower.rules.places import MaxPoolIndicesRule, MaxUnpoolRule
+from sft.lower.rules.products import SpatialContractionRule
+from sft.lower.rules.reductions import LogSumExpRule, MeanRule, SumRule, WholeMeanRule
+from sft.lower.rules.repeated import NextValueRule, RepeatedBlocksRule
+from sft.lower.rules.resample import FixedSizeAvgPoolRule, NearestRule, ResamplingRule
+from sft.lower.rules.running import RunningStatisticRule
+from sft.lower.rules.traced import TracedPointwiseRule, TracedWholeRule
+from sft.lower.rules.transposed import OverlapAddRule, TransposedConvolutionRule
+from sft.lower.rules.windowed import AvgPoolRule, ConvolutionRule
+from sft.lower.rules.wrapped import BorderRowsRule, CircularPadRule
 
 __all__ = ["Rule", "rule_of"]
 
 _RULES: dict[str, Rule] = {
-    "convolution": Convolution(),
-    "transposed_convolution": TransposedConvolution(),
-    "overlap_add": OverlapAdd(),
-    "im2col": Im2col(),
-    "col2im": Col2im(),
-    "max_pool": MaxPool(),
-    "max_pool_places": MaxPoolPlaces(),
-    "max_unpool": MaxUnpool(),
-    "avg_pool": AvgPool(),
-    "nearest": Nearest(),
-    "grid": Grid(),
-    "adaptive_max": AdaptiveMax(),
-    "resampling": Resampling(),
-    "pad": Pad(),
-    "slice": Slice(),
-    "border_rows": BorderRows(),
-    "wrapped": Wrapped(),
-    "binary": Binary(),
-    "cat": Cat(),
-    "frozen_norm": FrozenNorm(),
-    "affine": Affine(),
-    "cast": Cast(),
-    "beside": Beside(),
-    "detached": Detached(),
-    "sum": Sum(),
-    "mean": Mean(),
-    "extremes": Extremes(),
-    "peak": Peak(),
-    "logsumexp": LogSumExp(),
-    "contracted": Contracted(),
-    "moments": Moments(),
+    "convolution": ConvolutionRule(),
+    "transposed_convolution": TransposedConvolutionRule(),
+    "overlap_add": OverlapAddRule(),
+    "im2col": Im2colRule(),
+    "col2im": Col2imRule(),
+    "max_pool": MaxPoolRule(),
+    "max_pool_places": MaxPoolIndicesRule(),
+    "max_unpool": MaxUnpoolRule(),
+    "avg_pool": AvgPoolRule(),
+    "nearest": NearestRule(),
+    "grid": FixedSizeAvgPoolRule(),
+    "adaptive_max": AdaptiveMaxPoolRule(),
+    "resampling": ResamplingRule(),
+    "pad": PadRule(),
+    "slice": SliceRule(),
+    "border_rows": BorderRowsRule(),
+    "wrapped": CircularPadRule(),
+    "binary": BinaryRule(),
+    "cat": CatRule(),
+    "frozen_norm": FrozenNormRule(),
+    "affine": AffineRule(),
+    "cast": CastRule(),
+    "beside": SpatialSideInputRule(),
+    "detached": DetachRule(),
+    "sum": SumRule(),
+    "mean": MeanRule(),
+    "extremes": MinMaxRule(),
+    "peak": ArgMaxRule(),
+    "logsumexp": LogSumExpRule(),
+    "contracted": SpatialContractionRule(),
+    "moments": MomentsRule(),
 }
-_ACTIVATION, _TRACED, _WHOLE = ResultActivation(), TracedPointwise(), TracedWhole()
+_ACTIVATION, _TRACED, _WHOLE = ResultActivationRule(), TracedPointwiseRule(), TracedWholeRule()
 #: Where a whole image is at hand, a reduction is not a running one; those that are not here are torch's own.
-_WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMean(), "moments": WholeMoments()}
+_WHOLE_REDUCTIONS: dict[str, Rule] = {"mean": WholeMeanRule(), "moments": WholeMomentsRule()}
 #: The same on strips and on whole tensors: what draws does so by position; repeated blocks are never on strips.
-_EVERYWHERE: dict[str, Rule] = {
-    "sft.dropout": Dropout(),
-    "sft.mask": Mask(),
-    "sft.noise": Noise(),
-    "sft.running_mean": RunningStatistic(),
-    "sft.running_var": RunningStatistic(),
-    REPEAT: RepeatedBlocks(),
-    NEXT: NextValue(),
+_STRIP_OR_WHOLE_RULES: dict[str, Rule] = {
+    "sft.dropout": DropoutRule(),
+    "sft.mask": RandomMaskRule(),
+    "sft.noise": NoiseRule(),
+    "sft.running_mean": RunningStatisticRule(),
+    "sft.running_var": RunningStatisticRule(),
+    REPEAT: RepeatedBlocksRule(),
+    REPEAT_NEXT: NextValueRule(),
 }
 
 
-def rule_of(scope: Scope, node: Node, *, whole: bool) -> Rule:
+def rule_of(scope: SegmentInfo, node: Node, *, whole: bool) -> Rule:
     """The rule that lowers a node."""
     row = scope.rows[node.name]
-    if node.target in _EVERYWHERE:
-        return _EVERYWHERE[node.target]
+    if node.target in _STRIP_OR_WHOLE_RULES:
+        return _STRIP_OR_WHOLE_RULES[node.target]
     if node.target in CASTS:
         return _RULES["cast"]
     if row.role == "whole" or row.name == "rowwise" or not any(name in scope.streamed for name in node.operands):

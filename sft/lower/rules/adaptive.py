@@ -19,33 +19,33 @@ from sft.analysis.graph import refs_in
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
-from sft.lower.rules.maxpool import count_from_first_slices
-from sft.lower.rules.resample import Span, gathered_rows, spans_of
-from sft.lower.rules.windowed import spread, squeezed
-from sft.lower.upload import upload
+from sft.lower.rules.maxpool import correct_infinite_indices
+from sft.lower.rules.resample import ResampledRange, index_select_channels_last, resampled_ranges
+from sft.lower.rules.windowed import as_two_axes, as_own_axes
+from sft.lower.upload import upload_table
 
-__all__ = ["AdaptiveMax"]
+__all__ = ["AdaptiveMaxPoolRule"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class _Unfold:
+class _UnfoldWindows:
     """Writes out the windows of an axis, one behind the other."""
 
-    span: Span
+    span: ResampledRange
 
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
         first, start = self.span.places(origin)
         columns, _ = self.span.sampling.forward.part(first, self.span.length, start, self.span.extent)
-        return gathered_rows(value, dim, upload(columns.T.reshape(-1), value.device))
+        return index_select_channels_last(value, dim, upload_table(columns.T.reshape(-1), value.device))
 
 
 @dataclass(frozen=True, slots=True)
-class _Fold:
-    """The adjoint of :class:`_Unfold`, for gradients that are zero where a row repeats the last one of its window."""
+class _FoldWindows:
+    """The adjoint of :class:`_UnfoldWindows`, for gradients that are zero where a row repeats the last one of its window."""
 
-    span: Span
+    span: ResampledRange
 
     def __call__(self, grad: Tensor, origin: tuple[int, int, int], *, dim: int) -> Tensor:
         span, windows = self.span, self.span.sampling.forward
@@ -53,59 +53,63 @@ class _Fold:
         readers, shares = span.sampling.adjoint.part(start, span.extent, first, span.length)
         inside = shares > 0
         place = np.arange(start, start + span.extent) - windows.start[first + readers]
-        index = upload(np.where(inside, readers * windows.width + place, 0), grad.device)
-        mask = upload(inside, grad.device, grad.dtype)
+        index = upload_table(np.where(inside, readers * windows.width + place, 0), grad.device)
+        mask = upload_table(inside, grad.device, grad.dtype)
         shape = [-1 if axis == dim else 1 for axis in range(grad.dim())]
-        out = gathered_rows(grad, dim, index[0]).mul_(mask[0].view(shape))
+        out = index_select_channels_last(grad, dim, index[0]).mul_(mask[0].view(shape))
         for term in range(1, len(index)):
-            out.addcmul_(gathered_rows(grad, dim, index[term]), mask[term].view(shape))
+            out.addcmul_(index_select_channels_last(grad, dim, index[term]), mask[term].view(shape))
         return out
 
 
-class AdaptiveMax(Rule):
+class AdaptiveMaxPoolRule(Rule):
     """``adaptive_max_pool1d``, ``adaptive_max_pool2d``, ``adaptive_max_pool3d``; in the backward pass the maxima are found again."""
 
     def forward(self, ctx: NodeContext) -> Slot:
-        return squeezed(ctx, self._pool(ctx)[1])
+        return as_own_axes(ctx, self._pool(ctx)[1])
 
     def _pool(self, ctx: NodeContext) -> tuple[Slot, Slot, Slot]:
         """The windows written out, their maxima, and where in the windows these are."""
         e, value = ctx.emitter, self._strip(ctx)
         for span in self._spans(ctx):
-            value = self._along(ctx, _Unfold(span), value, span.axis, span.length * span.sampling.forward.width)
-        value = spread(ctx, value)
+            value = self._along(ctx, _UnfoldWindows(span), value, span.axis, span.length * span.sampling.forward.width)
+        value = as_two_axes(ctx, value)
         shape = ctx.out_shape if ctx.scope.axes.count > 1 else (*ctx.out_shape, 1)
         out, indices = e.slot(shape), e.slot(shape, torch.int64)
         geometry = self._geometry(ctx)
         e.call_many(self._function(ctx, ""), (value, *geometry), (out, indices))
         if ctx.scope.axes.count == 3:
             depth = geometry[0][0]
-            count_from_first_slices(ctx, out, indices, range(0, depth * shape[2], depth), value)
+            correct_infinite_indices(ctx, out, indices, range(0, depth * shape[2], depth), value)
         return value, out, indices
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         windows, _, indices = self._pool(ctx)
-        arguments = (spread(ctx, grad), windows, *self._geometry(ctx), indices)
-        value = squeezed(ctx, ctx.emitter.call(self._function(ctx, "_backward"), *arguments, shape=windows.shape))
+        arguments = (as_two_axes(ctx, grad), windows, *self._geometry(ctx), indices)
+        value = as_own_axes(ctx, ctx.emitter.call(self._function(ctx, "_backward"), *arguments, shape=windows.shape))
         for span in reversed(self._spans(ctx)):
-            value = self._along(ctx, _Fold(span), value, span.axis, span.extent)
+            value = self._along(ctx, _FoldWindows(span), value, span.axis, span.extent)
         ctx.add_grad(ctx.node.argument("self"), value, owned=True)
 
     @staticmethod
     def _strip(ctx: NodeContext) -> Slot:
         return ctx.strip(next(refs_in(ctx.node.argument("self"))))
 
-    def _spans(self, ctx: NodeContext) -> list[Span]:
+    def _spans(self, ctx: NodeContext) -> list[ResampledRange]:
         axes = ctx.scope.axes
-        return spans_of(ctx, axes.of(ctx.out_shape), axes.of(self._strip(ctx).shape))
+        return resampled_ranges(ctx, axes.of(ctx.out_shape), axes.of(self._strip(ctx).shape))
 
     @staticmethod
-    def _along(ctx: NodeContext, function: _Unfold | _Fold, value: Slot, axis: int, length: int) -> Slot:
+    def _along(ctx: NodeContext, function: _UnfoldWindows | _FoldWindows, value: Slot, axis: int, length: int) -> Slot:
         dim = ctx.scope.axes.dim(len(value.shape), axis)
         assert dim is not None
         shape = (*value.shape[:dim], length, *value.shape[dim + 1 :])
         # The sum of a fold has a term beside it.
-        term = math.prod(shape) * value.dtype.itemsize if isinstance(function, _Fold) and function.span.sampling.adjoint.width > 1 else 0
+        term = (
+            math.prod(shape) * value.dtype.itemsize
+            if isinstance(function, _FoldWindows) and function.span.sampling.adjoint.width > 1
+            else 0
+        )
         origin, scratch_bytes = ctx.emitter.port("origin", ctx.node.name, ()), term + 16 * length
         keywords = {"dim": dim}
         return ctx.emitter.call(function, value, origin, shape=shape, dtype=value.dtype, keywords=keywords, scratch_bytes=scratch_bytes)

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from sft.analysis.graph import Node
-from sft.lower.context import NodeContext, Scope
-from sft.lower.emitter import Emitter
+from sft.lower.context import NodeContext, SegmentInfo
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Slot
 
-__all__ = ["Additive", "Reduction", "Rule"]
+__all__ = ["AdditivePart", "ReductionRule", "Rule"]
 
 
 @dataclass(frozen=True, slots=True)
-class Additive:
+class AdditivePart:
     """Which part of a running value is a sum over strips, so that a strip that counts ``m`` times adds ``m`` times as much.
 
     Attributes:
@@ -58,13 +58,13 @@ class Rule(ABC):
         """Emit the gradients of the operands; ``owned`` says whether ``grad`` may be overwritten."""
 
 
-class Reduction(Rule):
+class ReductionRule(Rule):
     """A reduction over the image: strips change a running one (fp64), which becomes the global value once all of them are seen.
 
     ``forward`` changes the running reduction, the ``partial`` port, and returns it.
     """
 
-    def partial_shape(self, scope: Scope, node: Node) -> tuple[int, ...]:
+    def partial_shape(self, scope: SegmentInfo, node: Node) -> tuple[int, ...]:
         """Shape of the running reduction for one walk."""
         return scope.side_shape(node.name)
 
@@ -72,10 +72,10 @@ class Reduction(Rule):
         """What it holds before the first strip."""
         return 0.0
 
-    def additive(self, node: Node) -> Additive | None:
+    def additive(self, node: Node) -> AdditivePart | None:
         """Which part of it is a sum, where how often a strip counts changes nothing else; ``None`` where that is not so."""
         return None
 
-    def finish(self, scope: Scope, e: Emitter, node: Node, running: Slot, out: Slot) -> None:
+    def finish(self, scope: SegmentInfo, e: ProgramBuilder, node: Node, running: Slot, out: Slot) -> None:
         """Emit what makes the global value of it."""
         e.copy(out, running)

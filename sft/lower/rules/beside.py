@@ -7,35 +7,35 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sft.lower.context import NodeContext, sum_dtype
+from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["Beside"]
+__all__ = ["SpatialSideInputRule"]
 
 aten = torch.ops.aten
 
 
-class Beside(Rule):
+class SpatialSideInputRule(Rule):
     """Where the strip lies is bound when the program runs (the ``origin`` port)."""
 
     saves_input = False
 
     def forward(self, ctx: NodeContext) -> Slot:
         value, shape = ctx.whole(ctx.node.operands[0]), ctx.out_shape
-        return ctx.emitter.call(_part, value, *self._place(ctx), shape, shape=shape, view_of=value)
+        return ctx.emitter.call(_narrow_to_strip, value, *self._place(ctx), shape, shape=shape, view_of=value)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         e, name = ctx.emitter, ctx.node.operands[0]
         _, split, order, _ = self._place(ctx)
-        wide = sum_dtype(grad.dtype)
+        wide = accumulation_dtype(grad.dtype)
         repeated = [dim for dim, place in enumerate(order) if split[place] == 1 and grad.shape[dim] != 1]
         if repeated:
             shape = [1 if dim in repeated else extent for dim, extent in enumerate(grad.shape)]
             keywords = {"dtype": wide} if wide != grad.dtype else {}
             grad = e.call(aten.sum.dim_IntList, grad, repeated, True, shape=shape, dtype=wide, keywords=keywords)
         target = ctx.side_gradient(name)
-        e.call(_add, target, grad, *self._place(ctx), writes=target)
+        e.call(_add_to_strip, target, grad, *self._place(ctx), writes=target)
 
     @staticmethod
     def _place(ctx: NodeContext) -> tuple[Slot, tuple[int, ...], tuple[int, ...], int]:
@@ -46,7 +46,9 @@ class Beside(Rule):
         return ctx.emitter.port("origin", node.name, ()), tuple(split), order, ctx.scope.axes.count
 
 
-def _own(value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]) -> Tensor:
+def _strip_part(
+    value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]
+) -> Tensor:
     """The strip's part of a value, one entry where the value has one."""
     image = value.view(tuple(split)).permute(tuple(order))
     for dim, start in zip((0, image.dim() - axes, image.dim() - axes + 1), origin[: 1 + min(axes, 2)], strict=False):
@@ -55,9 +57,11 @@ def _own(value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequ
     return image
 
 
-def _part(value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]) -> Tensor:
-    return _own(value, origin, split, order, axes, shape).expand(tuple(shape))
+def _narrow_to_strip(
+    value: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int, shape: Sequence[int]
+) -> Tensor:
+    return _strip_part(value, origin, split, order, axes, shape).expand(tuple(shape))
 
 
-def _add(target: Tensor, grad: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int) -> None:
-    _own(target, origin, split, order, axes, grad.shape).add_(grad)
+def _add_to_strip(target: Tensor, grad: Tensor, origin: Sequence[int], split: Sequence[int], order: Sequence[int], axes: int) -> None:
+    _strip_part(target, origin, split, order, axes, grad.shape).add_(grad)

@@ -7,24 +7,24 @@ from typing import Any
 import torch
 
 from sft.analysis.graph import refs_in
-from sft.analysis.operators.borders import Pad as PadRow
-from sft.analysis.operators.borders import Slice as SliceRow
+from sft.analysis.operators.borders import PadSpec as PadRow
+from sft.analysis.operators.borders import SliceSpec as SliceRow
 from sft.lower.context import NodeContext
-from sft.lower.gather import Gather
+from sft.lower.gather import RowGather
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["Pad", "Slice"]
+__all__ = ["PadRule", "SliceRule"]
 
 aten = torch.ops.aten
 
 
-def _spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
+def _row_spans(ctx: NodeContext, operand: str) -> list[tuple[int, int, int, int]]:
     """For each axis the first row computed and how many, the first row read and how many."""
     return [(new.start, len(new), rows.start, len(rows)) for new, rows in ctx.spans(operand)]
 
 
-class Pad(Rule):
+class PadRule(Rule):
     """``pad``: along each axis rows of a constant are put beside those read, or the rows read are gathered."""
 
     saves_input = False
@@ -37,9 +37,9 @@ class Pad(Rule):
             return self._constant(ctx, row, operand)
         value = ctx.strip(operand)
         ctx.saved["gathered"] = []
-        for axis, (start, length, first, count) in enumerate(_spans(ctx, operand)):
+        for axis, (start, length, first, count) in enumerate(_row_spans(ctx, operand)):
             extent, (low, _) = ctx.scope.extent(operand, axis), row.amounts(node, axis)
-            gather = Gather.of(_source(at - low, extent, row.mode(node)) - first for at in range(start, start + length))
+            gather = RowGather.of(_source_row(at - low, extent, row.mode(node)) - first for at in range(start, start + length))
             if not gather.takes_all_of(count):
                 dim = ctx.scope.axes.dim(len(value.shape), axis)
                 assert dim is not None
@@ -52,7 +52,7 @@ class Pad(Rule):
     def _constant(self, ctx: NodeContext, row: PadRow, operand: str) -> Slot:
         """The rows read, with what lies beyond the image filled in."""
         paddings, crops = [], []
-        for axis, (start, length, first, count) in enumerate(_spans(ctx, operand)):
+        for axis, (start, length, first, count) in enumerate(_row_spans(ctx, operand)):
             low, _ = row.amounts(ctx.node, axis)
             before = max(0, min(length, first + low - start)) if count else length
             inside = min(length - before, first + count + low - start - before) if count else 0
@@ -99,7 +99,7 @@ class Pad(Rule):
         ctx.add_grad(image, total, owned=True)
 
 
-def _source(at: int, extent: int, mode: str) -> int:
+def _source_row(at: int, extent: int, mode: str) -> int:
     """The row that stands at ``at``, which may lie beyond the image."""
     if mode == "replicate":
         return min(max(at, 0), extent - 1)
@@ -108,7 +108,7 @@ def _source(at: int, extent: int, mode: str) -> int:
     return abs(at) if at < extent else 2 * (extent - 1) - at
 
 
-class Slice(Rule):
+class SliceRule(Rule):
     """A part of a strip along one axis, with a step."""
 
     saves_input = False
@@ -121,7 +121,7 @@ class Slice(Rule):
     def _part(self, ctx: NodeContext, operand: str, slot: Slot) -> Slot:
         row = ctx.scope.rows[ctx.node.name]
         assert isinstance(row, SliceRow)
-        for axis, (start, length, first, _) in enumerate(_spans(ctx, operand)):
+        for axis, (start, length, first, _) in enumerate(_row_spans(ctx, operand)):
             begin, _, step = row.span(ctx.node, axis)
             at = begin + step * start - first
             if step == 1:

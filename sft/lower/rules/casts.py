@@ -9,12 +9,12 @@ from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["Cast", "Detached"]
+__all__ = ["CastRule", "DetachRule"]
 
 aten = torch.ops.aten
 
 
-class Cast(Rule):
+class CastRule(Rule):
     """``x.to(dtype)``; the gradient is cast back.
 
     The gradient of a weight in half precision is summed up over the strips in fp32. It goes into the fp32 weight's gradient as it is.
@@ -38,7 +38,7 @@ class Cast(Rule):
         ctx.add_grad(image, back, owned=True)
 
 
-class Detached(Rule):
+class DetachRule(Rule):
     """``x.detach()``: the operand's memory under another name, which no gradient arrives at."""
 
     saves_input = False

@@ -13,12 +13,12 @@ from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["FrozenNorm", "ResultActivation", "not_saved"]
+__all__ = ["FrozenNormRule", "ResultActivationRule", "empty_statistics"]
 
 aten = torch.ops.aten
 
 
-class FrozenNorm(Rule):
+class FrozenNormRule(Rule):
     """BatchNorm with its running statistics: an affine map of each channel."""
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -41,7 +41,7 @@ class FrozenNorm(Rule):
         values, shapes = (image, weight, bias), (strip.shape, channels, channels)
         out = tuple(e.slot(shape, ctx.dtype_of(v)) if m else None for m, shape, v in zip(mask, shapes, values, strict=True))
         mean, variance = (ctx.operand_slot(node.argument(name)) for name in ("running_mean", "running_var"))
-        saved = e.call(not_saved, mean, shape=(0,), dtype=mean.dtype)
+        saved = e.call(empty_statistics, mean, shape=(0,), dtype=mean.dtype)
         e.call_many(
             aten.native_batch_norm_backward.default,
             (grad, strip, ctx.operand_slot(weight), mean, variance, saved, saved, False, node.argument("eps"), mask),
@@ -52,7 +52,7 @@ class FrozenNorm(Rule):
                 ctx.add_grad(value, slot, owned=True)
 
 
-def not_saved(running: Tensor) -> Tensor:
+def empty_statistics(running: Tensor) -> Tensor:
     """In the place of statistics that a forward pass has not saved: CUDA wants tensors, and takes empty ones for none.
 
     Both devices look at the type, the CPU for that of the running statistics, CUDA for the type that it sums up in.
@@ -60,7 +60,7 @@ def not_saved(running: Tensor) -> Tensor:
     return running.new_empty((0,), dtype=torch.promote_types(running.dtype, torch.float32) if running.is_cuda else running.dtype)
 
 
-class ResultActivation(Rule):
+class ResultActivationRule(Rule):
     """``relu`` and ``leaky_relu``: differentiated from their result, so the operand can be overwritten."""
 
     saves_input = False

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from sft.analysis.graph import refs_in
 from sft.analysis.interval import Interval
-from sft.analysis.operators.transposed import Spread, spread_of
-from sft.lower.context import NodeContext, sum_dtype
+from sft.analysis.operators.transposed import TransposedWindow, transposed_window_of
+from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["Col2im", "Im2col"]
+__all__ = ["Col2imRule", "Im2colRule"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class _Windows:
+class _WindowGrid:
     """Where windows lie in a part of an image, ``[N, channels..., axes...]``.
 
     Attributes:
@@ -33,21 +33,21 @@ class _Windows:
     """
 
     taps: tuple[tuple[tuple[int, int, int], ...], ...]
-    along: tuple[Spread, ...]
+    along: tuple[TransposedWindow, ...]
 
     @classmethod
-    def made(cls, ctx: NodeContext, operand: str) -> _Windows:
+    def made(cls, ctx: NodeContext, operand: str) -> _WindowGrid:
         """Those that are computed, of the rows and columns read."""
         return cls._of(ctx, ctx.spans(operand))
 
     @classmethod
-    def read(cls, ctx: NodeContext, operand: str) -> _Windows:
+    def read(cls, ctx: NodeContext, operand: str) -> _WindowGrid:
         """Those that are read, on the rows and columns computed."""
         return cls._of(ctx, [(windows, pixels) for pixels, windows in ctx.spans(operand)])
 
     @classmethod
-    def _of(cls, ctx: NodeContext, spans: Sequence[tuple[Interval, Interval]]) -> _Windows:
-        along = tuple(spread_of(ctx.node, axis) for axis in range(len(spans)))
+    def _of(cls, ctx: NodeContext, spans: Sequence[tuple[Interval, Interval]]) -> _WindowGrid:
+        along = tuple(transposed_window_of(ctx.node, axis) for axis in range(len(spans)))
         return cls(tuple(tuple(a.landings(*span)) for a, span in zip(along, spans, strict=True)), along)
 
     def gather(self, image: Tensor, windows: Tensor) -> None:
@@ -95,14 +95,14 @@ class _Windows:
                 yield pixels, window
 
 
-def _scatter(ctx: NodeContext, windows: Slot, lie: _Windows, out: Slot) -> Slot:
+def _emit_fold(ctx: NodeContext, windows: Slot, lie: _WindowGrid, out: Slot) -> Slot:
     """Emit the sums of windows, into zeros."""
     # Adding a narrower type makes a wider copy of what is added.
     scratch_bytes = 0 if windows.dtype == out.dtype else lie.most(windows) * out.dtype.itemsize
     return ctx.emitter.call(lie.scatter, windows, out, writes=out, scratch_bytes=scratch_bytes)
 
 
-class Im2col(Rule):
+class Im2colRule(Rule):
     """Windows of the rows and columns read."""
 
     saves_input = False
@@ -111,16 +111,16 @@ class Im2col(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         (operand,) = refs_in(ctx.node.argument("self"))
         out = ctx.destination or ctx.emitter.empty(ctx.out_shape, ctx.scope.dtype_of(ctx.node.name))
-        return ctx.emitter.call(_Windows.made(ctx, operand).gather, ctx.strip(operand), out, writes=out)
+        return ctx.emitter.call(_WindowGrid.made(ctx, operand).gather, ctx.strip(operand), out, writes=out)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         image = ctx.node.argument("self")
         (operand,) = refs_in(image)
-        sums = ctx.emitter.zeros(ctx.strip(operand).shape, sum_dtype(grad.dtype))
-        ctx.add_grad(image, _scatter(ctx, grad, _Windows.made(ctx, operand), sums), owned=True)
+        sums = ctx.emitter.zeros(ctx.strip(operand).shape, accumulation_dtype(grad.dtype))
+        ctx.add_grad(image, _emit_fold(ctx, grad, _WindowGrid.made(ctx, operand), sums), owned=True)
 
 
-class Col2im(Rule):
+class Col2imRule(Rule):
     """Sums of the windows that reach the rows and columns; in half precision they are rounded once."""
 
     saves_input = False
@@ -129,11 +129,11 @@ class Col2im(Rule):
     def forward(self, ctx: NodeContext) -> Slot:
         e, (operand,) = ctx.emitter, refs_in(ctx.node.argument("self"))
         dtype = ctx.scope.dtype_of(ctx.node.name)
-        wide = sum_dtype(dtype)
+        wide = accumulation_dtype(dtype)
         out = ctx.destination if ctx.destination is not None and wide == dtype else e.empty(ctx.out_shape, wide)
         e.call(aten.zero_.default, out, writes=out)
         if not ctx.reads_nothing(operand):
-            _scatter(ctx, ctx.strip(operand), _Windows.read(ctx, operand), out)
+            _emit_fold(ctx, ctx.strip(operand), _WindowGrid.read(ctx, operand), out)
         return e.cast(out, dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
@@ -142,5 +142,5 @@ class Col2im(Rule):
         if ctx.reads_nothing(operand):
             return
         windows = ctx.emitter.zeros(ctx.strip(operand).shape, grad.dtype)
-        ctx.emitter.call(_Windows.read(ctx, operand).gather, grad, windows, writes=windows)
+        ctx.emitter.call(_WindowGrid.read(ctx, operand).gather, grad, windows, writes=windows)
         ctx.add_grad(image, windows, owned=True)

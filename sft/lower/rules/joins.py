@@ -8,17 +8,17 @@ import torch
 
 from sft.analysis.graph import refs_in
 from sft.analysis.interval import Interval
-from sft.lower.context import NodeContext, sum_dtype
-from sft.lower.pieces import cat_parts, cat_parts_into
+from sft.lower.context import NodeContext, accumulation_dtype
+from sft.lower.pieces import cat_slices, cat_slices_into
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["Binary", "Cat"]
+__all__ = ["BinaryRule", "CatRule"]
 
 aten = torch.ops.aten
 
 
-class Binary(Rule):
+class BinaryRule(Rule):
     """``add``, ``sub``, ``mul``, ``div`` of strips, of a strip and a tensor without height and width, or of a strip and a number."""
 
     saves_input = True
@@ -66,11 +66,11 @@ class Binary(Rule):
             return
         (name,) = refs_in(value)
         shape = ctx.strip(name).shape if name in ctx.scope.streamed else ctx.side_shape(name)
-        reduced = _sum_to(ctx, grad, shape)
+        reduced = _sum_to_shape(ctx, grad, shape)
         ctx.add_grad(value, reduced, owned=owned or reduced is not grad)
 
 
-def _sum_to(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
+def _sum_to_shape(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
     missing = len(grad.shape) - len(shape)
     dims = [d for d in range(len(grad.shape)) if d < missing or (shape[d - missing] == 1 and grad.shape[d] != 1)]
     if not dims:
@@ -78,7 +78,7 @@ def _sum_to(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
             return ctx.emitter.call(aten.view.default, grad, list(shape), shape=shape, view_of=grad)
         return grad
     kept = tuple(1 if d in dims else extent for d, extent in enumerate(grad.shape))
-    wide = sum_dtype(grad.dtype)
+    wide = accumulation_dtype(grad.dtype)
     keywords = {"dtype": wide} if wide != grad.dtype else {}
     total = ctx.emitter.call(aten.sum.dim_IntList, grad, dims, True, shape=kept, dtype=wide, keywords=keywords)
     if kept == tuple(shape):
@@ -86,7 +86,7 @@ def _sum_to(ctx: NodeContext, grad: Slot, shape: tuple[int, ...]) -> Slot:
     return ctx.emitter.call(aten.view.default, total, list(shape), shape=shape, view_of=total)
 
 
-class Cat(Rule):
+class CatRule(Rule):
     """``cat`` along channels, or one of several dimensions of channels."""
 
     saves_input = False
@@ -102,8 +102,8 @@ class Cat(Rule):
         slots, spans = tuple(slot for slot, _ in parts), tuple(part for _, part in parts)
         if any(spans):
             if ctx.destination is not None:
-                return e.call(cat_parts_into, ctx.destination, slots, spans, dim, writes=ctx.destination)
-            return e.call(cat_parts, slots, spans, dim, shape=ctx.out_shape)
+                return e.call(cat_slices_into, ctx.destination, slots, spans, dim, writes=ctx.destination)
+            return e.call(cat_slices, slots, spans, dim, shape=ctx.out_shape)
         if ctx.destination is not None:
             return e.call(aten.cat.out, slots, dim, writes=ctx.destination, keywords={"out": ctx.destination})
         return e.call(aten.cat.default, slots, dim, shape=ctx.out_shape)

@@ -22,13 +22,13 @@ from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 from sft.memory import measure_peak
 
-__all__ = ["Dropout", "Mask", "Noise"]
+__all__ = ["DropoutRule", "RandomMaskRule", "NoiseRule"]
 
 Extents = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Draw:
+class _RandomCall:
     """One random operator on one whole value; called with what is known only when the program runs.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Draw:
 
     def as_image(self, shape: tuple[int, ...]) -> Extents:
         """A part of the value as samples, channels, rows and columns."""
-        return _as_image(shape, self.has_channels)
+        return _as_image_shape(shape, self.has_channels)
 
     def _tile(self, shape: Extents, seed: torch.Tensor, origin: tuple[int, int, int]) -> MaskTile:
         return MaskTile(
@@ -94,22 +94,22 @@ class _Draw:
         return (origin[0], origin[1], origin[2] * self.column_px)
 
 
-def _as_image(shape: tuple[int, ...], has_channels: bool) -> Extents:
+def _as_image_shape(shape: tuple[int, ...], has_channels: bool) -> Extents:
     """Any value as samples, channels, rows and columns: what ``positional_dropout`` sees in it."""
     padded = (*shape, 1, 1, 1) if has_channels else (shape[0], 1, *shape[1:])
     return (padded[0], padded[1], padded[2], math.prod(padded[3:]))
 
 
-def _draw_of(ctx: NodeContext) -> _Draw:
+def _random_call_of(ctx: NodeContext) -> _RandomCall:
     node = ctx.node
     shape, streams = ctx.scope.shapes[node.name], node.name in ctx.scope.streamed
     axes = ctx.scope.axes
     column_px = math.prod(axes.of(shape)[2:]) if streams else 1
     has_channels = not streams or len(shape) >= axes.rank
-    return _Draw(_as_image(shape, has_channels), node.argument("site"), node.argument("p", 0.0), column_px, has_channels)
+    return _RandomCall(_as_image_shape(shape, has_channels), node.argument("site"), node.argument("p", 0.0), column_px, has_channels)
 
 
-def _place(ctx: NodeContext) -> tuple[Slot, Slot]:
+def _seed_and_origin(ctx: NodeContext) -> tuple[Slot, Slot]:
     """The slots of the seed and of the origin."""
     (seed,) = refs_in(ctx.node.argument("seed"))
     return ctx.whole(seed), ctx.emitter.port("origin", ctx.node.name, ())
@@ -121,12 +121,12 @@ def _scratch_bytes(block: Extents, dtype: torch.dtype) -> int:
     x = torch.empty(block, dtype=dtype, device="meta")
     seed = torch.zeros(1, dtype=torch.int64, device="cpu")  # whatever the caller's default is
     with measure_peak("meta") as peak:
-        _Draw(block, 0, 0.5).drop(x, seed, (0, 0, 0), out=x)
+        _RandomCall(block, 0, 0.5).drop(x, seed, (0, 0, 0), out=x)
     return peak.num_bytes
 
 
 def _scratch_of(ctx: NodeContext, shape: tuple[int, ...]) -> int:
-    return _scratch_bytes(reference_block(_draw_of(ctx).as_image(shape)), ctx.scope.dtype_of(ctx.node.name)) if 0 not in shape else 0
+    return _scratch_bytes(reference_block(_random_call_of(ctx).as_image(shape)), ctx.scope.dtype_of(ctx.node.name)) if 0 not in shape else 0
 
 
 @lru_cache(maxsize=256)
@@ -134,11 +134,11 @@ def _noise_scratch_bytes(block: Extents, distribution: Distribution, dtype: torc
     """What drawing the noise of a block takes besides the result."""
     out, seed = torch.empty(block, dtype=dtype, device="meta"), torch.zeros(1, dtype=torch.int64, device="cpu")
     with measure_peak("meta") as peak:
-        _Draw(block, 0).noise(out, seed, (0, 0, 0), distribution, 1.0, 0.0)
+        _RandomCall(block, 0).noise(out, seed, (0, 0, 0), distribution, 1.0, 0.0)
     return peak.num_bytes
 
 
-class Dropout(Rule):
+class DropoutRule(Rule):
     """Element-wise dropout: a diagonal linear map, its own adjoint."""
 
     saves_input = False
@@ -158,10 +158,12 @@ class Dropout(Rule):
         e = ctx.emitter
         out = target if target is not None else e.empty(value.shape, value.dtype)
         scratch_bytes = _scratch_of(ctx, value.shape)
-        return e.call(_draw_of(ctx).drop, value, *_place(ctx), writes=out, keywords={"out": out}, scratch_bytes=scratch_bytes)
+        return e.call(
+            _random_call_of(ctx).drop, value, *_seed_and_origin(ctx), writes=out, keywords={"out": out}, scratch_bytes=scratch_bytes
+        )
 
 
-class Mask(Rule):
+class RandomMaskRule(Rule):
     """A drawn mask of ones and zeros; no gradient passes through it."""
 
     saves_input = False
@@ -171,13 +173,13 @@ class Mask(Rule):
         e, name = ctx.emitter, ctx.node.name
         shape = ctx.out_shape if name in ctx.scope.streamed else ctx.side_shape(name)
         out = ctx.destination if ctx.destination is not None else e.empty(shape, ctx.scope.dtype_of(name))
-        return e.call(_draw_of(ctx).mask, out, *_place(ctx), writes=out, scratch_bytes=_scratch_of(ctx, shape))
+        return e.call(_random_call_of(ctx).mask, out, *_seed_and_origin(ctx), writes=out, scratch_bytes=_scratch_of(ctx, shape))
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         raise AssertionError("a mask has no gradient")
 
 
-class Noise(Mask):
+class NoiseRule(RandomMaskRule):
     """Drawn numbers; no gradient passes through them."""
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -185,6 +187,8 @@ class Noise(Mask):
         shape = ctx.out_shape if node.name in ctx.scope.streamed else ctx.side_shape(node.name)
         dtype, distribution = ctx.scope.dtype_of(node.name), node.argument("distribution")
         out = ctx.destination if ctx.destination is not None else e.empty(shape, dtype)
-        scratch_bytes = _noise_scratch_bytes(reference_block(_draw_of(ctx).as_image(shape)), distribution, dtype) if 0 not in shape else 0
+        scratch_bytes = (
+            _noise_scratch_bytes(reference_block(_random_call_of(ctx).as_image(shape)), distribution, dtype) if 0 not in shape else 0
+        )
         how = (distribution, node.argument("scale"), node.argument("shift"))
-        return e.call(_draw_of(ctx).noise, out, *_place(ctx), *how, writes=out, scratch_bytes=scratch_bytes)
+        return e.call(_random_call_of(ctx).noise, out, *_seed_and_origin(ctx), *how, writes=out, scratch_bytes=scratch_bytes)

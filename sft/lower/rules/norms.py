@@ -8,26 +8,26 @@ from collections.abc import Sequence
 import torch
 
 from sft.analysis.graph import Node, refs_in
-from sft.lower.context import NodeContext, Scope
-from sft.lower.emitter import Emitter
+from sft.lower.context import NodeContext, SegmentInfo
+from sft.lower.emitter import ProgramBuilder
 from sft.lower.program import Slot
-from sft.lower.rules.base import Additive, Reduction, Rule
+from sft.lower.rules.base import AdditivePart, ReductionRule, Rule
 
-__all__ = ["Affine", "Moments", "WholeMoments"]
+__all__ = ["AffineRule", "MomentsRule", "WholeMomentsRule"]
 
 aten = torch.ops.aten
 
 
-class Moments(Reduction):
+class MomentsRule(ReductionRule):
     """Mean, variance and count of each group of elements.
 
     A strip's own moments are merged into the running ones (mean, sum of squared deviations, count; fp64) with the update of Chan,
     Golub and LeVeque (1983), which loses no digits where the mean is large against the deviations.
     """
 
-    def additive(self, node: Node) -> Additive:
+    def additive(self, node: Node) -> AdditivePart:
         """The sum of squares and the count: with both divided by ``m`` the update's share of the strip is that of ``m`` such strips."""
-        return Additive(columns=(1, 2))
+        return AdditivePart(columns=(1, 2))
 
     def forward(self, ctx: NodeContext) -> Slot:
         e = ctx.emitter
@@ -52,7 +52,7 @@ class Moments(Reduction):
         e.call(aten.copy_.default, old_count, total, writes=old_count)
         return running
 
-    def finish(self, scope: Scope, e: Emitter, node: Node, running: Slot, out: Slot) -> None:
+    def finish(self, scope: SegmentInfo, e: ProgramBuilder, node: Node, running: Slot, out: Slot) -> None:
         squares, count = (_column(e, running, index) for index in (1, 2))
         e.call(aten.div_.Tensor, squares, count, writes=squares)
         e.copy(out, running)
@@ -114,7 +114,7 @@ class Moments(Reduction):
         return e.call(aten.view.default, slot, list(shape), shape=shape, view_of=slot)
 
 
-class WholeMoments(Moments):
+class WholeMomentsRule(MomentsRule):
     """The same of a whole tensor."""
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -128,7 +128,7 @@ class WholeMoments(Moments):
         return out
 
 
-def _column(e: Emitter, slot: Slot, index: int) -> Slot:
+def _column(e: ProgramBuilder, slot: Slot, index: int) -> Slot:
     return e.call(aten.select.int, slot, -1, index, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 
@@ -136,7 +136,7 @@ def _var_mean(value: torch.Tensor, dims: list[int]) -> tuple[torch.Tensor, torch
     return torch.var_mean(value, dims, correction=0)
 
 
-class Affine(Rule):
+class AffineRule(Rule):
     """``x * scale + shift`` with a scale and a shift for each channel, of each sample or of all."""
 
     in_place = True

@@ -18,17 +18,17 @@ from sft.analysis.operators import Window, window_of
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
-from sft.lower.rules.extremes import starts_of
-from sft.lower.rules.maxpool import MaxPool
-from sft.lower.rules.windowed import squeezed
+from sft.lower.rules.extremes import strip_starts
+from sft.lower.rules.maxpool import MaxPoolRule
+from sft.lower.rules.windowed import as_own_axes
 
-__all__ = ["MaxPoolPlaces", "MaxUnpool"]
+__all__ = ["MaxPoolIndicesRule", "MaxUnpoolRule"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class _Axis:
+class _PaddedAxis:
     """Of what a strip's pooling saw: its extent along an axis, how much of that is padding before it, and the image's extent."""
 
     window: Window
@@ -37,7 +37,7 @@ class _Axis:
     extent: int
 
 
-class MaxPoolPlaces(MaxPool):
+class MaxPoolIndicesRule(MaxPoolRule):
     """The indices of the strip's own pooling, counted in the image."""
 
     saves_input = False
@@ -54,21 +54,21 @@ class MaxPoolPlaces(MaxPool):
             for axis, (size, offset, extent) in enumerate(zip(seen, ctx.saved["offset"], extents, strict=True)):
                 window = window_of(ctx.node, axis)
                 assert window is not None
-                axes.append(_Axis(window, size, offset, extent))
+                axes.append(_PaddedAxis(window, size, offset, extent))
             # Beside the places: their sum so far, one coordinate, and what becomes of it where it may lie in the padding.
             scratch_bytes = 4 * found.num_bytes + found.num_bytes // 8 if any(ctx.saved["offset"]) else 2 * found.num_bytes
             origin = e.port("origin", ctx.node.name, ())
-            e.call(_count_in_image, found, origin, tuple(axes), writes=found, scratch_bytes=scratch_bytes)
-        return squeezed(ctx, found)
+            e.call(_indices_in_image, found, origin, tuple(axes), writes=found, scratch_bytes=scratch_bytes)
+        return as_own_axes(ctx, found)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         raise AssertionError("places have no gradient")
 
 
-def _count_in_image(places: Tensor, origin: Sequence[int], axes: Sequence[_Axis]) -> None:
+def _indices_in_image(places: Tensor, origin: Sequence[int], axes: Sequence[_PaddedAxis]) -> None:
     """Turn places in what a strip's pooling saw into places in the image."""
     total, at, size = torch.zeros_like(places), torch.empty_like(places), 1
-    for axis, first in reversed([*zip(axes, starts_of(origin, len(axes)), strict=True)]):
+    for axis, first in reversed([*zip(axes, strip_starts(origin, len(axes)), strict=True)]):
         torch.remainder(places, axis.seen, out=at)
         places.div_(axis.seen, rounding_mode="floor")
         at += min(max(axis.window.access.low(first), 0), axis.extent) - axis.offset
@@ -80,7 +80,7 @@ def _count_in_image(places: Tensor, origin: Sequence[int], axes: Sequence[_Axis]
     places.copy_(total)
 
 
-class MaxUnpool(Rule):
+class MaxUnpoolRule(Rule):
     """Zeros, and each value where the maximum of its window was; no two windows share a pixel."""
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -111,13 +111,13 @@ class MaxUnpool(Rule):
         flat, image = self._flat(ctx, places), axes.of(ctx.scope.shapes[ctx.node.name])
         origin = e.port("origin", ctx.node.name, ())
         scratch_bytes = 2 * flat.num_bytes
-        return e.call(_count_in_strip, flat, origin, image, axes.of(ctx.out_shape), writes=flat, scratch_bytes=scratch_bytes)
+        return e.call(_indices_in_strip, flat, origin, image, axes.of(ctx.out_shape), writes=flat, scratch_bytes=scratch_bytes)
 
 
-def _count_in_strip(places: Tensor, origin: Sequence[int], image: Sequence[int], strip: Sequence[int]) -> None:
+def _indices_in_strip(places: Tensor, origin: Sequence[int], image: Sequence[int], strip: Sequence[int]) -> None:
     """Turn places in the image into places in a strip of it."""
     total, at, size = torch.zeros_like(places), torch.empty_like(places), 1
-    for axis, first in reversed([*enumerate(starts_of(origin, len(image)))]):
+    for axis, first in reversed([*enumerate(strip_starts(origin, len(image)))]):
         torch.remainder(places, image[axis], out=at)
         places.div_(image[axis], rounding_mode="floor")
         total += at.sub_(first).mul_(size)

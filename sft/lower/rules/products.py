@@ -7,23 +7,23 @@ import math
 import torch
 
 from sft.analysis.graph import Node, refs_in
-from sft.lower.context import NodeContext, sum_dtype
+from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
-from sft.lower.rules.base import Additive, Reduction
+from sft.lower.rules.base import AdditivePart, ReductionRule
 
-__all__ = ["Contracted"]
+__all__ = ["SpatialContractionRule"]
 
 aten = torch.ops.aten
 
 #: The image's dimensions of channels that a product is made for each of, and the others.
-_Part = tuple[tuple[int, ...], tuple[int, ...]]
+_DimSplit = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-class Contracted(Reduction):
+class SpatialContractionRule(ReductionRule):
     """Matrices ``[B * groups, M, pixels]`` and ``[B * groups, K, pixels]`` multiplied over the pixels, in single precision or wider."""
 
-    def additive(self, node: Node) -> Additive:
-        return Additive()
+    def additive(self, node: Node) -> AdditivePart:
+        return AdditivePart()
 
     def forward(self, ctx: NodeContext) -> Slot:
         e, (left, right) = ctx.emitter, (self._flat(ctx, operand, part) for operand, part in self._factors(ctx))
@@ -34,7 +34,7 @@ class Contracted(Reduction):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         e, factors = ctx.emitter, self._factors(ctx)
-        wide = sum_dtype(ctx.scope.dtype_of(factors[0][0]))
+        wide = accumulation_dtype(ctx.scope.dtype_of(factors[0][0]))
         sizes = [math.prod(ctx.scope.shapes[operand][dim] for dim in part[1]) for operand, part in factors]
         groups = math.prod(ctx.scope.shapes[factors[0][0]][dim] for dim in factors[0][1][0])
         shape = (ctx.scope.batch * groups, *sizes)
@@ -46,16 +46,16 @@ class Contracted(Reduction):
             matrix = self._turned(ctx, matrix)
 
     @staticmethod
-    def _factors(ctx: NodeContext) -> list[tuple[str, _Part]]:
+    def _factors(ctx: NodeContext) -> list[tuple[str, _DimSplit]]:
         node = ctx.node
         return [(next(refs_in(node.argument(key))), node.argument(part)) for key, part in (("self", "left"), ("other", "right"))]
 
     @staticmethod
-    def _order(ctx: NodeContext, operand: str, part: _Part) -> list[int]:
+    def _order(ctx: NodeContext, operand: str, part: _DimSplit) -> list[int]:
         rank = len(ctx.scope.shapes[operand])
         return [0, *part[0], *part[1], *range(rank - ctx.scope.axes.count, rank)]
 
-    def _flat(self, ctx: NodeContext, operand: str, part: _Part) -> Slot:
+    def _flat(self, ctx: NodeContext, operand: str, part: _DimSplit) -> Slot:
         """A strip as a matrix for each group."""
         e, strip, order = ctx.emitter, ctx.strip(operand), self._order(ctx, operand, part)
         if order != sorted(order):
@@ -65,9 +65,9 @@ class Contracted(Reduction):
         channels, pixels = math.prod(strip.shape[1 + groups : 1 + groups + count]), math.prod(strip.shape[1 + groups + count :])
         shape = (math.prod(strip.shape[: 1 + groups]), channels, pixels)
         flat = e.call(aten._reshape_copy.default, strip, list(shape), shape=shape, dtype=strip.dtype)
-        return e.cast(flat, sum_dtype(strip.dtype))
+        return e.cast(flat, accumulation_dtype(strip.dtype))
 
-    def _unflat(self, ctx: NodeContext, flat: Slot, operand: str, part: _Part) -> Slot:
+    def _unflat(self, ctx: NodeContext, flat: Slot, operand: str, part: _DimSplit) -> Slot:
         """The inverse."""
         e, order, target = ctx.emitter, self._order(ctx, operand, part), ctx.strip(operand).shape
         shape = tuple(target[dim] for dim in order)

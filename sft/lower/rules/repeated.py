@@ -13,23 +13,23 @@ import torch
 
 from sft.analysis.capture import CHANNELS_LAST
 from sft.analysis.graph import refs_in
-from sft.analysis.repeated import NEXT
+from sft.analysis.repeated import REPEAT_NEXT
 from sft.deep.lowering import BlockPrograms
-from sft.deep.plan import DeepPlan
-from sft.deep.repetition import CallKind, Repeated, RepeatedCall
-from sft.deep.trace import Shape
+from sft.deep.plan import RepeatPlan
+from sft.deep.repetition import PassKind, BlockRepeat, RepeatSite
+from sft.deep.trace import TensorMeta
 from sft.errors import BudgetError, InternalError, UnsupportedError
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["NextValue", "RepeatedBlocks"]
+__all__ = ["NextValueRule", "RepeatedBlocksRule"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Given:
+class _RepeatInputs:
     """What a repetition reads, as slots.
 
     Attributes:
@@ -46,16 +46,16 @@ class _Given:
     seed: Slot | None
 
 
-class RepeatedBlocks(Rule):
+class RepeatedBlocksRule(Rule):
     """All blocks, on whole tensors."""
 
     saves_output = True
 
     def forward(self, ctx: NodeContext) -> Slot:
-        own, e, scope = _repeated(ctx), ctx.emitter, ctx.scope
-        given = _given(ctx)
+        own, e, scope = _repeat_node(ctx), ctx.emitter, ctx.scope
+        given = _repeat_inputs(ctx)
         programs = _programs(ctx, own, given)
-        call = RepeatedCall(
+        call = RepeatSite(
             repeated=own,
             programs=programs,
             plan=_plan(ctx, own, programs, given),
@@ -65,7 +65,7 @@ class RepeatedBlocks(Rule):
         out = e.slot(given.x.shape, given.x.dtype)
         nexts = tuple(e.slot(slot.shape, slot.dtype) for slot in given.updated)
         arguments = (given.x, given.params, given.fixed, given.shared, given.updated, given.seed)
-        kind: CallKind = "inference"
+        kind: PassKind = "inference"
         outputs = (out, *nexts)
         if ctx.keeps and ctx.node.name in scope.requires_grad:
             kind, state = "forward", e.slot((call.state_bytes,), torch.uint8)
@@ -74,7 +74,7 @@ class RepeatedBlocks(Rule):
         peak_bytes = call.peak_bytes(kind) + _bytes(nexts)
         e.call_measured(call.function(kind), arguments, outputs, peak_bytes=peak_bytes, flops=call.flops(kind))
         for user in scope.graph.users[ctx.node.name]:
-            if scope.graph[user].target == NEXT:
+            if scope.graph[user].target == REPEAT_NEXT:
                 if user not in scope.names:
                     raise InternalError(f"{ctx.node.label}: the next value of a buffer is not made where the blocks run")
                 ctx.wholes[user] = nexts[scope.graph[user].argument("index")]
@@ -82,8 +82,8 @@ class RepeatedBlocks(Rule):
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         e, saved = ctx.emitter, ctx.saved
-        given: _Given = saved["given"]
-        call: RepeatedCall = saved["call"]
+        given: _RepeatInputs = saved["given"]
+        call: RepeatSite = saved["call"]
         own, programs = call.repeated, call.programs
         names = dict(zip(own.params, (ref.name for ref in ctx.node.argument("params")), strict=True))
         sums = tuple(ctx.side_gradient(names[name]) for name in programs.with_gradient)
@@ -97,7 +97,7 @@ class RepeatedBlocks(Rule):
             ctx.add_grad(ctx.node.argument("x"), found, owned=True)
 
 
-class NextValue(Rule):
+class NextValueRule(Rule):
     """What a buffer holds after the call."""
 
     saves_input = False
@@ -109,19 +109,19 @@ class NextValue(Rule):
         raise AssertionError("the next value of a buffer has no gradient")
 
 
-def _repeated(ctx: NodeContext) -> Repeated:
-    found: Repeated = ctx.node.argument("which")
+def _repeat_node(ctx: NodeContext) -> BlockRepeat:
+    found: BlockRepeat = ctx.node.argument("which")
     return found
 
 
-def _given(ctx: NodeContext) -> _Given:
+def _repeat_inputs(ctx: NodeContext) -> _RepeatInputs:
     node = ctx.node
 
     def wholes(argument: str) -> tuple[Slot, ...]:
         return tuple(ctx.whole(name) for name in refs_in(node.argument(argument)))
 
     seed = node.argument("seed")
-    return _Given(
+    return _RepeatInputs(
         x=_channels_first(ctx, ctx.operand_slot(node.argument("x"))),
         params=wholes("params"),
         fixed=wholes("fixed"),
@@ -138,19 +138,19 @@ def _channels_first(ctx: NodeContext, slot: Slot) -> Slot:
     return ctx.emitter.call(aten.clone.default, slot, shape=slot.shape, dtype=slot.dtype, keywords=keywords)
 
 
-def _programs(ctx: NodeContext, own: Repeated, given: _Given) -> BlockPrograms:
+def _programs(ctx: NodeContext, own: BlockRepeat, given: _RepeatInputs) -> BlockPrograms:
     groups: tuple[tuple[tuple[str, ...], tuple[Slot, ...], str], ...] = (
         (own.params, given.params, "params"),
         (own.fixed, given.fixed, "fixed"),
         (own.updated, given.updated, "updated"),
         (own.shared, given.shared, "shared"),
     )
-    tensors: dict[str, Shape] = {}
+    tensors: dict[str, TensorMeta] = {}
     for names, slots, argument in groups:
         for name, slot, ref in zip(names, slots, refs_in(ctx.node.argument(argument)), strict=True):
-            tensors[name] = Shape(shape=slot.shape, dtype=slot.dtype, requires_grad=ref in ctx.scope.requires_grad)
+            tensors[name] = TensorMeta(shape=slot.shape, dtype=slot.dtype, requires_grad=ref in ctx.scope.requires_grad)
     try:
-        programs = own.programs(Shape(shape=given.x.shape, dtype=given.x.dtype), tensors)
+        programs = own.programs(TensorMeta(shape=given.x.shape, dtype=given.x.dtype), tensors)
     except UnsupportedError as error:
         raise UnsupportedError([f"{ctx.node.label}: {problem}" for problem in error.problems]) from error
     if programs.updated != own.updated:
@@ -158,7 +158,7 @@ def _programs(ctx: NodeContext, own: Repeated, given: _Given) -> BlockPrograms:
     return programs
 
 
-def _plan(ctx: NodeContext, own: Repeated, programs: BlockPrograms, given: _Given) -> DeepPlan:
+def _plan(ctx: NodeContext, own: BlockRepeat, programs: BlockPrograms, given: _RepeatInputs) -> RepeatPlan:
     sizes: dict[str, Any] = dict(zip(own.params, given.params, strict=True))
     try:
         return own.plan(

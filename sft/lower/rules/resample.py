@@ -22,19 +22,19 @@ from torch import Tensor
 
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import refs_in
-from sft.analysis.operators.resampling import Resampling as ResamplingRow
-from sft.analysis.operators.sampling import Sampling
-from sft.lower.context import NodeContext, sum_dtype
+from sft.analysis.operators.resampling import ResamplingSpec as ResamplingRow
+from sft.analysis.operators.sampling import AxisResampling
+from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
-from sft.lower.rules.base import Reduction, Rule
-from sft.lower.upload import upload
+from sft.lower.rules.base import ReductionRule, Rule
+from sft.lower.upload import upload_table
 
-__all__ = ["Grid", "Nearest", "Resampling", "Span", "gathered_rows", "spans_of"]
+__all__ = ["FixedSizeAvgPoolRule", "NearestRule", "ResamplingRule", "ResampledRange", "index_select_channels_last", "resampled_ranges"]
 
 aten = torch.ops.aten
 
 
-class Nearest(Rule):
+class NearestRule(Rule):
     """Nearest upsampling by whole factors: a strip starts at a whole input row, so it is the operator on a smaller image."""
 
     saves_input = False
@@ -59,7 +59,7 @@ class Nearest(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ResampledRange:
     """What a strip or panel has of one axis of a resampling.
 
     Attributes:
@@ -71,7 +71,7 @@ class Span:
         is_sum: whether all output rows are there, and what the origin is the first of are the input rows.
     """
 
-    sampling: Sampling
+    sampling: AxisResampling
     axis: int
     length: int
     extent: int
@@ -114,26 +114,26 @@ class Span:
     def __call__(self, value: Tensor, origin: tuple[int, int, int], *, dim: int, dtype: torch.dtype) -> Tensor:
         """Resample along ``dim`` a strip whose first element is the image's ``origin``."""
         columns, weights = self.part(origin)
-        index = upload(columns, value.device)
-        out = gathered_rows(value, dim, index[0]).to(dtype)
+        index = upload_table(columns, value.device)
+        out = index_select_channels_last(value, dim, index[0]).to(dtype)
         if self.sampling.forward.is_selection and not self.is_adjoint:
             return out
         shape = [-1 if place == dim else 1 for place in range(value.dim())]
-        shares = upload(weights, value.device, dtype)
+        shares = upload_table(weights, value.device, dtype)
         out.mul_(shares[0].view(shape))
         for term in range(1, self.width):
-            out.addcmul_(gathered_rows(value, dim, index[term]).to(dtype), shares[term].view(shape))
+            out.addcmul_(index_select_channels_last(value, dim, index[term]).to(dtype), shares[term].view(shape))
         return out
 
 
-def gathered_rows(value: Tensor, dim: int, index: Tensor) -> Tensor:
+def index_select_channels_last(value: Tensor, dim: int, index: Tensor) -> Tensor:
     """``index_select`` that keeps channels last."""
     if value.dim() > 3 and value.shape[1] > 1 and value.stride(1) == 1:
         return value.movedim(1, -1).index_select(dim - 1, index).movedim(-1, 1)
     return value.index_select(dim, index)
 
 
-def resampled(ctx: NodeContext, value: Slot, span: Span, dtype: torch.dtype) -> Slot:
+def emit_resampling(ctx: NodeContext, value: Slot, span: ResampledRange, dtype: torch.dtype) -> Slot:
     """Emit the resampling of a value along one axis."""
     dim = ctx.scope.axes.dim(len(value.shape), span.axis)
     assert dim is not None
@@ -154,7 +154,7 @@ def resampled(ctx: NodeContext, value: Slot, span: Span, dtype: torch.dtype) -> 
     )
 
 
-def spans_of(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[Span]:
+def resampled_ranges(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *, is_sum: bool = False) -> list[ResampledRange]:
     """What the strip has of each axis."""
     row = ctx.scope.rows[ctx.node.name]
     assert isinstance(row, ResamplingRow)
@@ -162,11 +162,11 @@ def spans_of(ctx: NodeContext, lengths: Sequence[int], extents: Sequence[int], *
     for axis, (length, extent) in enumerate(zip(lengths, extents, strict=True)):
         sampling = row.sampling(ctx.node, axis)
         assert sampling is not None
-        spans.append(Span(sampling, axis, length, extent, is_sum=is_sum))
+        spans.append(ResampledRange(sampling, axis, length, extent, is_sum=is_sum))
     return spans
 
 
-class Resampling(Rule):
+class ResamplingRule(Rule):
     """Interpolation and adaptive averages, in single precision or wider until the last axis is done."""
 
     saves_input = False
@@ -175,23 +175,23 @@ class Resampling(Rule):
         e, strip = ctx.emitter, ctx.strip(self._operand(ctx))
         spans, is_linear = self._parts(ctx, strip)
         ctx.saved.update(spans=spans, is_linear=is_linear)
-        value, wide = strip, sum_dtype(strip.dtype)
+        value, wide = strip, accumulation_dtype(strip.dtype)
         for span in spans:
-            value = resampled(ctx, value, span, wide)
+            value = emit_resampling(ctx, value, span, wide)
         if is_linear:
             ctx.saved["inner"] = value.shape
             value = e.call(self._function(ctx, ""), value, *self._sizes(ctx), *self._geometry(ctx), shape=ctx.out_shape, dtype=value.dtype)
         return e.call(aten.clone.default, strip, shape=strip.shape) if value is strip else e.cast(value, strip.dtype)
 
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
-        e, value, wide = ctx.emitter, grad, sum_dtype(grad.dtype)
+        e, value, wide = ctx.emitter, grad, accumulation_dtype(grad.dtype)
         if ctx.saved["is_linear"]:
             inner = ctx.saved["inner"]
             value = e.cast(value, wide if ctx.saved["spans"] else grad.dtype)
             sizes = (*self._sizes(ctx), list(inner))
             value = e.call(self._function(ctx, "_backward"), value, *sizes, *self._geometry(ctx), shape=inner, dtype=value.dtype)
         for span in reversed(ctx.saved["spans"]):
-            value = resampled(ctx, value, replace(span, is_adjoint=True), wide)
+            value = emit_resampling(ctx, value, replace(span, is_adjoint=True), wide)
         image = ctx.node.argument("input" if ctx.node.target.endswith(".vec") else "self")
         ctx.add_grad(image, e.cast(value, grad.dtype), owned=value is not grad or owned)
 
@@ -200,10 +200,10 @@ class Resampling(Rule):
         return next(name for name in ctx.node.operands if name in ctx.scope.streamed)
 
     @staticmethod
-    def _parts(ctx: NodeContext, strip: Slot) -> tuple[list[Span], bool]:
+    def _parts(ctx: NodeContext, strip: Slot) -> tuple[list[ResampledRange], bool]:
         """The axes to gather along, rows first, and whether ATen's linear interpolation does the others."""
         axes = ctx.scope.axes
-        spans = [span for span in spans_of(ctx, axes.of(ctx.out_shape), axes.of(strip.shape)) if not span.sampling.is_identity]
+        spans = [span for span in resampled_ranges(ctx, axes.of(ctx.out_shape), axes.of(strip.shape)) if not span.sampling.is_identity]
         rest = [span for span in spans if span.axis != ROWS]
         if rest and not ctx.scope.deterministic and all(span.covers and span.sampling.kind == "linear" for span in rest):
             return [span for span in spans if span.axis == ROWS], True
@@ -226,7 +226,7 @@ class Resampling(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class _GridSums:
+class _WindowSums:
     """Adds to the means of a grid's windows what a strip has of them.
 
     Attributes:
@@ -234,7 +234,7 @@ class _GridSums:
         dtype: in what a strip is summed up.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[ResampledRange, ...]
     dtype: torch.dtype
 
     def __call__(self, running: Tensor, strip: Tensor, origin: tuple[int, int, int]) -> None:
@@ -261,7 +261,7 @@ class _GridSums:
         return max(a + b for a, b in pairwise(found))
 
 
-class Grid(Reduction):
+class FixedSizeAvgPoolRule(ReductionRule):
     """Adaptive average pooling to a small grid: each strip adds its share of the windows that it touches."""
 
     saves_input = False
@@ -269,7 +269,9 @@ class Grid(Reduction):
     def forward(self, ctx: NodeContext) -> Slot:
         e, strip, scope = ctx.emitter, ctx.strip(next(refs_in(ctx.node.argument("self")))), ctx.scope
         shape = ctx.side_shape(ctx.node.name)
-        sums = _GridSums(tuple(spans_of(ctx, scope.axes.of(shape), scope.axes.of(strip.shape), is_sum=True)), sum_dtype(strip.dtype))
+        sums = _WindowSums(
+            tuple(resampled_ranges(ctx, scope.axes.of(shape), scope.axes.of(strip.shape), is_sum=True)), accumulation_dtype(strip.dtype)
+        )
         running = e.port("partial", ctx.node.name, shape, torch.float64)
         origin = e.port("origin", ctx.node.name, ())
         return e.call(sums, running, strip, origin, writes=running, scratch_bytes=sums.scratch_bytes(strip.shape))
@@ -277,7 +279,7 @@ class Grid(Reduction):
     def backward(self, ctx: NodeContext, grad: Slot, owned: bool) -> None:
         e, image, axes = ctx.emitter, ctx.node.argument("self"), ctx.scope.axes
         (operand,) = refs_in(image)
-        value, wide = grad, sum_dtype(grad.dtype)
-        for span in spans_of(ctx, axes.of(grad.shape), axes.of(ctx.strip(operand).shape), is_sum=True):
-            value = resampled(ctx, value, replace(span, is_adjoint=True), wide)
+        value, wide = grad, accumulation_dtype(grad.dtype)
+        for span in resampled_ranges(ctx, axes.of(grad.shape), axes.of(ctx.strip(operand).shape), is_sum=True):
+            value = emit_resampling(ctx, value, replace(span, is_adjoint=True), wide)
         ctx.add_grad(image, e.cast(value, grad.dtype), owned=True)

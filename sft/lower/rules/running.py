@@ -11,13 +11,13 @@ from sft.lower.functions import FUNCTIONS
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["RunningStatistic"]
+__all__ = ["RunningStatisticRule"]
 
 #: Vectors of channels that are there at once while one is made, besides it, at most.
 _NUM_VECTORS = 4
 
 
-class RunningStatistic(Rule):
+class RunningStatisticRule(Rule):
     """``sft.running_mean`` and ``sft.running_var``: the buffer's next value."""
 
     def forward(self, ctx: NodeContext) -> Slot:

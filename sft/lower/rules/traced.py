@@ -14,27 +14,27 @@ from sft.errors import InternalError, UnsupportedError
 from sft.lower.context import NodeContext
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
-from sft.lower.traces import TINY, Call, Exactly, Placed, Trace, resolve_target, trace_pointwise, trace_whole
+from sft.lower.traces import TINY_SHAPE, TracedCall, BitwiseKey, SlotArg, JointTrace, resolve_target, trace_pointwise, trace_whole
 
-__all__ = ["TracedPointwise", "TracedWhole"]
+__all__ = ["TracedPointwiseRule", "TracedWholeRule"]
 
 aten = torch.ops.aten
 
 #: Determinants, solutions and the like: some factorise the transpose of what lies in memory by rows, and their derivatives ask again
 #: whether it did. A parameter may lie there by columns (as ``torch.linalg.qr`` returns it), and so may a transpose.
-_MATRICES = re.compile(r"linalg_(?!vector_norm)|det\b|_solve|cholesky|inverse")
+_MATRIX_OPS = re.compile(r"linalg_(?!vector_norm)|det\b|_solve|cholesky|inverse")
 
 #: Kernels that read their operands as if they lay in memory in order, whatever their rank. Torch sees to that before it calls them, if need
 #: be by copies; a trace of tensors that lie so shows none.
-_IN_ORDER = re.compile(r"group_norm")
+_CONTIGUOUS_OPS = re.compile(r"group_norm")
 
 
-class _Traced(Rule):
+class _TracedRule(Rule):
     """Shared replay of a trace's calls."""
 
-    def _replay(self, ctx: NodeContext, calls: Sequence[Call], values: dict[int, Slot], shape: tuple[int, ...] | None) -> None:
+    def _replay(self, ctx: NodeContext, calls: Sequence[TracedCall], values: dict[int, Slot], shape: tuple[int, ...] | None) -> None:
         def convert(item: Any) -> Any:
-            if isinstance(item, Placed):
+            if isinstance(item, SlotArg):
                 return values[item.index]
             return tuple(convert(i) for i in item) if isinstance(item, tuple) else item
 
@@ -45,7 +45,7 @@ class _Traced(Rule):
                 None
                 if result is None
                 else ctx.emitter.slot(
-                    tuple(shape) if shape is not None and result.shape == TINY else result.shape,
+                    tuple(shape) if shape is not None and result.shape == TINY_SHAPE else result.shape,
                     result.dtype,
                     None if result.view_of is None else values[result.view_of].root,
                 )
@@ -55,7 +55,7 @@ class _Traced(Rule):
             values.update({r.index: slot for r, slot in zip(call.results, slots, strict=True) if r is not None and slot is not None})
 
 
-class TracedPointwise(_Traced):
+class TracedPointwiseRule(_TracedRule):
     """A function of one element on a strip."""
 
     saves_output = True
@@ -77,7 +77,7 @@ class TracedPointwise(_Traced):
             ctx.add_grad(ctx.node.argument("self"), out, owned=out is not grad and out.root == out.number)
 
     @staticmethod
-    def _trace_of(ctx: NodeContext) -> Trace:
+    def _trace_of(ctx: NodeContext) -> JointTrace:
         name, *rest = ctx.node.arguments
         if name[0] != "self" or any(True for _, value in rest for _ in refs_in(value)):
             raise InternalError(f"{ctx.node.label}: not a function of one element")
@@ -87,10 +87,10 @@ class TracedPointwise(_Traced):
         arguments = tuple(values[key] for key in positional[1:] if key in values)
         keywords = tuple((a.name, values[a.name]) for a in overload._schema.arguments if a.kwarg_only and a.name in values)
         dtype = ctx.scope.dtype_of(next(refs_in(name[1])))
-        return trace_pointwise(ctx.node.target, Exactly(arguments), Exactly(keywords), dtype, torch.get_default_dtype())
+        return trace_pointwise(ctx.node.target, BitwiseKey(arguments), BitwiseKey(keywords), dtype, torch.get_default_dtype())
 
 
-class TracedWhole(_Traced):
+class TracedWholeRule(_TracedRule):
     """Any operator on whole tensors, and any that is done pixel by pixel on a strip."""
 
     saves_output = True
@@ -98,7 +98,7 @@ class TracedWhole(_Traced):
     def forward(self, ctx: NodeContext) -> Slot:
         names = tuple(dict.fromkeys(ctx.node.operands))
         slots = [ctx.strip(name) if name in ctx.scope.streamed else ctx.whole(name) for name in names]
-        if self._is_foreign(ctx) and _MATRICES.search(ctx.node.target):
+        if self._is_foreign(ctx) and _MATRIX_OPS.search(ctx.node.target):
             slots = [self._by_rows(ctx, slot) for slot in slots]
         elif self._is_foreign(ctx):
             slots = [self._contiguous(ctx, slot) if self._is_made(ctx, name) else slot for name, slot in zip(names, slots, strict=True)]
@@ -108,7 +108,7 @@ class TracedWhole(_Traced):
         try:
             trace = trace_whole(
                 ctx.node.target,
-                Exactly(arguments),
+                BitwiseKey(arguments),
                 tuple(places.values()),
                 tuple(s.shape for s in slots),
                 tuple(s.dtype for s in slots),
@@ -147,8 +147,8 @@ class TracedWhole(_Traced):
 
     @staticmethod
     def _contiguous(ctx: NodeContext, slot: Slot) -> Slot:
-        is_asked = len(slot.shape) in CHANNELS_LAST or _IN_ORDER.search(ctx.node.target)
-        return TracedWhole._by_rows(ctx, slot) if is_asked else slot
+        is_asked = len(slot.shape) in CHANNELS_LAST or _CONTIGUOUS_OPS.search(ctx.node.target)
+        return TracedWholeRule._by_rows(ctx, slot) if is_asked else slot
 
     @staticmethod
     def _by_rows(ctx: NodeContext, slot: Slot) -> Slot:

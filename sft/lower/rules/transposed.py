@@ -11,19 +11,19 @@ from torch import Tensor
 
 from sft.analysis.axes import ROWS
 from sft.analysis.graph import refs_in
-from sft.analysis.operators.transposed import OverlapAdd as OverlapAddRow
-from sft.analysis.operators.transposed import Spread, spread_of
-from sft.lower.context import NodeContext, sum_dtype
+from sft.analysis.operators.transposed import OverlapAddSpec as OverlapAddRow
+from sft.analysis.operators.transposed import TransposedWindow, transposed_window_of
+from sft.lower.context import NodeContext, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["OverlapAdd", "TransposedConvolution"]
+__all__ = ["OverlapAddRule", "TransposedConvolutionRule"]
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class _Crop:
+class _RowCrop:
     """How the rows that the operator makes from those read become the rows that are computed, along one axis.
 
     Attributes:
@@ -39,7 +39,7 @@ class _Crop:
     behind: int
 
     @classmethod
-    def of(cls, spread: Spread, low: int, high: int) -> _Crop:
+    def of(cls, spread: TransposedWindow, low: int, high: int) -> _RowCrop:
         """``low`` rows too many in front, ``high`` behind (negative where some lack there, which no input row reaches)."""
         assert low >= 0
         lacking = low - high
@@ -50,7 +50,7 @@ class _Crop:
         return cls(max(high, 0), max(-high, 0), low - max(high, 0), 0)
 
 
-class TransposedConvolution(Rule):
+class TransposedConvolutionRule(Rule):
     """``conv_transpose1d``, ``conv_transpose2d``, ``conv_transpose3d``: ATen's own, on the rows and columns read."""
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -60,9 +60,9 @@ class TransposedConvolution(Rule):
             return self._nothing_but_bias(ctx)
         strip, crops, shape = ctx.strip(operand), [], list(ctx.out_shape[:2])
         for axis, (part, read) in enumerate(ctx.spans(operand)):
-            spread = spread_of(node, axis)
+            spread = transposed_window_of(node, axis)
             first, stop = read.start * spread.stride - spread.padding, (read.stop - 1) * spread.stride - spread.padding + spread.span
-            crop = _Crop.of(spread, part.start - first, stop - part.stop)
+            crop = _RowCrop.of(spread, part.start - first, stop - part.stop)
             crops.append(crop)
             shape.append(crop.before + len(part) + crop.behind)
         ctx.saved.update(strip=strip, crops=crops)
@@ -76,12 +76,12 @@ class TransposedConvolution(Rule):
     def _nothing_but_bias(ctx: NodeContext) -> Slot:
         """Rows behind those that any input row reaches."""
         out = ctx.emitter.empty(ctx.out_shape)
-        return _fill(ctx, out, ctx.operand_slot(ctx.node.argument("bias")))
+        return _fill_with_bias(ctx, out, ctx.operand_slot(ctx.node.argument("bias")))
 
     @staticmethod
     def _geometry(ctx: NodeContext) -> tuple[Any, ...]:
-        spreads = [spread_of(ctx.node, axis) for axis in range(ctx.scope.axes.count)]
-        crops: list[_Crop] = ctx.saved["crops"]
+        spreads = [transposed_window_of(ctx.node, axis) for axis in range(ctx.scope.axes.count)]
+        crops: list[_RowCrop] = ctx.saved["crops"]
         return (
             [spread.stride for spread in spreads],
             [crop.padding for crop in crops],
@@ -98,7 +98,7 @@ class TransposedConvolution(Rule):
         mask = [ctx.needs_grad(image), ctx.needs_grad(weight), False]
         if ctx.reads_nothing(next(refs_in(image))) or not any(mask):
             return
-        crops: list[_Crop] = ctx.saved["crops"]
+        crops: list[_RowCrop] = ctx.saved["crops"]
         flat = [size for crop in reversed(crops) for size in (crop.before, crop.behind)]
         if any(flat):
             extents = (n + crop.before + crop.behind for n, crop in zip(grad.shape[2:], crops, strict=True))
@@ -112,7 +112,7 @@ class TransposedConvolution(Rule):
 
 
 @dataclass(frozen=True, slots=True)
-class _Landing:
+class _OverlapMap:
     """Which rows of the products land on which rows of the sums, in one step.
 
     Attributes:
@@ -145,25 +145,25 @@ class _Landing:
             product.copy_(total)
 
 
-class OverlapAdd(Rule):
+class OverlapAddRule(Rule):
     """Sums of products, row by row; in half precision they are rounded once."""
 
     saves_input = False
     in_place = True
 
-    def _landing(self, ctx: NodeContext, operand: str) -> _Landing:
+    def _landing(self, ctx: NodeContext, operand: str) -> _OverlapMap:
         row, (part, read) = ctx.scope.rows[ctx.node.name], ctx.spans(operand)[ROWS]
         assert isinstance(row, OverlapAddRow)
         spread = row.spread(ctx.node)
-        return _Landing(tuple(spread.landings(read, part)), spread.stride, ctx.node.argument("groups"))
+        return _OverlapMap(tuple(spread.landings(read, part)), spread.stride, ctx.node.argument("groups"))
 
     def forward(self, ctx: NodeContext) -> Slot:
         node, e = ctx.node, ctx.emitter
         (operand,) = refs_in(node.argument("self"))
         dtype = ctx.scope.dtype_of(node.name)
-        wide = sum_dtype(dtype)
+        wide = accumulation_dtype(dtype)
         out = ctx.destination if ctx.destination is not None and wide == dtype else e.empty(ctx.out_shape, wide)
-        _fill(ctx, out, ctx.operand_slot(node.argument("bias")))
+        _fill_with_bias(ctx, out, ctx.operand_slot(node.argument("bias")))
         if not ctx.reads_nothing(operand):
             landing, products = self._landing(ctx, operand), ctx.strip(operand)
             # Adding a narrower type makes a wider copy of what is added.
@@ -185,7 +185,7 @@ class OverlapAdd(Rule):
         ctx.add_grad(image, products, owned=True)
 
 
-def _fill(ctx: NodeContext, out: Slot, bias: Slot | None) -> Slot:
+def _fill_with_bias(ctx: NodeContext, out: Slot, bias: Slot | None) -> Slot:
     """The bias, or zeros, everywhere."""
     if bias is None:
         return ctx.emitter.call(aten.zero_.default, out, writes=out)
@@ -198,6 +198,6 @@ def _add_bias_grad(ctx: NodeContext, bias: Any, grad: Slot) -> None:
     """Sum the gradient over batch and axes; wide, as it is one strip's share."""
     if not ctx.needs_grad(bias):
         return
-    wide, dims = sum_dtype(grad.dtype), [0, *range(2, len(grad.shape))]
+    wide, dims = accumulation_dtype(grad.dtype), [0, *range(2, len(grad.shape))]
     keywords = {"dtype": wide} if wide != grad.dtype else {}
     ctx.add_grad(bias, ctx.emitter.call(aten.sum.dim_IntList, grad, dims, shape=grad.shape[1:2], dtype=wide, keywords=keywords), owned=True)

@@ -15,35 +15,35 @@ import torch
 from sft.analysis.axes import COLUMNS, ROWS
 from sft.analysis.graph import Node, refs_in
 from sft.analysis.operators import Window
-from sft.analysis.steps import Read
-from sft.lower.context import NodeContext, Scope, sum_dtype
+from sft.analysis.steps import OperandRead
+from sft.lower.context import NodeContext, SegmentInfo, accumulation_dtype
 from sft.lower.program import Slot
 from sft.lower.rules.base import Rule
 
-__all__ = ["AvgPool", "Convolution", "Pool", "column_padding", "spread", "squeezed", "windows_of"]
+__all__ = ["AvgPoolRule", "ConvolutionRule", "PoolRule", "column_padding", "as_two_axes", "as_own_axes", "kernel_windows"]
 
 aten = torch.ops.aten
 
 #: A vector of AVX-512 has so many numbers. Of images with fewer channels, channels last, oneDNN's gradient of the weight of a strided
 #: pointwise convolution (``jit_1x1:avx512_core`` in torch 2.13, seen on an AMD EPYC) writes behind its scratchpad: the process is lost.
-_CHANNELS_OF_A_VECTOR = 16
+_VECTOR_CHANNELS = 16
 
 #: Padding before and behind, for each axis.
 Padding = Sequence[tuple[int, int]]
 
 
-def windows_of(ctx: NodeContext) -> tuple[Window, ...]:
+def kernel_windows(ctx: NodeContext) -> tuple[Window, ...]:
     return ctx.scope.windows(ctx.node.name)
 
 
 def _paddings(ctx: NodeContext, operand: str) -> list[tuple[int, int]]:
     """What the window reads beyond the image: of the strip, of the panel, and of axes that are always whole."""
     rows, columns = ctx.read_of(operand), ctx.columns_of(operand)
-    own = [(window.pad_low, window.pad_high) for window in windows_of(ctx)]
+    own = [(window.pad_low, window.pad_high) for window in kernel_windows(ctx)]
     return [(rows.pad_low, rows.pad_high), (columns.pad_low, columns.pad_high), *own[2:]][: len(own)]
 
 
-def _pad(ctx: NodeContext, strip: Slot, padding: Padding, value: float) -> Slot:
+def _emit_padding(ctx: NodeContext, strip: Slot, padding: Padding, value: float) -> Slot:
     if not any(low or high for low, high in padding):
         return strip
     lead = len(strip.shape) - len(padding)
@@ -56,7 +56,7 @@ def _pad(ctx: NodeContext, strip: Slot, padding: Padding, value: float) -> Slot:
     return ctx.emitter.call(aten.fill_.Scalar, out, value, writes=out)
 
 
-class _Windowed(Rule):
+class _WindowedRule(Rule):
     """Shared by convolution and pooling: which padding the operator applies itself, and which is made explicit."""
 
     border_value: ClassVar[float] = 0.0
@@ -68,7 +68,7 @@ class _Windowed(Rule):
         if not self.own_padding_fits(own, windows):
             own = [0] * len(own)
         rest = [(low - size, high - size) for (low, high), size in zip(paddings, own, strict=True)]
-        padded = _pad(ctx, ctx.strip(operand), rest, self.border_value)
+        padded = _emit_padding(ctx, ctx.strip(operand), rest, self.border_value)
         ctx.saved.update(padded=padded, offset=[low for low, _ in rest])
         return padded, own
 
@@ -84,13 +84,13 @@ class _Windowed(Rule):
         return grad
 
 
-def column_padding(scope: Scope, node: Node, operand: str) -> tuple[int, int]:
+def column_padding(scope: SegmentInfo, node: Node, operand: str) -> tuple[int, int]:
     """Padding left and right of what a windowed operator reads; where the two differ ATen's operators cannot apply it."""
     read = next(read for read in scope.columns[node.name].reads if read.operand == operand)
     return read.pad_low, read.pad_high
 
 
-class Convolution(_Windowed):
+class ConvolutionRule(_WindowedRule):
     """``conv1d``, ``conv2d``, ``conv3d``; the explicitly padded strip is what the backward differentiates."""
 
     def forward(self, ctx: NodeContext) -> Slot:
@@ -103,7 +103,7 @@ class Convolution(_Windowed):
             padded, padding = bordered, [0, *(low for low, _ in paddings[1:])]
             ctx.saved.update(padded=padded, offset=[ctx.read_of(operand).pad_low, *[0] * (len(paddings) - 1)])
         else:
-            padded, padding = self.padded(ctx, operand, windows_of(ctx))
+            padded, padding = self.padded(ctx, operand, kernel_windows(ctx))
         bias = node.argument("bias")
         ctx.saved["padding"] = padding
         return ctx.emitter.call(
@@ -116,7 +116,7 @@ class Convolution(_Windowed):
         )
 
     def _geometry(self, ctx: NodeContext) -> tuple[Any, ...]:
-        windows = windows_of(ctx)
+        windows = kernel_windows(ctx)
         return (
             [window.stride for window in windows],
             list(ctx.saved["padding"]),
@@ -132,9 +132,9 @@ class Convolution(_Windowed):
         operand = next(refs_in(image))
         weight_slot = ctx.operand_slot(weight)
         mask = [ctx.needs_grad(image) and not ctx.reads_nothing(operand), ctx.needs_grad(weight), ctx.needs_grad(bias)]
-        if mask[2] and sum_dtype(grad.dtype) != grad.dtype:
+        if mask[2] and accumulation_dtype(grad.dtype) != grad.dtype:
             # ATen rounds each strip's sum to half precision.
-            wide = sum_dtype(grad.dtype)
+            wide = accumulation_dtype(grad.dtype)
             shape, dims = (weight_slot.shape[0],), [0, *range(2, len(grad.shape))]
             total = e.call(aten.sum.dim_IntList, grad, dims, shape=shape, dtype=wide, keywords={"dtype": wide})
             ctx.add_grad(bias, total, owned=True)
@@ -159,9 +159,9 @@ class Convolution(_Windowed):
     @staticmethod
     def _gathers_few_channels(ctx: NodeContext) -> bool:
         """Whether it is one of the convolutions whose weights' gradient oneDNN gathers pixels for, and fails to (see above)."""
-        windows, weight = windows_of(ctx), ctx.operand_slot(ctx.node.argument("weight"))
+        windows, weight = kernel_windows(ctx), ctx.operand_slot(ctx.node.argument("weight"))
         is_pointwise = all(window.kernel == 1 for window in windows) and not any(ctx.saved["padding"])
-        return is_pointwise and any(window.stride > 1 for window in windows) and weight.shape[1] < _CHANNELS_OF_A_VECTOR
+        return is_pointwise and any(window.stride > 1 for window in windows) and weight.shape[1] < _VECTOR_CHANNELS
 
     def _gathered(self, ctx: NodeContext) -> tuple[Slot, tuple[Any, ...]]:
         """The pixels that a strided pointwise convolution reads, and what it is on these."""
@@ -175,21 +175,21 @@ class Convolution(_Windowed):
         return copy, ([1] * len(strides), *others)
 
 
-def spread(ctx: NodeContext, slot: Slot) -> Slot:
+def as_two_axes(ctx: NodeContext, slot: Slot) -> Slot:
     """A value as ATen's poolings take it: with two axes at least, a signal as an image of one column."""
     if ctx.scope.axes.count > 1:
         return slot
     return ctx.emitter.call(aten.unsqueeze.default, slot, -1, shape=(*slot.shape, 1), view_of=slot, dtype=slot.dtype)
 
 
-def squeezed(ctx: NodeContext, slot: Slot) -> Slot:
+def as_own_axes(ctx: NodeContext, slot: Slot) -> Slot:
     """Such a value with its own axes again."""
     if ctx.scope.axes.count > 1:
         return slot
     return ctx.emitter.call(aten.squeeze.dim, slot, -1, shape=slot.shape[:-1], view_of=slot, dtype=slot.dtype)
 
 
-class Pool(_Windowed):
+class PoolRule(_WindowedRule):
     """Poolings of one axis run as poolings of two, the second one pixel wide."""
 
     @staticmethod
@@ -198,12 +198,12 @@ class Pool(_Windowed):
         return [[*values, added] if ctx.scope.axes.count == 1 else [*values] for values, added in entries]
 
 
-def _counts_as_inside(read: Read, window: Window, counted: bool) -> bool:
+def _counts_padding(read: OperandRead, window: Window, counted: bool) -> bool:
     """Whether every element that a pooling reads along an axis counts: none is padding, or padding counts too."""
     return not (read.pad_low or read.pad_high) or (counted and read.pad_high <= window.pad_high)
 
 
-class AvgPool(Pool):
+class AvgPoolRule(PoolRule):
     """``avg_pool1d``, ``avg_pool2d``, ``avg_pool3d``.
 
     The divisor counts elements inside the image (or the image and its declared padding). A strip that holds no border, or only
@@ -213,12 +213,12 @@ class AvgPool(Pool):
 
     def forward(self, ctx: NodeContext) -> Slot:
         operand = next(refs_in(ctx.node.argument("self")))
-        windows = windows_of(ctx)
+        windows = kernel_windows(ctx)
         read, across = ctx.read_of(operand), ctx.columns_of(operand)
         override, counted = ctx.node.argument("divisor_override"), ctx.node.argument("count_include_pad")
         whole = ctx.is_whole and all(2 * window.pad_low <= window.kernel for window in windows)
-        columns_count = ctx.is_full_width or _counts_as_inside(across, windows[COLUMNS], counted)
-        native = override is not None or (_counts_as_inside(read, windows[ROWS], counted) and columns_count)
+        columns_count = ctx.is_full_width or _counts_padding(across, windows[COLUMNS], counted)
+        native = override is not None or (_counts_padding(read, windows[ROWS], counted) and columns_count)
         # What the operator pads by itself: all axes, or those of which it sees both borders.
         knows = [whole, whole or ctx.is_full_width, True][: len(windows)]
         if whole or native:
@@ -229,9 +229,9 @@ class AvgPool(Pool):
 
     def _native(self, ctx: NodeContext, operand: str, paddings: Padding, geometry: tuple[Any, ...]) -> Slot:
         """The operator itself, on a strip padded where it cannot do it."""
-        padded = _pad(ctx, ctx.strip(operand), paddings, 0.0)
+        padded = _emit_padding(ctx, ctx.strip(operand), paddings, 0.0)
         ctx.saved.update(padded=padded, counts=None, offset=[low for low, _ in paddings], geometry=geometry)
-        return squeezed(ctx, self._average(ctx, spread(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count]))
+        return as_own_axes(ctx, self._average(ctx, as_two_axes(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count]))
 
     def _average(self, ctx: NodeContext, value: Slot, geometry: tuple[Any, ...], lead: tuple[int, ...]) -> Slot:
         function = aten.avg_pool3d if ctx.scope.axes.count == 3 else aten.avg_pool2d
@@ -241,13 +241,13 @@ class AvgPool(Pool):
 
     def _masked(self, ctx: NodeContext, operand: str, knows: Sequence[bool], counted: bool) -> Slot:
         """Sums, divided by how many elements count in each window."""
-        e, windows, strip = ctx.emitter, windows_of(ctx), ctx.strip(operand)
+        e, windows, strip = ctx.emitter, kernel_windows(ctx), ctx.strip(operand)
         inside, out = ctx.scope.axes.of(strip.shape), ctx.scope.axes.of(ctx.out_shape)
         paddings = []
         for known, window, pads, extent, length in zip(knows, windows, _paddings(ctx, operand), inside, out, strict=True):
             reach = (length - 1) * window.stride + window.kernel - window.pad_low - extent
             paddings.append((window.pad_low, max(0, reach)) if known else pads)
-        padded = _pad(ctx, strip, paddings, 0.0)
+        padded = _emit_padding(ctx, strip, paddings, 0.0)
         mask = e.zeros((1, 1, *ctx.scope.axes.of(padded.shape)))
         inner = mask
         for axis, (window, (low, high), extent) in enumerate(zip(windows, paddings, inside, strict=True)):
@@ -255,13 +255,13 @@ class AvgPool(Pool):
             inner = ctx.narrow(inner, axis, low - before, before + extent + behind)
         e.call(aten.fill_.Scalar, inner, 1.0, writes=inner)
         geometry = self._arguments(ctx, [0] * len(windows), False, True, 1)
-        counts = self._average(ctx, spread(ctx, mask), geometry, (1, 1))
+        counts = self._average(ctx, as_two_axes(ctx, mask), geometry, (1, 1))
         ctx.saved.update(padded=padded, counts=counts, offset=[low for low, _ in paddings], geometry=geometry)
-        total = self._average(ctx, spread(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count])
-        return squeezed(ctx, e.call(aten.div_.Tensor, total, counts, writes=total))
+        total = self._average(ctx, as_two_axes(ctx, padded), geometry, ctx.out_shape[: -ctx.scope.axes.count])
+        return as_own_axes(ctx, e.call(aten.div_.Tensor, total, counts, writes=total))
 
     def _arguments(self, ctx: NodeContext, padding: Sequence[int], ceil: bool, counted: bool, override: int | None) -> tuple[Any, ...]:
-        windows = windows_of(ctx)
+        windows = kernel_windows(ctx)
         lists = self.lists(ctx, ([w.kernel for w in windows], 1), ([w.stride for w in windows], 1), (padding, 0))
         return (*lists, ceil, counted, override)
 
@@ -270,9 +270,9 @@ class AvgPool(Pool):
         operand = next(refs_in(image))
         if ctx.reads_nothing(operand):
             return
-        padded, grad = spread(ctx, ctx.saved["padded"]), spread(ctx, grad)
+        padded, grad = as_two_axes(ctx, ctx.saved["padded"]), as_two_axes(ctx, grad)
         if ctx.saved["counts"] is not None:
             grad = e.call(aten.div.Tensor, grad, ctx.saved["counts"], shape=grad.shape)
         function = aten.avg_pool3d_backward if ctx.scope.axes.count == 3 else aten.avg_pool2d_backward
         out = e.call(function.default, grad, padded, *ctx.saved["geometry"], shape=padded.shape)
-        ctx.add_grad(image, self.unpadded(ctx, operand, squeezed(ctx, out)), owned=True)
+        ctx.add_grad(image, self.unpadded(ctx, operand, as_own_axes(ctx, out)), owned=True)

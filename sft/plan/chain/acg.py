@@ -18,19 +18,19 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import islice
 
-from sft.analysis.cuts import Dag, Division, division_tree
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
+from sft.analysis.cuts import ValueDag, Division, division_tree
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.reversal import one_level, reversal
 from sft.plan.chain.schedule import Operation, Schedule
-from sft.plan.chain.solver import chosen, judged, too_small
+from sft.plan.chain.solver import pick_plan, evaluate_plans, budget_error
 
-__all__ = ["Checkpointing", "chain_dag", "optimal_checkpoints", "solutions", "solve"]
+__all__ = ["Checkpointing", "chain_dag", "optimal_checkpoints", "solutions", "solve_acg"]
 
-_MOST_SOLUTIONS = 256
+_MAX_SOLUTIONS = 256
 
 #: The bytes of the checkpoints inside a segment, and the checkpoints; None if the bound cannot be kept.
-_Found = tuple[int, tuple[int, ...]] | None
+_Solution = tuple[int, tuple[int, ...]] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Checkpointing:
         return self.checkpoint_bytes + self.segment_bytes
 
 
-def optimal_checkpoints(dag: Dag) -> Checkpointing:
+def optimal_checkpoints(dag: ValueDag) -> Checkpointing:
     """The checkpoints of the smallest sum of all checkpoints and the largest segment (of several, the fewest bytes of checkpoints)."""
     best: Checkpointing | None = None
     for found in solutions(dag):
@@ -65,13 +65,13 @@ def optimal_checkpoints(dag: Dag) -> Checkpointing:
     return best
 
 
-def solutions(dag: Dag) -> Iterator[Checkpointing]:
+def solutions(dag: ValueDag) -> Iterator[Checkpointing]:
     """The cheapest checkpoints for smaller and smaller bounds on the segments."""
     tree = division_tree(dag)
     ends = (0, len(dag.sizes_bytes) - 1)
     bound = tree.inner_bytes
     while bound >= 0:
-        found = _within(dag, tree, bound)
+        found = _cheapest_within(dag, tree, bound)
         if found is None:
             return
         chosen = frozenset((*found[1], *ends))
@@ -84,48 +84,48 @@ def solutions(dag: Dag) -> Iterator[Checkpointing]:
         bound = largest - 1
 
 
-def chain_dag(chain: Chain) -> Dag:
+def chain_dag(chain: StageChain) -> ValueDag:
     """A chain as a graph of values; what stages save belongs to the edges."""
     n = chain.num_stages
-    return Dag(
+    return ValueDag(
         sizes_bytes=tuple(chain.activation_bytes(i) for i in range(n + 1)),
         edges=tuple((i, i + 1) for i in range(n)),
         edge_bytes={(i - 1, i): chain.stage(i).saved_bytes for i in range(1, n + 1) if chain.stage(i).saved_bytes},
     )
 
 
-def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def solve_acg(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
     """The schedule of the best sum of checkpoints and largest segment that fits.
 
     Raises:
         BudgetError: none does.
     """
-    every = judged(chain, "acg", _plans, link)
+    every = evaluate_plans(chain, "acg", _plans, link)
     for number, (_, peak_bytes) in enumerate(every):
         if peak_bytes <= budget_bytes:
-            return chosen(chain, "acg", _plans, number)
-    raise too_small("acg", budget_bytes, min(peak_bytes for _, peak_bytes in every))
+            return pick_plan(chain, "acg", _plans, number)
+    raise budget_error("acg", budget_bytes, min(peak_bytes for _, peak_bytes in every))
 
 
-def _plans(chain: Chain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
-    return (partial(reversal, chain, one_level(checkpoints)) for checkpoints in _by_sum(chain))
+def _plans(chain: StageChain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
+    return (partial(reversal, chain, one_level(checkpoints)) for checkpoints in _solutions_by_sum(chain))
 
 
 @lru_cache(maxsize=32)
-def _by_sum(chain: Chain) -> tuple[tuple[int, ...], ...]:
+def _solutions_by_sum(chain: StageChain) -> tuple[tuple[int, ...], ...]:
     """Checkpoints of the solutions, those with the least sum first."""
-    found = sorted(islice(solutions(chain_dag(chain)), _MOST_SOLUTIONS), key=lambda found: found.total_bytes)
+    found = sorted(islice(solutions(chain_dag(chain)), _MAX_SOLUTIONS), key=lambda found: found.total_bytes)
     return tuple(each.checkpoints for each in found)
 
 
-def _within(dag: Dag, part: Division, bound: int) -> _Found:
+def _cheapest_within(dag: ValueDag, part: Division, bound: int) -> _Solution:
     """The cheapest checkpoints inside a segment so that nothing between them exceeds the bound."""
     if part.kind in ("branch", "complex"):
         if part.kind == "complex" and part.inner_bytes <= bound:
             return 0, ()
         total, chosen = sum(dag.sizes_bytes[v] for v in part.connecting), list(part.connecting)
         for inner in part.parts:
-            found = _within(dag, inner, bound)
+            found = _cheapest_within(dag, inner, bound)
             if found is None:
                 return None
             total += found[0]
@@ -136,7 +136,7 @@ def _within(dag: Dag, part: Division, bound: int) -> _Found:
     return _shortest(dag, part, bound) if part.kind == "linear" else None
 
 
-def _shortest(dag: Dag, part: Division, bound: int) -> _Found:
+def _shortest(dag: ValueDag, part: Division, bound: int) -> _Solution:
     """The shortest path over a linear segment's splitting vertices."""
     ends = [part.source, *part.connecting, part.target]
     inner = [piece.inner_bytes for piece in part.parts]
@@ -150,7 +150,7 @@ def _shortest(dag: Dag, part: Division, bound: int) -> _Found:
             between += inner[first] + (dag.sizes_bytes[ends[first + 1]] if first + 1 < last else 0)
             if between > bound and first < last - 1:
                 break
-            inside: _Found = (0, ()) if first < last - 1 else _within(dag, part.parts[first], bound)
+            inside: _Solution = (0, ()) if first < last - 1 else _cheapest_within(dag, part.parts[first], bound)
             before = totals[first]
             if inside is not None and before is not None and (total is None or before + inside[0] < total):
                 total, step = before + inside[0], (first, inside[1])
@@ -167,7 +167,7 @@ def _shortest(dag: Dag, part: Division, bound: int) -> _Found:
     return totals[-1], tuple(chosen)
 
 
-def _largest_segment(dag: Dag, part: Division, chosen: frozenset[int]) -> int:
+def _largest_segment(dag: ValueDag, part: Division, chosen: frozenset[int]) -> int:
     """The largest piece that the chosen vertices leave of a segment whose two ends are chosen."""
     if part.kind != "branch" and chosen.isdisjoint(part.interior):
         return part.inner_bytes

@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.reversal import reversal
 from sft.plan.chain.schedule import Operation, Schedule
-from sft.plan.chain.solver import fastest_that_fits
+from sft.plan.chain.solver import fastest_fitting
 
-__all__ = ["operations", "solve"]
+__all__ = ["bisect_operations", "solve_bisect"]
 
 
-def operations(chain: Chain, base_stages: int) -> tuple[Operation, ...]:
+def bisect_operations(chain: StageChain, base_stages: int) -> tuple[Operation, ...]:
     """The schedule with a base case of so many stages."""
 
     def decide(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
@@ -31,15 +31,15 @@ def operations(chain: Chain, base_stages: int) -> tuple[Operation, ...]:
     return reversal(chain, decide)
 
 
-def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def solve_bisect(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
     """The fastest of the bisections that fits.
 
     Raises:
         BudgetError: none does.
     """
-    return fastest_that_fits(chain, "bisect", _plans, budget_bytes, link)
+    return fastest_fitting(chain, "bisect", _bisect_plans, budget_bytes, link)
 
 
-def _plans(chain: Chain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
+def _bisect_plans(chain: StageChain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
     n = chain.num_stages
-    return (partial(operations, chain, base) for base in sorted({-(-n // 2**power) for power in range(n.bit_length() + 1)}))
+    return (partial(bisect_operations, chain, base) for base in sorted({-(-n // 2**power) for power in range(n.bit_length() + 1)}))

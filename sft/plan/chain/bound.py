@@ -11,20 +11,20 @@ from __future__ import annotations
 
 import math
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.offloading import plain_peak_bytes
 
 __all__ = ["offload_bound_seconds", "stage_bound_bytes", "turn_bound_seconds"]
 
 
-def offload_bound_seconds(chain: Chain, *, budget_bytes: int, link: Link) -> float:
+def offload_bound_seconds(chain: StageChain, *, budget_bytes: int, link: HostLink) -> float:
     """The lower bound on the time of a step that keeps or offloads everything."""
     excess = max(0, plain_peak_bytes(chain) - budget_bytes)
     return max(chain.compute_seconds, link.streamed_seconds(excess, excess))
 
 
-def turn_bound_seconds(chain: Chain, *, budget_bytes: int, link: Link) -> float:
+def turn_bound_seconds(chain: StageChain, *, budget_bytes: int, link: HostLink) -> float:
     """The same from what is read behind the turn and has no room there: it has left by then, and comes back afterwards."""
     read = chain.resident_bytes + sum(chain.activation_bytes(i - 1) + chain.stage(i).saved_bytes for i in range(1, chain.num_stages + 1))
     excess = max(0, read - budget_bytes)
@@ -33,7 +33,7 @@ def turn_bound_seconds(chain: Chain, *, budget_bytes: int, link: Link) -> float:
     return max(forward, link.down_seconds(excess)) + max(backward, link.up_seconds(excess))
 
 
-def stage_bound_bytes(chain: Chain) -> int:
+def stage_bound_bytes(chain: StageChain) -> int:
     """What the stage that needs most holds when it has run, or while it runs back: schedules without alternatives hold no less.
 
     Workspaces of the forward pass are left out: a stage may need its own only where it saves nothing.

@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from sft.errors import InputError
-from sft.records import read_json, record_of
+from sft.records import parse_json_object, dataclass_from_dict
 
-__all__ = ["Alternative", "Chain", "Stage", "stage_classes"]
+__all__ = ["Alternative", "StageChain", "Stage", "stage_classes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +97,7 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class StageChain:
     """A network as solvers see it.
 
     Attributes:
@@ -172,19 +172,19 @@ class Chain:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Chain:
+    def from_json(cls, text: str) -> StageChain:
         """Read what :meth:`to_json` wrote.
 
         Raises:
             InputError: it is not such text.
         """
         try:
-            return record_of(cls, read_json(text))
+            return dataclass_from_dict(cls, parse_json_object(text))
         except InputError as error:
             raise InputError(f"this is no chain's JSON: {error}") from error
 
 
-def stage_classes(chain: Chain) -> tuple[int, ...]:
+def stage_classes(chain: StageChain) -> tuple[int, ...]:
     """A number for each stage, the same for equal stages."""
     numbers: dict[Stage, int] = {}
     return tuple(numbers.setdefault(stage, len(numbers)) for stage in chain.stages)

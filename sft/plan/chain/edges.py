@@ -13,9 +13,9 @@ from math import floor, inf
 import numpy as np
 import numpy.typing as npt
 
-from sft.plan.chain.link import Link
+from sft.plan.chain.link import HostLink
 
-__all__ = ["Edge", "Slots", "in_slots", "least_after"]
+__all__ = ["Edge", "QuantizedEdge", "quantize_edges", "min_remaining_seconds"]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -67,7 +67,7 @@ class Edge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slots:
+class QuantizedEdge:
     """An edge in slots. Its names are those of `Edge`, shorter.
 
     Attributes:
@@ -97,7 +97,7 @@ class Slots:
     backward_seconds: float
 
 
-def in_slots(edges: Sequence[Edge], link: Link, slot_bytes: int) -> list[Slots]:
+def quantize_edges(edges: Sequence[Edge], link: HostLink, slot_bytes: int) -> list[QuantizedEdge]:
     """Every edge in slots. Edges of one stage are rounded along the chain, so that their sums stay true.
 
     Args:
@@ -120,7 +120,7 @@ def in_slots(edges: Sequence[Edge], link: Link, slot_bytes: int) -> list[Slots]:
         saved = along.value(("s", edge.source, edge.saved_bytes), edge.saved_bytes, slot_bytes)
         output = along.value(("x", edge.target), edge.output_bytes, slot_bytes)
         found.append(
-            Slots(
+            QuantizedEdge(
                 need_forward=up(edge.forward_need_bytes),
                 need_backward=up(edge.backward_need_bytes),
                 entering=entering,
@@ -160,7 +160,7 @@ class _Rounding:
         return floor(before + slots + 1e-9) - floor(before + 1e-9)
 
 
-def least_after(edges: Sequence[Edge], slots: Sequence[Slots], end: int) -> dict[int, float]:
+def min_remaining_seconds(edges: Sequence[Edge], slots: Sequence[QuantizedEdge], end: int) -> dict[int, float]:
     """For each node the least time of computations that any path from it still takes."""
     found = {end: 0.0}
     for edge, slot in sorted(zip(edges, slots, strict=True), key=lambda pair: -pair[0].source):

@@ -16,7 +16,7 @@ have left: idle link); bytes of earlier cuts that must be back before the backwa
     offload    m' = m + A - min(dF+ + |x|, t_F) dF' = dF+ + |x| - t_F, (.)+ + |s| if s is     dB' = |x| + |s| + (dB - t_B)+
 
 The published Algorithm 1 tests with dF for dF+, which refuses plans that fit, and its equation 6 has the forward's workspace in the
-backward, which allows plans that do not. Between the two passes the link may still be busy: `_turn`. An edge that streams its cuts or
+backward, which allows plans that do not. Between the two passes the link may still be busy: `_loss_wait_seconds`. An edge that streams its cuts or
 weights holds the link itself, so its u is shortened by those bytes.
 
 A nested backward (see `paths`) runs in the memory that is free when its turn comes, which a label knows.
@@ -35,17 +35,17 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from sft.plan.chain.edges import Edge, Slots, in_slots, least_after
-from sft.plan.chain.link import Link
+from sft.plan.chain.edges import Edge, QuantizedEdge, quantize_edges, min_remaining_seconds
+from sft.plan.chain.link import HostLink
 
-__all__ = ["FluidPath", "Step", "search"]
+__all__ = ["FluidPath", "PathStep", "search_paths"]
 
 _Ints = npt.NDArray[np.int64]
 _Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PathStep:
     """An edge of a path, whether its input and saved bytes leave, and the buckets for its backward if it has a curve."""
 
     edge: Edge
@@ -62,7 +62,7 @@ class FluidPath:
         seconds: what it takes in the fluid model.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[PathStep, ...]
     seconds: float
 
 
@@ -90,9 +90,9 @@ _FIELDS = ("held", "down", "up", "host", "seconds", "via", "before", "buckets")
 
 
 @dataclass(slots=True, kw_only=True)
-class _Search:
+class _SearchState:
     edges: Sequence[Edge]
-    link: Link
+    link: HostLink
     slot_bytes: int
     limit: int
     host_limit: float
@@ -100,7 +100,7 @@ class _Search:
     incumbent_seconds: float
     estimates: Mapping[int, tuple[_Floats, int]]
     least_after: dict[int, float] = field(default_factory=dict)
-    slots: list[Slots] = field(default_factory=list)
+    slots: list[QuantizedEdge] = field(default_factory=list)
     nodes: dict[int, _Labels] = field(default_factory=dict)
 
     @property
@@ -113,14 +113,14 @@ class _Search:
         return self.link.up_bytes_per_second / self.slot_bytes
 
 
-def search(
+def search_paths(
     edges: Sequence[Edge],
     *,
     start: int,
     end: int,
     start_bytes: int,
     budget_bytes: int,
-    link: Link,
+    link: HostLink,
     host_budget_bytes: int | None = None,
     slot_bytes: int = 1,
     most_labels: int = 2000,
@@ -144,7 +144,7 @@ def search(
         incumbent_seconds: paths that are no faster are of no use.
         estimates: for a node the seconds that the rest may take, for each number of free buckets, and the bucket's bytes.
     """
-    state = _Search(
+    state = _SearchState(
         edges=edges,
         link=link,
         slot_bytes=slot_bytes,
@@ -154,8 +154,8 @@ def search(
         incumbent_seconds=incumbent_seconds,
         estimates=estimates or {},
     )
-    state.slots = in_slots(edges, link, slot_bytes)
-    state.least_after = least_after(edges, state.slots, end)
+    state.slots = quantize_edges(edges, link, slot_bytes)
+    state.least_after = min_remaining_seconds(edges, state.slots, end)
     none = np.zeros(1, dtype=np.int64)
     state.nodes[start] = _Labels(none - (-start_bytes // slot_bytes), none, none, none, np.zeros(1), none - 1, none - 1, none)
     arriving: dict[int, list[_Labels]] = {}
@@ -163,24 +163,24 @@ def search(
         if edge.source not in state.nodes:
             if edge.source not in arriving:
                 continue
-            state.nodes[edge.source] = _pruned(state, edge.source, _joined(arriving.pop(edge.source)))
+            state.nodes[edge.source] = _prune_dominated(state, edge.source, _concat_labels(arriving.pop(edge.source)))
         for leaves in (False, True) if edge.movable and edge.input_bytes + edge.saved_bytes else (False,):
-            found = _follow(state, state.nodes[edge.source], number, leaves)
+            found = _extend_labels(state, state.nodes[edge.source], number, leaves)
             if len(found):
                 arriving.setdefault(edge.target, []).append(found)
     if end not in arriving:
         return []
-    state.nodes[end] = _pruned(state, end, _joined(arriving[end]))
-    return _best(state, end, num_paths)
+    state.nodes[end] = _prune_dominated(state, end, _concat_labels(arriving[end]))
+    return _best_paths(state, end, num_paths)
 
 
-def _follow(state: _Search, labels: _Labels, number: int, leaves: bool) -> _Labels:
+def _extend_labels(state: _SearchState, labels: _Labels, number: int, leaves: bool) -> _Labels:
     """The labels at the other end of an edge."""
     slots, limit = state.slots[number], state.limit
     below = labels.held - np.maximum(labels.down, 0)
     host = labels.host + slots.host + (slots.entering + slots.saved if leaves else 0)
     fits = (below + slots.need_forward <= limit) & (host <= state.host_limit)
-    buckets, need_backward, seconds = _backwards(state, number, below, np.maximum(labels.up, 0))
+    buckets, need_backward, seconds = _backward_options(state, number, below, np.maximum(labels.up, 0))
     fits &= (below + need_backward <= limit) & np.isfinite(seconds)
     fits &= labels.seconds + slots.forward_seconds + seconds + state.least_after[state.edges[number].target] < state.incumbent_seconds
     chosen = np.flatnonzero(fits)
@@ -205,7 +205,7 @@ def _follow(state: _Search, labels: _Labels, number: int, leaves: bool) -> _Labe
     return _Labels(held, down, up, host, total, np.full(len(chosen), 2 * number + leaves), chosen.astype(np.int64), buckets)
 
 
-def _backwards(state: _Search, number: int, below: _Ints, coming: _Ints) -> tuple[_Ints, _Ints, _Floats]:
+def _backward_options(state: _SearchState, number: int, below: _Ints, coming: _Ints) -> tuple[_Ints, _Ints, _Floats]:
     """For each label the buckets, the need in slots and the seconds of an edge's backward.
 
     With a curve it takes the memory that is free without a wait; if it cannot run in that, the least that it can run in.
@@ -222,7 +222,7 @@ def _backwards(state: _Search, number: int, below: _Ints, coming: _Ints) -> tupl
     return buckets, -(-buckets * edge.bucket_bytes // state.slot_bytes), seconds
 
 
-def _link_backward(state: _Search, number: int, seconds: _Floats) -> _Ints:
+def _link_backward(state: _SearchState, number: int, seconds: _Floats) -> _Ints:
     """What the link can carry while an edge's backward runs, in slots."""
     slots = state.slots[number]
     if state.edges[number].backward_curve is None:
@@ -230,18 +230,18 @@ def _link_backward(state: _Search, number: int, seconds: _Floats) -> _Ints:
     return np.maximum(0, np.floor(seconds * state.up_rate - slots.busy_backward + 1e-9)).astype(np.int64)
 
 
-def _joined(parts: list[_Labels]) -> _Labels:
+def _concat_labels(parts: list[_Labels]) -> _Labels:
     return _Labels(*(np.concatenate([getattr(part, name) for part in parts]) for name in _FIELDS))
 
 
-def _pruned(state: _Search, node: int, labels: _Labels) -> _Labels:
+def _prune_dominated(state: _SearchState, node: int, labels: _Labels) -> _Labels:
     """Without labels that another betters or equals in everything, that come too late, or, if there are too many, that promise least."""
     most = state.most_labels
     if state.incumbent_seconds < inf:
         least = labels.seconds + np.maximum(state.least_after[node], _link_seconds(state, labels))
         labels = labels.take(least < state.incumbent_seconds)
     if len(labels) > 8 * most:
-        labels = labels.take(_promising(state, node, labels, 4 * most))
+        labels = labels.take(_most_promising(state, node, labels, 4 * most))
     order = np.lexsort((labels.up, labels.down, labels.held, labels.seconds))
     labels = labels.take(order)
     marks = (labels.held, labels.held - np.maximum(labels.down, 0), labels.down, labels.up, labels.host)
@@ -261,10 +261,10 @@ def _pruned(state: _Search, node: int, labels: _Labels) -> _Labels:
         here = here[~bettered(here, kept).any(axis=1)]
         kept = np.concatenate([kept, here[~np.tril(bettered(here, here), -1).any(axis=1)]])
     labels = labels.take(kept)
-    return labels.take(_promising(state, node, labels, most)) if len(labels) > most else labels
+    return labels.take(_most_promising(state, node, labels, most)) if len(labels) > most else labels
 
 
-def _promising(state: _Search, node: int, labels: _Labels, most: int) -> npt.NDArray[np.intp]:
+def _most_promising(state: _SearchState, node: int, labels: _Labels, most: int) -> npt.NDArray[np.intp]:
     """The rows of so many labels, in order: by what the whole may take if nothing more leaves, or all that waits has; and the fastest."""
     after = state.least_after[node]
     wholes = []
@@ -281,13 +281,13 @@ def _promising(state: _Search, node: int, labels: _Labels, most: int) -> npt.NDA
     return np.flatnonzero(chosen)
 
 
-def _link_seconds(state: _Search, labels: _Labels) -> _Floats:
+def _link_seconds(state: _SearchState, labels: _Labels) -> _Floats:
     """What the link still has to carry, at least, until the backward is back at the same cut."""
     down, up = np.maximum(labels.down, 0) / state.down_rate, np.maximum(labels.up, 0) / state.up_rate
     return np.maximum(down, up) if state.link.full_duplex else down + up
 
 
-def _steps(state: _Search, node: int, row: int) -> list[tuple[int, int]]:
+def _backtrack(state: _SearchState, node: int, row: int) -> list[tuple[int, int]]:
     """The edges that led to a label, as ``2 * number + leaves``, with their buckets, in order."""
     found = []
     while (via := int(state.nodes[node].via[row])) >= 0:
@@ -297,30 +297,32 @@ def _steps(state: _Search, node: int, row: int) -> list[tuple[int, int]]:
     return found[::-1]
 
 
-def _best(state: _Search, end: int, num_paths: int) -> list[FluidPath]:
+def _best_paths(state: _SearchState, end: int, num_paths: int) -> list[FluidPath]:
     labels = state.nodes[end]
     found: list[tuple[float, int, list[tuple[int, int]]]] = []
-    least = labels.seconds + _turn_at_least(state, labels)
+    least = labels.seconds + _min_loss_wait_seconds(state, labels)
     for row in np.argsort(least, kind="stable"):
         if len(found) >= num_paths and least[row] >= found[num_paths - 1][0]:
             break
-        vias = _steps(state, end, int(row))
-        seconds = float(labels.seconds[row]) + _turn(state, int(labels.held[row]), int(labels.down[row]), int(labels.up[row]), vias)
+        vias = _backtrack(state, end, int(row))
+        seconds = float(labels.seconds[row]) + _loss_wait_seconds(
+            state, int(labels.held[row]), int(labels.down[row]), int(labels.up[row]), vias
+        )
         found.append((seconds, int(row), vias))
         found.sort()
     return [
-        FluidPath(steps=tuple(Step(state.edges[via // 2], bool(via % 2), buckets) for via, buckets in vias), seconds=seconds)
+        FluidPath(steps=tuple(PathStep(state.edges[via // 2], bool(via % 2), buckets) for via, buckets in vias), seconds=seconds)
         for seconds, _, vias in found[:num_paths]
     ]
 
 
-def _turn_at_least(state: _Search, labels: _Labels) -> _Floats:
+def _min_loss_wait_seconds(state: _SearchState, labels: _Labels) -> _Floats:
     down, up = labels.down / state.down_rate, labels.up / state.up_rate
     both = np.maximum(down, up) if state.link.full_duplex else down + up
     return np.where((down > 0) & (up > 0), both, np.maximum(0.0, np.where((down > 0) | (up > 0), down + up, 0.0)))
 
 
-def _turn(state: _Search, held: int, down: int, up: int, vias: list[tuple[int, int]]) -> float:
+def _loss_wait_seconds(state: _SearchState, held: int, down: int, up: int, vias: list[tuple[int, int]]) -> float:
     """The wait between the passes (section 5.2.2 there, equations 9 and 10).
 
     If only one direction is behind, it works on while the computation goes on in the other pass, up to the other direction's first copy.

@@ -20,44 +20,44 @@ from math import inf
 
 from sft.errors import BudgetError
 from sft.plan.chain import acg, bisect, offload_dp, offload_greedy, optimal, revolve, sqrt, vdnn
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.fluid import FluidPath, search
-from sft.plan.chain.link import Link
-from sft.plan.chain.paths import path_operations, path_values, streamed_cuts, ways
-from sft.plan.chain.place import place_copies
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.fluid import FluidPath, search_paths
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.paths import path_operations, path_values, streamed_cuts, build_edges
+from sft.plan.chain.place import place_offloads
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.schedule import Schedule
 from sft.plan.chain.simulate import Simulation, simulate
-from sft.plan.chain.solver import Solver, too_small
+from sft.plan.chain.solver import Solver, budget_error
 
-__all__ = ["RESTRICTED", "Joint", "solve"]
+__all__ = ["RESTRICTED_SOLVERS", "JointSearch", "solve_joint"]
 
 #: The strategies that stand beside the search.
-RESTRICTED: dict[str, Solver] = {
-    "sqrt": sqrt.solve,
-    "revolve": revolve.solve,
-    "bisect": bisect.solve,
-    "optimal": optimal.solve,
-    "acg": acg.solve,
-    "offload-greedy": offload_greedy.solve,
-    "offload-dp": offload_dp.solve,
-    "vdnn": vdnn.solve,
+RESTRICTED_SOLVERS: dict[str, Solver] = {
+    "sqrt": sqrt.solve_sqrt,
+    "revolve": revolve.solve_revolve,
+    "bisect": bisect.solve_bisect,
+    "optimal": optimal.solve_optimal,
+    "acg": acg.solve_acg,
+    "offload-greedy": offload_greedy.solve_offload_greedy,
+    "offload-dp": offload_dp.solve_offload_dp,
+    "vdnn": vdnn.solve_vdnn,
 }
 
 _NUM_BUCKETS = 300
 _NUM_SLOTS = 400
-_MOST_EDGE_LABELS = 2_000_000
+_MAX_EDGE_LABELS = 2_000_000
 _NUM_PATHS = 8
 _NUM_TIGHTENINGS = 3
 
 
-def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def solve_joint(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
     """The fastest schedule found by any means.
 
     Raises:
         BudgetError: nothing fits.
     """
-    link = link or Link()
+    link = link or HostLink()
     plain = Schedule(strategy="auto", operations=reversal(chain, keep_all))
     if simulate(chain, plain, link=link).peak_bytes <= budget_bytes:
         return plain
@@ -74,7 +74,7 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
         return inf if best is None else best[0][0]
 
     incumbent_seconds = inf
-    for solver in RESTRICTED.values():
+    for solver in RESTRICTED_SOLVERS.values():
         try:
             schedule = solver(chain, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, link=link)
         except BudgetError as refusal:
@@ -83,11 +83,11 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
         incumbent_seconds = offer(schedule)
     for weights in _weight_choices(chain):
         if incumbent_seconds > chain.compute_seconds * (1 + 1e-12) or chain.alternatives:
-            search = Joint(chain, link=link, streamed_weights=weights)
+            search = JointSearch(chain, link=link, streamed_weights=weights)
             for schedule in search.schedules(budget_bytes, host_budget_bytes, incumbent_seconds):
                 incumbent_seconds = offer(schedule)
     if best is None:
-        raise too_small("auto", budget_bytes, _least_budget(chain, host_budget_bytes, link, min(needed_bytes), budget_bytes))
+        raise budget_error("auto", budget_bytes, _min_budget(chain, host_budget_bytes, link, min(needed_bytes), budget_bytes))
     return replace(best[1], strategy="auto")
 
 
@@ -95,7 +95,7 @@ def _fits(found: Simulation, budget_bytes: int, host_budget_bytes: int | None) -
     return found.peak_bytes <= budget_bytes and (host_budget_bytes is None or found.host_peak_bytes <= host_budget_bytes)
 
 
-def _weight_choices(chain: Chain) -> Iterable[tuple[int, ...]]:
+def _weight_choices(chain: StageChain) -> Iterable[tuple[int, ...]]:
     """Sets of stages whose weights are streamed: none, and those that compute longest for the bytes, by quarters of all weights."""
     heavy = [i for i in range(1, chain.num_stages + 1) if chain.stage(i).weight_bytes]
     heavy.sort(key=lambda i: (chain.stage(i).forward_seconds + chain.stage(i).backward_seconds) / chain.stage(i).weight_bytes, reverse=True)
@@ -109,7 +109,7 @@ def _weight_choices(chain: Chain) -> Iterable[tuple[int, ...]]:
     return sorted(found, key=len)
 
 
-def _least_budget(chain: Chain, host_budget_bytes: int | None, link: Link, working_bytes: int, budget_bytes: int) -> int:
+def _min_budget(chain: StageChain, host_budget_bytes: int | None, link: HostLink, working_bytes: int, budget_bytes: int) -> int:
     """Search between a budget that failed and one that works for a smaller one that works."""
     low, high = budget_bytes, working_bytes
     while high - low > max(1, high // 200):
@@ -117,7 +117,7 @@ def _least_budget(chain: Chain, host_budget_bytes: int | None, link: Link, worki
         schedules = (
             schedule
             for weights in _weight_choices(chain)
-            for schedule in Joint(chain, link=link, streamed_weights=weights).schedules(middle, host_budget_bytes)
+            for schedule in JointSearch(chain, link=link, streamed_weights=weights).schedules(middle, host_budget_bytes)
         )
         peaks = [
             found.peak_bytes for found in (simulate(chain, s, link=link) for s in schedules) if _fits(found, middle, host_budget_bytes)
@@ -129,14 +129,14 @@ def _least_budget(chain: Chain, host_budget_bytes: int | None, link: Link, worki
     return high
 
 
-class Joint:
+class JointSearch:
     """The search for one chain, link and choice of streamed weights."""
 
     def __init__(
         self,
-        chain: Chain,
+        chain: StageChain,
         *,
-        link: Link,
+        link: HostLink,
         streamed_weights: tuple[int, ...] = (),
         slot_bytes: int | None = None,
         bucket_bytes: int | None = None,
@@ -146,7 +146,7 @@ class Joint:
         self.chain, self.link, self.streamed_weights = chain, link, streamed_weights
         self._slot_bytes, self._bucket_bytes, self._most_labels, self._adaptive = slot_bytes, bucket_bytes, most_labels, adaptive
         self._resident_bytes = chain.resident_bytes - 2 * sum(chain.stage(i).weight_bytes for i in streamed_weights)
-        self.table: optimal.Table | None = None
+        self.table: optimal.CostTable | None = None
 
     def paths(
         self, budget_bytes: int, host_budget_bytes: int | None = None, num_paths: int = 1, incumbent_seconds: float = inf
@@ -158,13 +158,13 @@ class Joint:
             return []
         bucket = self._bucket_bytes or max(1, -(-room // _NUM_BUCKETS))
         if self.table is None or self.table.bucket_bytes * self.table.num_buckets < room - bucket:
-            self.table = optimal.Table(chain, num_buckets=room // bucket, bucket_bytes=bucket, with_loss=True)
-        edges = ways(chain, self.table, longest=max(8, 4096 // n), adaptive=self._adaptive, streamed_weights=self.streamed_weights)
-        labels = self._most_labels or min(2000, max(100, _MOST_EDGE_LABELS // len(edges)))
+            self.table = optimal.CostTable(chain, num_buckets=room // bucket, bucket_bytes=bucket, with_loss=True)
+        edges = build_edges(chain, self.table, longest=max(8, 4096 // n), adaptive=self._adaptive, streamed_weights=self.streamed_weights)
+        labels = self._most_labels or min(2000, max(100, _MAX_EDGE_LABELS // len(edges)))
         found: list[FluidPath] = []
         starts = {0: chain.input_bytes, 1: 0} if any(edge.source == 1 for edge in edges) else {0: chain.input_bytes}
         for start, start_bytes in starts.items():
-            found += search(
+            found += search_paths(
                 edges,
                 start=start,
                 end=2 * n + 2,
@@ -184,7 +184,7 @@ class Joint:
         """A path as a schedule, and what it holds at its peak."""
         assert self.table is not None  # a path comes from it
         cuts = streamed_cuts(path.steps)
-        placed = place_copies(
+        placed = place_offloads(
             self.chain,
             path_operations(self.chain, self.table, path.steps),
             path_values(path.steps),

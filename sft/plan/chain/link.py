@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from sft.errors import InputError
 
-__all__ = ["Link"]
+__all__ = ["HostLink"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
+class HostLink:
     """How fast bytes leave the device and come back.
 
     Attributes:

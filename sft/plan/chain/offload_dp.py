@@ -9,24 +9,24 @@ Complexity: labels are triples of slots, so O(n S^3) in the worst case for S slo
 
 from __future__ import annotations
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.fluid import FluidPath, search
-from sft.plan.chain.link import Link
-from sft.plan.chain.offloading import best_offload, kept_edge, least_bytes, loss_edge, plain_peak_bytes
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.fluid import FluidPath, search_paths
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.offloading import best_offload, kept_edge, min_offload_bytes, loss_edge, plain_peak_bytes
 from sft.plan.chain.schedule import Schedule
-from sft.plan.chain.solver import too_small
+from sft.plan.chain.solver import budget_error
 
-__all__ = ["fluid_optima", "solve"]
+__all__ = ["fluid_optima", "solve_offload_dp"]
 
 _NUM_SLOTS = 500
 _NUM_PATHS = 12
 
 
 def fluid_optima(
-    chain: Chain,
+    chain: StageChain,
     *,
     budget_bytes: int,
-    link: Link,
+    link: HostLink,
     host_budget_bytes: int | None = None,
     slot_bytes: int | None = None,
     num_paths: int = 1,
@@ -45,7 +45,7 @@ def fluid_optima(
     if room < chain.input_bytes:
         return []
     edges = [*(kept_edge(chain, i) for i in range(1, n + 1)), loss_edge(chain, n, n + 1)]
-    return search(
+    return search_paths(
         edges,
         start=0,
         end=n + 1,
@@ -58,17 +58,19 @@ def fluid_optima(
     )
 
 
-def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def solve_offload_dp(
+    chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None
+) -> Schedule:
     """The fastest schedule found that offloads and never recomputes.
 
     Raises:
         BudgetError: it does not fit even if everything leaves, or the host has no room.
     """
-    link = link or Link()
+    link = link or HostLink()
     if plain_peak_bytes(chain) <= budget_bytes:
         return best_offload(chain, "offload-dp", [()], budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, link=link)
-    if least_bytes(chain) > budget_bytes:
-        raise too_small("offload-dp", budget_bytes, least_bytes(chain))
+    if min_offload_bytes(chain) > budget_bytes:
+        raise budget_error("offload-dp", budget_bytes, min_offload_bytes(chain))
     paths = fluid_optima(chain, budget_bytes=budget_bytes, link=link, host_budget_bytes=host_budget_bytes, num_paths=_NUM_PATHS)
     sets: list[tuple[int, ...]] = [tuple(i for i, step in enumerate(path.steps, start=1) if step.leaves) for path in paths]
     sets.append(tuple(range(1, chain.num_stages + 1)))  # fits whenever anything does: rounding may hide that

@@ -10,22 +10,24 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
-from sft.plan.chain.offloading import best_offload, offloaded, plain_peak_bytes
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.offloading import best_offload, offload_schedule, plain_peak_bytes
 from sft.plan.chain.schedule import Schedule
 
-__all__ = ["num_offloaded", "solve"]
+__all__ = ["num_offloaded", "solve_offload_greedy"]
 
 
-def num_offloaded(chain: Chain, budget_bytes: int) -> int:
+def num_offloaded(chain: StageChain, budget_bytes: int) -> int:
     """The smallest number of first stages whose inputs and saved values are as large as what exceeds the budget."""
     excess = plain_peak_bytes(chain) - budget_bytes
     sizes = accumulate(chain.activation_bytes(i - 1) + chain.stage(i).saved_bytes for i in range(1, chain.num_stages + 1))
     return next((k for k, total in enumerate([0, *sizes]) if total >= excess), chain.num_stages)
 
 
-def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def solve_offload_greedy(
+    chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None
+) -> Schedule:
     """The greedy schedule.
 
     Raises:
@@ -33,12 +35,12 @@ def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = No
     """
     n = chain.num_stages
     first = num_offloaded(chain, budget_bytes)
-    k = next((k for k in range(first, n) if offloaded(chain, "offload-greedy", range(1, k + 1), budget_bytes)[1] <= budget_bytes), n)
+    k = next((k for k in range(first, n) if offload_schedule(chain, "offload-greedy", range(1, k + 1), budget_bytes)[1] <= budget_bytes), n)
     return best_offload(
         chain,
         "offload-greedy",
         [range(1, k + 1)],
         budget_bytes=budget_bytes,
         host_budget_bytes=host_budget_bytes,
-        link=link or Link(),
+        link=link or HostLink(),
     )

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from functools import lru_cache
 
-from sft.plan.chain.chain import Chain
+from sft.plan.chain.chain import StageChain
 from sft.plan.chain.edges import Edge
-from sft.plan.chain.link import Link
-from sft.plan.chain.place import place_copies, works_of
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.place import place_offloads, operation_costs
 from sft.plan.chain.reversal import keep_all, reversal
-from sft.plan.chain.schedule import Operation, Schedule, activation, saved
+from sft.plan.chain.schedule import Operation, Schedule, activation_name, saved_name
 from sft.plan.chain.simulate import simulate
-from sft.plan.chain.solver import too_small
-from sft.plan.chain.work import Work
+from sft.plan.chain.solver import budget_error
+from sft.plan.chain.work import OperationCost
 
-__all__ = ["best_offload", "kept_edge", "least_bytes", "loss_edge", "offload_values", "offloaded", "plain_peak_bytes"]
+__all__ = ["best_offload", "kept_edge", "min_offload_bytes", "loss_edge", "offload_values", "offload_schedule", "plain_peak_bytes"]
 
 
-def kept_edge(chain: Chain, i: int) -> Edge:
+def kept_edge(chain: StageChain, i: int) -> Edge:
     """Stage ``i`` with everything kept."""
     stage = chain.stage(i)
     output = stage.output_bytes if stage.reads_output else 0
@@ -35,7 +35,7 @@ def kept_edge(chain: Chain, i: int) -> Edge:
     )
 
 
-def loss_edge(chain: Chain, source: int, target: int, *, streamed: bool = False) -> Edge:
+def loss_edge(chain: StageChain, source: int, target: int, *, streamed: bool = False) -> Edge:
     """The caller's turn, as the last edge; of a streamed output nothing is on the device."""
     n = chain.num_stages
     input_bytes, grad_bytes = (0, 0) if streamed else (chain.activation_bytes(n), chain.grad_bytes(n))
@@ -53,46 +53,46 @@ def loss_edge(chain: Chain, source: int, target: int, *, streamed: bool = False)
     )
 
 
-def offload_values(chain: Chain, stages: Iterable[int]) -> set[str]:
+def offload_values(chain: StageChain, stages: Iterable[int]) -> set[str]:
     """What leaves with the stages: their inputs, and what they save."""
     found: set[str] = set()
     for i in stages:
-        found |= {activation(i - 1), saved(i)} if chain.stage(i).saved_bytes else {activation(i - 1)}
+        found |= {activation_name(i - 1), saved_name(i)} if chain.stage(i).saved_bytes else {activation_name(i - 1)}
     return found
 
 
 @lru_cache(maxsize=4)
-def _kept(chain: Chain) -> tuple[tuple[Operation, ...], tuple[Work | None, ...]]:
+def _store_all_operations(chain: StageChain) -> tuple[tuple[Operation, ...], tuple[OperationCost | None, ...]]:
     """The operations that keep everything, which hundreds of offload sets of a chain have in common."""
     operations = reversal(chain, keep_all)
-    return operations, works_of(chain, operations)
+    return operations, operation_costs(chain, operations)
 
 
-def offloaded(chain: Chain, strategy: str, stages: Collection[int], budget_bytes: int) -> tuple[Schedule, int]:
+def offload_schedule(chain: StageChain, strategy: str, stages: Collection[int], budget_bytes: int) -> tuple[Schedule, int]:
     """The schedule that keeps everything, with what leaves for the host with the ``stages``; and the bytes that it holds at its peak."""
-    operations, works = _kept(chain)
-    placed = place_copies(chain, operations, offload_values(chain, stages), budget_bytes, works=works)
+    operations, works = _store_all_operations(chain)
+    placed = place_offloads(chain, operations, offload_values(chain, stages), budget_bytes, works=works)
     return Schedule(strategy=strategy, operations=placed.operations), placed.peak_bytes
 
 
-def plain_peak_bytes(chain: Chain) -> int:
+def plain_peak_bytes(chain: StageChain) -> int:
     """What plain training holds: everything kept."""
-    return offloaded(chain, "none", (), 0)[1]
+    return offload_schedule(chain, "none", (), 0)[1]
 
 
-def least_bytes(chain: Chain) -> int:
+def min_offload_bytes(chain: StageChain) -> int:
     """What offloading everything holds."""
-    return offloaded(chain, "none", range(1, chain.num_stages + 1), 0)[1]
+    return offload_schedule(chain, "none", range(1, chain.num_stages + 1), 0)[1]
 
 
 def best_offload(
-    chain: Chain,
+    chain: StageChain,
     strategy: str,
     sets: Iterable[Collection[int]],
     *,
     budget_bytes: int,
     host_budget_bytes: int | None,
-    link: Link,
+    link: HostLink,
 ) -> Schedule:
     """Of several offload sets (by stage) the one whose schedule is fastest and inside the budgets.
 
@@ -101,7 +101,7 @@ def best_offload(
     """
     best: tuple[float, Schedule] | None = None
     for stages in sets:
-        schedule, peak = offloaded(chain, strategy, stages, budget_bytes)
+        schedule, peak = offload_schedule(chain, strategy, stages, budget_bytes)
         if peak > budget_bytes:
             continue
         found = simulate(chain, schedule, link=link)
@@ -110,5 +110,5 @@ def best_offload(
         if best is None or found.seconds < best[0]:
             best = (found.seconds, schedule)
     if best is None:
-        raise too_small(strategy, budget_bytes, plain_peak_bytes(chain) if host_budget_bytes is not None else least_bytes(chain))
+        raise budget_error(strategy, budget_bytes, plain_peak_bytes(chain) if host_budget_bytes is not None else min_offload_bytes(chain))
     return best[1]

@@ -28,26 +28,26 @@ import numpy as np
 import numpy.typing as npt
 
 from sft.errors import InternalError
-from sft.plan.chain.chain import Chain, stage_classes
-from sft.plan.chain.link import Link
+from sft.plan.chain.chain import StageChain, stage_classes
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.reversal import reversal, segment_reversal
 from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.simulate import simulate
-from sft.plan.chain.solver import too_small
+from sft.plan.chain.solver import budget_error
 
-__all__ = ["LeastMemory", "Table", "solve"]
+__all__ = ["MinMemorySchedule", "CostTable", "solve_optimal"]
 
 _NUM_BUCKETS = 2000
 
 _Vector = npt.NDArray[np.float64]
 
 
-def solve(
-    chain: Chain,
+def solve_optimal(
+    chain: StageChain,
     *,
     budget_bytes: int,
     host_budget_bytes: int | None = None,
-    link: Link | None = None,
+    link: HostLink | None = None,
     bucket_bytes: int | None = None,
 ) -> Schedule:
     """The fastest persistent schedule.
@@ -63,11 +63,11 @@ def solve(
         BudgetError: even the persistent schedule of least memory does not fit.
     """
     room = budget_bytes - chain.resident_bytes - chain.input_bytes
-    least = LeastMemory(chain)
+    least = MinMemorySchedule(chain)
     if least.first_pass_bytes(0) > room:
-        raise too_small("optimal", budget_bytes, least.first_pass_bytes(0) + chain.resident_bytes + chain.input_bytes)
+        raise budget_error("optimal", budget_bytes, least.first_pass_bytes(0) + chain.resident_bytes + chain.input_bytes)
     bucket = bucket_bytes or max(1, -(-room // _NUM_BUCKETS))
-    table = Table(chain, num_buckets=room // bucket, bucket_bytes=bucket, with_loss=True)
+    table = CostTable(chain, num_buckets=room // bucket, bucket_bytes=bucket, with_loss=True)
     fitting = math.isfinite(table.first_pass_seconds(room // bucket))
     # Rounding up can hide that a tight budget suffices: then the schedule of least memory is what there is.
     operations = reversal(chain, table.decide, room // bucket) if fitting else reversal(chain, least.decide)
@@ -77,12 +77,12 @@ def solve(
     return schedule
 
 
-class Table:
+class CostTable:
     """``C`` and, if wanted, ``P`` for all parts of a chain and all numbers of buckets up to ``num_buckets``."""
 
-    def __init__(self, chain: Chain, *, num_buckets: int, bucket_bytes: int, with_loss: bool) -> None:
+    def __init__(self, chain: StageChain, *, num_buckets: int, bucket_bytes: int, with_loss: bool) -> None:
         self.chain, self.bucket_bytes, self.num_buckets = chain, bucket_bytes, max(0, num_buckets)
-        self._needs = _Needs(chain, bucket_bytes)
+        self._needs = _OperationMemory(chain, bucket_bytes)
         n, width = chain.num_stages, self.num_buckets + 1
         self._levels = np.arange(width)
         # The tables are touched only where i < j; the operating system hands out the rest of these pages never.
@@ -204,10 +204,10 @@ class Table:
         return np.cumsum([0.0, *(stage.forward_seconds for stage in self.chain.stages)])
 
 
-class _Needs:
+class _OperationMemory:
     """What single operations need, in buckets, beside ``x_i`` of the part that they belong to."""
 
-    def __init__(self, chain: Chain, bucket_bytes: int) -> None:
+    def __init__(self, chain: StageChain, bucket_bytes: int) -> None:
         def up(num_bytes: int) -> int:
             return -(-num_bytes // bucket_bytes)
 
@@ -252,19 +252,19 @@ class _Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class _Least:
+class _MinMemoryEntry:
     num_bytes: int
     k: int
 
 
-class LeastMemory:
+class MinMemorySchedule:
     """The persistent schedule of least memory, whatever its time, to the byte: the same recursion with the peak as its value. O(n^3)."""
 
-    def __init__(self, chain: Chain) -> None:
-        self._needs = needs = _Needs(chain, 1)
+    def __init__(self, chain: StageChain) -> None:
+        self._needs = needs = _OperationMemory(chain, 1)
         n = chain.num_stages
-        self._parts: dict[tuple[int, int], _Least] = {}
-        self._first: dict[int, _Least] = {n: _Least(needs.grad[n], n)}
+        self._parts: dict[tuple[int, int], _MinMemoryEntry] = {}
+        self._first: dict[int, _MinMemoryEntry] = {n: _MinMemoryEntry(needs.grad[n], n)}
         least = np.zeros((n + 1, n + 1), dtype=np.int64)
         sizes = np.array(needs.activation, dtype=np.int64)
         for i in range(n - 1, -1, -1):
@@ -273,13 +273,15 @@ class LeastMemory:
                 keep = max(needs.keeping(i + 1, j), needs.kept[i + 1] + int(least[i + 1, j]))
                 advance = np.maximum(np.maximum(needs.advancing(i, j), sizes[i + 1 : j] + least[i + 1 : j, j]), least[i, i + 1 : j])
                 k = int(advance.argmin())
-                self._parts[i, j] = _Least(keep, i) if keep <= advance[k] else _Least(int(advance[k]), i + 1 + k)
+                self._parts[i, j] = _MinMemoryEntry(keep, i) if keep <= advance[k] else _MinMemoryEntry(int(advance[k]), i + 1 + k)
                 least[i, j] = self._parts[i, j].num_bytes
-            choices = [_Least(max(needs.making(i + 1), needs.returning(i + 1), needs.kept[i + 1] + self._first[i + 1].num_bytes), i)]
+            choices = [
+                _MinMemoryEntry(max(needs.making(i + 1), needs.returning(i + 1), needs.kept[i + 1] + self._first[i + 1].num_bytes), i)
+            ]
             advancing = needs.advancing(i, n + 1)
             for k in range(i + 1, n + 1):
                 peak = max(int(advancing[k - i - 1]), needs.activation[k] + self._first[k].num_bytes, int(least[i, k]))
-                choices.append(_Least(peak, k))
+                choices.append(_MinMemoryEntry(peak, k))
             self._first[i] = min(choices, key=lambda choice: choice.num_bytes)
 
     def first_pass_bytes(self, i: int) -> int:

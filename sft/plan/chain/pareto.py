@@ -8,16 +8,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sft.errors import BudgetError, InputError
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.simulate import simulate
-from sft.plan.chain.strategies import STRATEGIES, strategy
+from sft.plan.chain.strategies import SOLVERS, get_solver
 
-__all__ = ["Point", "front", "sweep", "to_csv"]
+__all__ = ["ParetoPoint", "pareto_front", "sweep_budgets", "points_to_csv"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
+class ParetoPoint:
     """What a strategy did with a budget.
 
     Attributes:
@@ -35,14 +35,14 @@ class Point:
     host_bytes: int
 
 
-def sweep(
-    chain: Chain,
+def sweep_budgets(
+    chain: StageChain,
     *,
     num_budgets: int = 12,
-    names: Iterable[str] = tuple(STRATEGIES),
+    names: Iterable[str] = tuple(SOLVERS),
     host_budget_bytes: int | None = None,
-    link: Link | None = None,
-) -> tuple[Point, ...]:
+    link: HostLink | None = None,
+) -> tuple[ParetoPoint, ...]:
     """Solve for budgets from plain training's need down to the smallest that each strategy can work with.
 
     Budgets fall by equal ratios between the largest need and the smallest of all strategies'; each strategy is also asked for its own
@@ -53,9 +53,9 @@ def sweep(
     """
     if num_budgets < 2:
         raise InputError(f"a sweep needs two budgets or more, got {num_budgets}")
-    solvers = {name: strategy(name) for name in names}
-    needs = {name: _least_budget(chain, name, host_budget_bytes, link) for name in solvers}
-    top = _least_budget(chain, "none", host_budget_bytes, link)
+    solvers = {name: get_solver(name) for name in names}
+    needs = {name: _min_budget(chain, name, host_budget_bytes, link) for name in solvers}
+    top = _min_budget(chain, "none", host_budget_bytes, link)
     low = min(needs.values(), default=top)
     grid = {round(top * (low / top) ** (step / (num_budgets - 1))) for step in range(num_budgets)}
     points = []
@@ -67,7 +67,7 @@ def sweep(
                 continue
             found = simulate(chain, schedule, link=link)
             points.append(
-                Point(
+                ParetoPoint(
                     strategy=name,
                     budget_bytes=budget,
                     seconds=found.seconds,
@@ -78,28 +78,28 @@ def sweep(
     return tuple(points)
 
 
-def front(points: Iterable[Point]) -> tuple[Point, ...]:
+def pareto_front(points: Iterable[ParetoPoint]) -> tuple[ParetoPoint, ...]:
     """The points that no other one equals or betters in both time and memory, by memory."""
-    found: list[Point] = []
+    found: list[ParetoPoint] = []
     for point in sorted(points, key=lambda point: (point.peak_bytes, point.seconds)):
         if not found or point.seconds < found[-1].seconds:
             found.append(point)
     return tuple(found)
 
 
-def to_csv(points: Iterable[Point]) -> str:
+def points_to_csv(points: Iterable[ParetoPoint]) -> str:
     """The points as text, a line each, with a heading."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(Point.__slots__)
-    writer.writerows([getattr(point, name) for name in Point.__slots__] for point in points)
+    writer.writerow(ParetoPoint.__slots__)
+    writer.writerows([getattr(point, name) for name in ParetoPoint.__slots__] for point in points)
     return out.getvalue()
 
 
-def _least_budget(chain: Chain, name: str, host_budget_bytes: int | None, link: Link | None) -> int:
+def _min_budget(chain: StageChain, name: str, host_budget_bytes: int | None, link: HostLink | None) -> int:
     """The smallest budget that a strategy names."""
     try:
-        strategy(name)(chain, budget_bytes=1, host_budget_bytes=host_budget_bytes, link=link)
+        get_solver(name)(chain, budget_bytes=1, host_budget_bytes=host_budget_bytes, link=link)
     except BudgetError as refusal:
         return refusal.needed_bytes
     return 1

@@ -17,18 +17,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-from sft.plan.chain.chain import Alternative, Chain
+from sft.plan.chain.chain import Alternative, StageChain
 from sft.plan.chain.edges import Edge
-from sft.plan.chain.fluid import Step
+from sft.plan.chain.fluid import PathStep
 from sft.plan.chain.offloading import kept_edge, loss_edge
-from sft.plan.chain.optimal import Table
-from sft.plan.chain.schedule import Operation, activation, backward, forward, free, grad, loss, saved
+from sft.plan.chain.optimal import CostTable
+from sft.plan.chain.schedule import Operation, activation_name, backward_op, forward_op, free_op, grad_name, loss_op, saved_name
 
-__all__ = ["Way", "path_operations", "path_values", "streamed_cuts", "ways"]
+__all__ = ["EdgeKind", "path_operations", "path_values", "streamed_cuts", "build_edges"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class EdgeKind:
     """What an edge does.
 
     Attributes:
@@ -44,9 +44,9 @@ class Way:
     num_buckets: int = 0
 
 
-def ways(
-    chain: Chain,
-    table: Table,
+def build_edges(
+    chain: StageChain,
+    table: CostTable,
     *,
     longest: int,
     most_points: int = 2,
@@ -68,85 +68,85 @@ def ways(
     lengths = [length for length in range(1, min(longest, n) + 1) if length <= 8 or length == n or length % max(1, length // 8) == 0]
     for i in range(n):
         found.append(
-            _with_weights(chain, kept_edge(chain, i + 1), i + 1, i + 1, streamed_weights, Way(first=i + 1, last=i + 1, mode="keep"))
+            _with_weights(chain, kept_edge(chain, i + 1), i + 1, i + 1, streamed_weights, EdgeKind(first=i + 1, last=i + 1, mode="keep"))
         )
         for length in lengths:
             if i + length <= n:
-                found += _nested(chain, table, i, i + length, most_points, adaptive, streamed_weights)
+                found += _nested_edges(chain, table, i, i + length, most_points, adaptive, streamed_weights)
         for other in chain.alternatives:
             if other.first == i + 1:
-                found += _alternatives(chain, other, streamed_weights)
+                found += _alternative_edges(chain, other, streamed_weights)
     ends = [2 * n, 2 * n + 1] if any(edge.target == 2 * n + 1 for edge in found) else [2 * n]
     found += [loss_edge(chain, end, 2 * n + 2, streamed=bool(end % 2)) for end in ends]
     return sorted(found, key=lambda edge: edge.source)
 
 
-def path_operations(chain: Chain, table: Table, steps: tuple[Step, ...]) -> tuple[Operation, ...]:
+def path_operations(chain: StageChain, table: CostTable, steps: tuple[PathStep, ...]) -> tuple[Operation, ...]:
     """The operations of a path, without copies."""
     taken = [
         replace(step.edge.label, num_buckets=step.num_buckets) if step.edge.backward_curve is not None else step.edge.label
         for step in steps
-        if isinstance(step.edge.label, Way)
+        if isinstance(step.edge.label, EdgeKind)
     ]
     operations: list[Operation] = []
     for way in taken:
-        operations += _forwards(chain, way)
-    operations.append(loss())
+        operations += _forward_operations(chain, way)
+    operations.append(loss_op())
     for way in reversed(taken):
-        operations += _backwards(chain, table, way)
+        operations += _backward_operations(chain, table, way)
     return tuple(operations)
 
 
-def path_values(steps: tuple[Step, ...]) -> set[str]:
+def path_values(steps: tuple[PathStep, ...]) -> set[str]:
     """The values that leave."""
     found: set[str] = set()
     for step in steps:
         way = step.edge.label
-        if step.leaves and isinstance(way, Way):
+        if step.leaves and isinstance(way, EdgeKind):
             if step.edge.input_bytes:
-                found.add(activation(way.first - 1))
+                found.add(activation_name(way.first - 1))
             if step.edge.saved_bytes:
-                found.add(saved(way.last))
+                found.add(saved_name(way.last))
     return found
 
 
-def streamed_cuts(steps: tuple[Step, ...]) -> tuple[int, ...]:
+def streamed_cuts(steps: tuple[PathStep, ...]) -> tuple[int, ...]:
     """The streamed cuts that a path passes."""
     return tuple(sorted({node // 2 for step in steps for node in (step.edge.source, step.edge.target) if node % 2}))
 
 
-def _forwards(chain: Chain, way: Way) -> Iterator[Operation]:
+def _forward_operations(chain: StageChain, way: EdgeKind) -> Iterator[Operation]:
     if way.mode == "nested":
         for i in range(way.first, way.last + 1):
-            yield forward(i)
+            yield forward_op(i)
             if i > way.first:
-                yield from free(activation(i - 1))
+                yield from free_op(activation_name(i - 1))
     elif way.mode == "keep":
-        yield forward(way.first, save=not chain.stage(way.first).is_light)
+        yield forward_op(way.first, save=not chain.stage(way.first).is_light)
     else:
         other = chain.alternative(way.first, way.last, way.mode)
-        yield forward(way.first, way.last, mode=way.mode, save=bool(other.saved_bytes or other.reads_output))
+        yield forward_op(way.first, way.last, mode=way.mode, save=bool(other.saved_bytes or other.reads_output))
 
 
-def _backwards(chain: Chain, table: Table, way: Way) -> Iterator[Operation]:
+def _backward_operations(chain: StageChain, table: CostTable, way: EdgeKind) -> Iterator[Operation]:
     if way.mode == "nested":
-        yield from free(activation(way.last))
+        yield from free_op(activation_name(way.last))
         yield from table.operations(way.first - 1, way.last, way.num_buckets)
         return
     mode = "" if way.mode == "keep" else way.mode
     part = chain.alternative(way.first, way.last, mode) if mode else chain.stage(way.first)
     if not part.reads_output:
-        yield from free(activation(way.last))
-    yield backward(way.first, way.last, mode=mode)
+        yield from free_op(activation_name(way.last))
+    yield backward_op(way.first, way.last, mode=mode)
     if part.reads_output:
-        yield from free(activation(way.last))
+        yield from free_op(activation_name(way.last))
     if part.saved_bytes or part.reads_output:
-        yield from free(saved(way.last))
-    yield from free(grad(way.last))
+        yield from free_op(saved_name(way.last))
+    yield from free_op(grad_name(way.last))
 
 
-def _nested(
-    chain: Chain, table: Table, i: int, j: int, most_points: int, adaptive: bool, streamed_weights: Collection[int]
+def _nested_edges(
+    chain: StageChain, table: CostTable, i: int, j: int, most_points: int, adaptive: bool, streamed_weights: Collection[int]
 ) -> Iterator[Edge]:
     """One stage or more with nothing kept inside; a light stage alone would be the kept one again."""
     if j == i + 1 and chain.stage(j).is_light:
@@ -174,14 +174,14 @@ def _nested(
             saved_bytes=0,
             output_bytes=chain.activation_bytes(j),
         )
-        way = Way(first=i + 1, last=j, mode="nested", num_buckets=num_buckets)
+        way = EdgeKind(first=i + 1, last=j, mode="nested", num_buckets=num_buckets)
         yield _with_weights(chain, edge, i + 1, j, streamed_weights, way)
     if adaptive:
         edge = replace(edge, backward_curve=table.row(i, j), bucket_bytes=table.bucket_bytes)
-        yield _with_weights(chain, edge, i + 1, j, streamed_weights, Way(first=i + 1, last=j, mode="nested"))
+        yield _with_weights(chain, edge, i + 1, j, streamed_weights, EdgeKind(first=i + 1, last=j, mode="nested"))
 
 
-def _alternatives(chain: Chain, other: Alternative, streamed_weights: Collection[int]) -> Iterator[Edge]:
+def _alternative_edges(chain: StageChain, other: Alternative, streamed_weights: Collection[int]) -> Iterator[Edge]:
     """An alternative between whole cuts and, if it can, to and from streamed ones."""
     i, j = other.first - 1, other.last
     x_in, x_out, y_in, y_out = chain.activation_bytes(i), chain.activation_bytes(j), chain.grad_bytes(i), chain.grad_bytes(j)
@@ -209,10 +209,10 @@ def _alternatives(chain: Chain, other: Alternative, streamed_weights: Collection
                 up_backward_bytes=source_away * x_in + target_away * (y_out + (x_out if other.reads_output else 0)),
                 host_bytes=target_away * (x_out + y_out),
             )
-            yield _with_weights(chain, edge, i + 1, j, streamed_weights, Way(first=i + 1, last=j, mode=other.mode))
+            yield _with_weights(chain, edge, i + 1, j, streamed_weights, EdgeKind(first=i + 1, last=j, mode=other.mode))
 
 
-def _with_weights(chain: Chain, edge: Edge, first: int, last: int, streamed_weights: Collection[int], way: Way) -> Edge:
+def _with_weights(chain: StageChain, edge: Edge, first: int, last: int, streamed_weights: Collection[int], way: EdgeKind) -> Edge:
     """The same edge with its label, its nodes as cuts, and its streamed weights: in the backward once more if it runs forward again."""
     sizes = [chain.stage(i).weight_bytes for i in range(first, last + 1) if i in streamed_weights]
     total, largest = sum(sizes), max(sizes, default=0)

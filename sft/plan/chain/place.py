@@ -11,15 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.schedule import Operation, activation, offload, prefetch, release
-from sft.plan.chain.work import Work, work_of
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.schedule import Operation, activation_name, offload_op, prefetch_op, release_op
+from sft.plan.chain.work import OperationCost, operation_cost
 
-__all__ = ["Placed", "place_copies", "works_of"]
+__all__ = ["OffloadPlacement", "place_offloads", "operation_costs"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class OffloadPlacement:
     """A list with its copies.
 
     Attributes:
@@ -34,7 +34,7 @@ class Placed:
 
 
 @dataclass(slots=True)
-class _Life:
+class _Lifetime:
     """The first life of a value that may leave: until it is freed."""
 
     num_bytes: int
@@ -47,21 +47,23 @@ class _Life:
         return next((read for read in self.reads if read >= place), -1)
 
 
-def works_of(chain: Chain, operations: Iterable[Operation], streamed_weights: Collection[int] = ()) -> tuple[Work | None, ...]:
+def operation_costs(
+    chain: StageChain, operations: Iterable[Operation], streamed_weights: Collection[int] = ()
+) -> tuple[OperationCost | None, ...]:
     """The work of each operation of a list; a free has none."""
-    return tuple(None if operation.kind == "free" else work_of(chain, operation, streamed_weights) for operation in operations)
+    return tuple(None if operation.kind == "free" else operation_cost(chain, operation, streamed_weights) for operation in operations)
 
 
-def place_copies(
-    chain: Chain,
+def place_offloads(
+    chain: StageChain,
     operations: tuple[Operation, ...],
     away: Iterable[str],
     budget_bytes: int,
     *,
     streamed_cuts: Collection[int] = (),
     streamed_weights: Collection[int] = (),
-    works: Sequence[Work | None] | None = None,
-) -> Placed:
+    works: Sequence[OperationCost | None] | None = None,
+) -> OffloadPlacement:
     """Put offloads, releases and prefetches into a list, so that it fits if the values ``away`` suffice for it.
 
     Args:
@@ -71,33 +73,35 @@ def place_copies(
         budget_bytes: the budget; the result's peak says whether it was met.
         streamed_cuts: the list's streamed cuts.
         streamed_weights: the stages whose weights are streamed.
-        works: :func:`works_of` the list, where it is known.
+        works: :func:`operation_costs` the list, where it is known.
     """
     if works is None:
-        works = works_of(chain, operations, streamed_weights)
+        works = operation_costs(chain, operations, streamed_weights)
     hosted = {name for cut in streamed_cuts for name in (f"x{cut}", f"y{cut}")}
-    lives = _lives(chain, operations, works, set(away) - hosted)
-    during = _release(chain, operations, works, lives, budget_bytes, hosted, frozenset(streamed_weights))
+    lives = _lifetimes(chain, operations, works, set(away) - hosted)
+    during = _place_releases(chain, operations, works, lives, budget_bytes, hosted, frozenset(streamed_weights))
     left = [(name, life) for name, life in lives.items() if life.released >= 0]
-    fetches = _fetch(left, during, budget_bytes)
+    fetches = _place_prefetches(left, during, budget_bytes)
     before: dict[int, list[Operation]] = {}
     for name, life in sorted(left, key=lambda item: item[1].made):
-        before.setdefault(life.made + 1, []).append(offload(name))
+        before.setdefault(life.made + 1, []).append(offload_op(name))
     for name, life in sorted(left, key=lambda item: item[1].released):
-        before.setdefault(life.released, []).append(release(name))
+        before.setdefault(life.released, []).append(release_op(name))
     for place, name in fetches:
-        before.setdefault(place, []).append(prefetch(name))
+        before.setdefault(place, []).append(prefetch_op(name))
     placed: list[Operation] = []
     for place, operation in enumerate(operations):
         placed += before.get(place, ())
         placed.append(operation)
-    return Placed(operations=tuple(placed), peak_bytes=max(during), host_bytes=sum(life.num_bytes for _, life in left))
+    return OffloadPlacement(operations=tuple(placed), peak_bytes=max(during), host_bytes=sum(life.num_bytes for _, life in left))
 
 
-def _lives(chain: Chain, operations: Sequence[Operation], works: Sequence[Work | None], away: set[str]) -> dict[str, _Life]:
-    lives: dict[str, _Life] = {}
-    if activation(0) in away:
-        lives[activation(0)] = _Life(num_bytes=chain.input_bytes, made=-1)
+def _lifetimes(
+    chain: StageChain, operations: Sequence[Operation], works: Sequence[OperationCost | None], away: set[str]
+) -> dict[str, _Lifetime]:
+    lives: dict[str, _Lifetime] = {}
+    if activation_name(0) in away:
+        lives[activation_name(0)] = _Lifetime(num_bytes=chain.input_bytes, made=-1)
     ended: set[str] = set()
     for place, (operation, work) in enumerate(zip(operations, works, strict=True)):
         if work is None:
@@ -108,25 +112,25 @@ def _lives(chain: Chain, operations: Sequence[Operation], works: Sequence[Work |
                 lives[name].reads.append(place)
         for name, size in work.makes:
             if name in away and name not in lives:
-                lives[name] = _Life(num_bytes=size, made=place)
+                lives[name] = _Lifetime(num_bytes=size, made=place)
     return lives
 
 
-def _release(
-    chain: Chain,
+def _place_releases(
+    chain: StageChain,
     operations: Sequence[Operation],
-    works: Sequence[Work | None],
-    lives: dict[str, _Life],
+    works: Sequence[OperationCost | None],
+    lives: dict[str, _Lifetime],
     budget_bytes: int,
     hosted: set[str],
     streamed_weights: frozenset[int],
 ) -> list[int]:
     """Decide where each value is given back; returns what is held during each operation if it comes back just in time."""
     held = chain.resident_bytes - 2 * sum(chain.stage(i).weight_bytes for i in streamed_weights)
-    sizes = {} if activation(0) in hosted else {activation(0): chain.input_bytes}
+    sizes = {} if activation_name(0) in hosted else {activation_name(0): chain.input_bytes}
     held += sum(sizes.values())
     # In the order in which they were made.
-    waiting = dict.fromkeys(name for name in lives if name == activation(0))
+    waiting = dict.fromkeys(name for name in lives if name == activation_name(0))
     out: set[str] = set()
     during: list[int] = []
     for place, (operation, work) in enumerate(zip(operations, works, strict=True)):
@@ -161,7 +165,7 @@ def _release(
     return during
 
 
-def _fetch(left: list[tuple[str, _Life]], during: list[int], budget_bytes: int) -> list[tuple[int, str]]:
+def _place_prefetches(left: list[tuple[str, _Lifetime]], during: list[int], budget_bytes: int) -> list[tuple[int, str]]:
     """From the just-in-time places backwards, each value as early as it fits; never before a copy to the host is issued."""
     earliest = max((life.made + 1 for _, life in left), default=0)
     places = []

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sft.errors import InputError
-from sft.files import replacing
-from sft.plan.chain.pareto import Point, front
-from sft.plan.chain.simulate import Simulation, Stream
+from sft.files import atomic_write
+from sft.plan.chain.pareto import ParetoPoint, pareto_front
+from sft.plan.chain.simulate import Simulation, StreamName
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["check_drawable", "new_figure", "pareto_figure", "save_figure", "timeline_figure"]
 
-_LANES: tuple[tuple[Stream, str], ...] = (("compute", "compute"), ("down", "to host"), ("up", "from host"))
+_LANES: tuple[tuple[StreamName, str], ...] = (("compute", "compute"), ("down", "to host"), ("up", "from host"))
 _COLOURS = {"F": "tab:blue", "B": "tab:orange", "L": "tab:gray", ">": "tab:green", "<": "tab:purple"}
 _GIB = 2**30
 
@@ -49,7 +49,7 @@ def timeline_figure(simulation: Simulation, *, budget_bytes: int | None = None, 
     return figure
 
 
-def pareto_figure(points: Sequence[Point], *, plain_seconds: float | None = None, title: str = "") -> Figure:
+def pareto_figure(points: Sequence[ParetoPoint], *, plain_seconds: float | None = None, title: str = "") -> Figure:
     """Each strategy's best times over the memory that they take; times as multiples of ``plain_seconds`` if that is given."""
     if not points:
         raise InputError("there are no points to draw; no strategy fits any budget of the sweep")
@@ -57,7 +57,7 @@ def pareto_figure(points: Sequence[Point], *, plain_seconds: float | None = None
     axes = figure.subplots()
     unit = plain_seconds or 1.0
     for name in dict.fromkeys(point.strategy for point in points):
-        best = front(point for point in points if point.strategy == name)
+        best = pareto_front(point for point in points if point.strategy == name)
         heavy = name == "auto"
         axes.plot(
             [point.peak_bytes / _GIB for point in best],
@@ -84,7 +84,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
         SourceError: the file cannot be written; what was there before is untouched.
     """
     check_drawable(path)
-    with replacing(path) as part:
+    with atomic_write(path) as part:
         figure.savefig(part, dpi=150)
 
 

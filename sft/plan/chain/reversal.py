@@ -15,24 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.schedule import Operation, activation, backward, forward, free, grad, loss, saved
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.schedule import Operation, activation_name, backward_op, forward_op, free_op, grad_name, loss_op, saved_name
 
-__all__ = ["Decide", "keep_all", "one_level", "reversal", "segment_reversal"]
+__all__ = ["DecisionFunction", "keep_all", "one_level", "reversal", "segment_reversal"]
 
 #: For the stages ``i+1..j``, whether the loss is still to come, and a solver's own state: ``k``, and the states for the part behind ``k``
 #: and the part before it. ``k == i`` says keep, a larger ``k`` advance.
-Decide = Callable[[int, int, bool, int], tuple[int, int, int]]
+DecisionFunction = Callable[[int, int, bool, int], tuple[int, int, int]]
 
 
-def reversal(chain: Chain, decide: Decide, state: int = 0, *, first: int = 0) -> tuple[Operation, ...]:
+def reversal(chain: StageChain, decide: DecisionFunction, state: int = 0, *, first: int = 0) -> tuple[Operation, ...]:
     """The schedule of a whole step, the loss included, or of the part of it behind ``x_first``."""
-    return tuple(_walk(chain, first, chain.num_stages, True, decide, state))
+    return tuple(_emit(chain, first, chain.num_stages, True, decide, state))
 
 
-def segment_reversal(chain: Chain, i: int, j: int, decide: Decide, state: int = 0) -> tuple[Operation, ...]:
+def segment_reversal(chain: StageChain, i: int, j: int, decide: DecisionFunction, state: int = 0) -> tuple[Operation, ...]:
     """The operations that reverse the stages ``i+1..j``, given ``x_i`` and ``y_j``."""
-    return tuple(_walk(chain, i, j, False, decide, state))
+    return tuple(_emit(chain, i, j, False, decide, state))
 
 
 def keep_all(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
@@ -40,7 +40,7 @@ def keep_all(i: int, j: int, pending: bool, state: int) -> tuple[int, int, int]:
     return i, 0, 0
 
 
-def one_level(checkpoints: Iterable[int]) -> Decide:
+def one_level(checkpoints: Iterable[int]) -> DecisionFunction:
     """Keep the activations at ``checkpoints`` in the first pass, and everything between two of them when their turn comes."""
     wanted = sorted(set(checkpoints))
 
@@ -50,7 +50,7 @@ def one_level(checkpoints: Iterable[int]) -> Decide:
     return decide
 
 
-def _walk(chain: Chain, i: int, j: int, pending: bool, decide: Decide, state: int) -> Iterator[Operation]:
+def _emit(chain: StageChain, i: int, j: int, pending: bool, decide: DecisionFunction, state: int) -> Iterator[Operation]:
     """Emit in order; an own stack, since kept stages nest as deep as the chain is long."""
     stack: list[Operation | tuple[int, int, bool, int]] = [(i, j, pending, state)]
     while stack:
@@ -60,44 +60,44 @@ def _walk(chain: Chain, i: int, j: int, pending: bool, decide: Decide, state: in
             continue
         i, j, pending, state = task
         if pending and i == j:
-            yield loss()
+            yield loss_op()
             continue
         if not pending and j == i + 1:
-            yield from _leaf(chain, j)
+            yield from _reverse_from_input(chain, j)
             continue
         k, behind, before = decide(i, j, pending, state)
         if k == i:
-            yield forward(i + 1, save=not chain.stage(i + 1).is_light)
-            stack.extend(reversed([*_return(chain, i + 1)]))
+            yield forward_op(i + 1, save=not chain.stage(i + 1).is_light)
+            stack.extend(reversed([*_reverse_kept(chain, i + 1)]))
             stack.append((i + 1, j, pending, behind))
         else:
             for stage in range(i + 1, k + 1):
-                yield forward(stage)
+                yield forward_op(stage)
                 if stage > i + 1:
-                    yield from free(activation(stage - 1))
+                    yield from free_op(activation_name(stage - 1))
             stack.append((i, k, False, before))
-            stack.extend(free(activation(k)))
+            stack.extend(free_op(activation_name(k)))
             stack.append((k, j, pending, behind))
 
 
-def _leaf(chain: Chain, i: int) -> Iterator[Operation]:
+def _reverse_from_input(chain: StageChain, i: int) -> Iterator[Operation]:
     """Reverse one stage from its input."""
     if chain.stage(i).is_light:
-        yield backward(i)
-        yield from free(grad(i))
+        yield backward_op(i)
+        yield from free_op(grad_name(i))
     else:
-        yield forward(i, save=True)
-        yield from _return(chain, i)
+        yield forward_op(i, save=True)
+        yield from _reverse_kept(chain, i)
 
 
-def _return(chain: Chain, i: int) -> Iterator[Operation]:
+def _reverse_kept(chain: StageChain, i: int) -> Iterator[Operation]:
     """The backward of a stage that was kept."""
     stage = chain.stage(i)
     if not stage.reads_output:
-        yield from free(activation(i))
-    yield backward(i)
+        yield from free_op(activation_name(i))
+    yield backward_op(i)
     if stage.reads_output:
-        yield from free(activation(i))
+        yield from free_op(activation_name(i))
     if not stage.is_light:
-        yield from free(saved(i))
-    yield from free(grad(i))
+        yield from free_op(saved_name(i))
+    yield from free_op(grad_name(i))

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from math import comb
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
-from sft.plan.chain.reversal import Decide, reversal
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.reversal import DecisionFunction, reversal
 from sft.plan.chain.schedule import Operation, Schedule
-from sft.plan.chain.solver import fastest_that_fits
+from sft.plan.chain.solver import fastest_fitting
 
-__all__ = ["num_advances", "operations", "solve", "split"]
+__all__ = ["num_advances", "revolve_operations", "solve_revolve", "revolve_split"]
 
 
 def num_advances(num_steps: int, slots: int) -> int:
@@ -37,7 +37,7 @@ def num_advances(num_steps: int, slots: int) -> int:
 
 
 @cache
-def split(num_steps: int, slots: int) -> int:
+def revolve_split(num_steps: int, slots: int) -> int:
     """How far to advance before the next slot is filled: the nearest place of least cost.
 
     The advances are convex in the number of steps (their increments are the repetitions, which only grow), so their sum is convex in the
@@ -52,32 +52,32 @@ def split(num_steps: int, slots: int) -> int:
     return 1 + bisect_left(range(1, num_steps - 1), True, key=lambda k: cost(k + 1) >= cost(k))
 
 
-def _decide(i: int, j: int, pending: bool, slots: int) -> tuple[int, int, int]:
+def _revolve_decide(i: int, j: int, pending: bool, slots: int) -> tuple[int, int, int]:
     if j == i + 1:
         return i, slots, slots
-    return i + split(j - i, slots), max(1, slots - 1), slots
+    return i + revolve_split(j - i, slots), max(1, slots - 1), slots
 
 
-def operations(chain: Chain, slots: int) -> tuple[Operation, ...]:
+def revolve_operations(chain: StageChain, slots: int) -> tuple[Operation, ...]:
     """The schedule with so many slots."""
-    decide: Decide = _decide
+    decide: DecisionFunction = _revolve_decide
     return reversal(chain, decide, slots)
 
 
-def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def solve_revolve(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
     """The fastest of the binomial schedules with 1..n slots that fits.
 
     Raises:
         BudgetError: none does.
     """
-    return fastest_that_fits(chain, "revolve", _plans, budget_bytes, link)
+    return fastest_fitting(chain, "revolve", _revolve_plans, budget_bytes, link)
 
 
-def _plans(chain: Chain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
-    return (partial(operations, chain, slots) for slots in _slots(chain.num_stages))
+def _revolve_plans(chain: StageChain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
+    return (partial(revolve_operations, chain, slots) for slots in _slot_counts(chain.num_stages))
 
 
-def _slots(num_stages: int) -> list[int]:
+def _slot_counts(num_stages: int) -> list[int]:
     """All numbers of slots of a short chain; of a long one in steps of a 16th."""
     found = [1]
     while found[-1] < num_stages:

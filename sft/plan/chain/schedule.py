@@ -1,8 +1,8 @@
 """A schedule is data: an ordered list of operations with explicit frees, waits and copies.
 
 The order is the order of issue. What a compute operation allocates is there from its start; what is freed is free for everything behind in
-the list. Copies run beside the computation, on streams of their own: ``offload`` starts a copy to the host, ``release`` waits for it and
-gives the device's bytes back, ``prefetch`` takes device bytes and starts the copy back, and the first operation that reads the value waits
+the list. Copies run beside the computation, on streams of their own: ``offload_op`` starts a copy to the host, ``release_op`` waits for it and
+gives the device's bytes back, ``prefetch_op`` takes device bytes and starts the copy back, and the first operation that reads the value waits
 for it. So which bytes are held at any place of the list does not depend on how long anything takes: the peak is a property of the
 schedule alone, and a slow copy costs time, never memory.
 
@@ -21,25 +21,25 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from sft.errors import InputError
-from sft.records import read_json, record_of
+from sft.records import parse_json_object, dataclass_from_dict
 
 __all__ = [
-    "Kind",
+    "OperationKind",
     "Operation",
     "Schedule",
-    "activation",
-    "backward",
-    "forward",
-    "free",
-    "grad",
-    "loss",
-    "offload",
-    "prefetch",
-    "release",
-    "saved",
+    "activation_name",
+    "backward_op",
+    "forward_op",
+    "free_op",
+    "grad_name",
+    "loss_op",
+    "offload_op",
+    "prefetch_op",
+    "release_op",
+    "saved_name",
 ]
 
-Kind = Literal["forward", "loss", "backward", "free", "offload", "release", "prefetch"]
+OperationKind = Literal["forward", "loss", "backward", "free", "offload", "release", "prefetch"]
 
 _KINDS = frozenset({"forward", "loss", "backward", "free", "offload", "release", "prefetch"})
 _SIGNS = {"free": "-", "offload": ">", "release": "~", "prefetch": "<"}
@@ -59,7 +59,7 @@ class Operation:
         value: of the other kinds the value: ``"x3"``, ``"s3"`` or ``"y3"``.
     """
 
-    kind: Kind
+    kind: OperationKind
     first: int = 0
     last: int = 0
     mode: str = ""
@@ -100,7 +100,7 @@ class Schedule:
     def __str__(self) -> str:
         return " ".join(str(operation) for operation in self.operations)
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: OperationKind) -> int:
         """How many stages the operations of a kind cover (or how many operations, if they cover none)."""
         return sum(o.last - o.first + 1 for o in self.operations if o.kind == kind)
 
@@ -116,59 +116,59 @@ class Schedule:
             InputError: it is not such text, or of another version.
         """
         try:
-            data = read_json(text)
+            data = parse_json_object(text)
             if data.pop("format", None) != _FORMAT:
                 raise InputError(f"it was written by another version; this one reads format {_FORMAT}")
-            return record_of(cls, data)
+            return dataclass_from_dict(cls, data)
         except InputError as error:
             raise InputError(f"this is no schedule's JSON: {error}") from error
 
 
-def activation(i: int) -> str:
+def activation_name(i: int) -> str:
     """The name of ``x_i``."""
     return f"x{i}"
 
 
-def saved(i: int) -> str:
+def saved_name(i: int) -> str:
     """The name of what the forward that ended with stage ``i`` saved."""
     return f"s{i}"
 
 
-def grad(i: int) -> str:
+def grad_name(i: int) -> str:
     """The name of ``y_i``."""
     return f"y{i}"
 
 
-def forward(first: int, last: int = 0, *, mode: str = "", save: bool = False) -> Operation:
+def forward_op(first: int, last: int = 0, *, mode: str = "", save: bool = False) -> Operation:
     """A forward of one stage, or of an alternative."""
     return Operation(kind="forward", first=first, last=last or first, mode=mode, save=save)
 
 
-def backward(first: int, last: int = 0, *, mode: str = "") -> Operation:
+def backward_op(first: int, last: int = 0, *, mode: str = "") -> Operation:
     """A backward of one stage, or of an alternative."""
     return Operation(kind="backward", first=first, last=last or first, mode=mode)
 
 
-def loss() -> Operation:
+def loss_op() -> Operation:
     """The caller's turn: ``x_n`` becomes ``y_n``."""
     return Operation(kind="loss")
 
 
-def free(*values: str) -> Iterable[Operation]:
+def free_op(*values: str) -> Iterable[Operation]:
     """Values that nobody reads any more."""
     return [Operation(kind="free", value=value) for value in values]
 
 
-def offload(value: str) -> Operation:
+def offload_op(value: str) -> Operation:
     """Start a copy to the host."""
     return Operation(kind="offload", value=value)
 
 
-def release(value: str) -> Operation:
+def release_op(value: str) -> Operation:
     """Wait for that copy, and give the bytes on the device back."""
     return Operation(kind="release", value=value)
 
 
-def prefetch(value: str) -> Operation:
+def prefetch_op(value: str) -> Operation:
     """Start the copy back."""
     return Operation(kind="prefetch", value=value)

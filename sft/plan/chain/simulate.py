@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sft.errors import InputError
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
-from sft.plan.chain.schedule import Operation, Schedule, activation, grad
-from sft.plan.chain.work import Work, work_of
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
+from sft.plan.chain.schedule import Operation, Schedule, activation_name, grad_name
+from sft.plan.chain.work import OperationCost, operation_cost
 
-__all__ = ["Event", "Simulation", "Stream", "simulate"]
+__all__ = ["SimulationEvent", "Simulation", "StreamName", "simulate"]
 
-Stream = Literal["compute", "down", "up"]
+StreamName = Literal["compute", "down", "up"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class SimulationEvent:
     """One stretch of work.
 
     Attributes:
@@ -37,7 +37,7 @@ class Event:
         end_seconds: when it ends.
     """
 
-    stream: Stream
+    stream: StreamName
     label: str
     start_seconds: float
     end_seconds: float
@@ -60,7 +60,7 @@ class Simulation:
     peak_bytes: int
     host_peak_bytes: int
     compute_seconds: float
-    events: tuple[Event, ...]
+    events: tuple[SimulationEvent, ...]
     memory: tuple[tuple[float, int], ...]
 
     @property
@@ -68,27 +68,27 @@ class Simulation:
         """Time in which nothing is computed."""
         return max(0.0, self.seconds - self.compute_seconds)
 
-    def busy_seconds(self, stream: Stream) -> float:
+    def busy_seconds(self, stream: StreamName) -> float:
         """Time in which a stream works."""
         return math.fsum(event.end_seconds - event.start_seconds for event in self.events if event.stream == stream)
 
 
-def simulate(chain: Chain, schedule: Schedule, *, link: Link | None = None) -> Simulation:
+def simulate(chain: StageChain, schedule: Schedule, *, link: HostLink | None = None) -> Simulation:
     """Play a schedule.
 
     Args:
         chain: times and bytes.
         schedule: what to play.
-        link: the link to the host; the default of :class:`Link` if none is given.
+        link: the link to the host; the default of :class:`HostLink` if none is given.
 
     Raises:
         InputError: the schedule is not one for this chain: the message names the operation and what is wrong with it.
     """
-    return _Player(chain, schedule, link or Link()).play()
+    return _ScheduleSimulator(chain, schedule, link or HostLink()).play()
 
 
-class _Player:
-    def __init__(self, chain: Chain, schedule: Schedule, link: Link) -> None:
+class _ScheduleSimulator:
+    def __init__(self, chain: StageChain, schedule: Schedule, link: HostLink) -> None:
         n = chain.num_stages
         if not all(0 <= cut <= n for cut in schedule.streamed_cuts) or not all(1 <= i <= n for i in schedule.streamed_weights):
             raise InputError(f"{schedule.strategy}: streamed cuts or weights of a longer chain than this one of {n} stages")
@@ -96,7 +96,7 @@ class _Player:
             raise InputError(f"{schedule.strategy}: it streams the chain's input or output, which this chain does not allow")
         self.chain, self.schedule, self.link = chain, schedule, link
         self.streamed_weights = frozenset(schedule.streamed_weights)
-        self.streamed = frozenset(name for cut in schedule.streamed_cuts for name in (activation(cut), grad(cut)))
+        self.streamed = frozenset(name for cut in schedule.streamed_cuts for name in (activation_name(cut), grad_name(cut)))
         away = 2 * sum(chain.stage(i).weight_bytes for i in self.streamed_weights)
         self.device: dict[str, int] = {}
         self.host: dict[str, int] = {}
@@ -108,13 +108,13 @@ class _Player:
         self.compute, self.down, self.up, self.computed = 0.0, 0.0, 0.0, 0.0
         self.held = self.peak = chain.resident_bytes - away
         self.host_held = self.host_peak = away
-        self.events: list[Event] = []
+        self.events: list[SimulationEvent] = []
         self.memory: list[tuple[float, int]] = []
         self.num_losses = 0
         self.where = ""
 
     def play(self) -> Simulation:
-        self._make(activation(0), self.chain.input_bytes)
+        self._make(activation_name(0), self.chain.input_bytes)
         self.memory.append((0.0, self.held))
         for place, operation in enumerate(self.schedule.operations):
             self.where = f"{self.schedule.strategy}: operation {place} ({operation})"
@@ -129,8 +129,8 @@ class _Player:
                     self._release(operation.value)
                 case "prefetch":
                     self._prefetch(operation)
-        if grad(0) not in self.made:
-            todo = [i for i in range(self.chain.num_stages) if grad(i) not in self.made]
+        if grad_name(0) not in self.made:
+            todo = [i for i in range(self.chain.num_stages) if grad_name(i) not in self.made]
             raise InputError(f"{self.schedule.strategy}: the backward of stage {todo[-1] + 1} is missing")
         return Simulation(
             seconds=max(self.compute, self.down, self.up),
@@ -165,13 +165,13 @@ class _Player:
     def _refuse(self, problem: str) -> None:
         raise InputError(f"{self.where}: {problem}. The schedule is not one for this chain")
 
-    def _work(self, operation: Operation) -> Work:
+    def _work(self, operation: Operation) -> OperationCost:
         if operation.kind == "loss":
             self.num_losses += 1
             if self.num_losses > 1:
                 self._refuse("the loss runs once")
         try:
-            return work_of(self.chain, operation, self.streamed_weights)
+            return operation_cost(self.chain, operation, self.streamed_weights)
         except InputError as error:
             self._refuse(str(error))
             raise
@@ -207,7 +207,7 @@ class _Player:
         end = start + seconds
         self.computed += work.seconds
         self.compute = end
-        self.events.append(Event(stream="compute", label=str(operation), start_seconds=start, end_seconds=end))
+        self.events.append(SimulationEvent(stream="compute", label=str(operation), start_seconds=start, end_seconds=end))
         self._stream(operation, start, down, up)
         for value, _ in work.makes:
             self.ready_at[value] = end
@@ -222,12 +222,12 @@ class _Player:
                 begin = start if self.link.full_duplex else max(start, self.down, self.up)
                 self._occupy("up" if stream == "up" else "down", f"{operation} streams", begin, begin + seconds)
 
-    def _occupy(self, stream: Stream, label: str, start: float, end: float) -> None:
+    def _occupy(self, stream: StreamName, label: str, start: float, end: float) -> None:
         if stream == "down" or not self.link.full_duplex:
             self.down = end
         if stream == "up" or not self.link.full_duplex:
             self.up = end
-        self.events.append(Event(stream=stream, label=label, start_seconds=start, end_seconds=end))
+        self.events.append(SimulationEvent(stream=stream, label=label, start_seconds=start, end_seconds=end))
 
     def _drop_device(self, value: str) -> None:
         self._hold(-self.device.pop(value))

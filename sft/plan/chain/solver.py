@@ -8,16 +8,16 @@ from itertools import islice
 from typing import Protocol
 
 from sft.errors import BudgetError
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.schedule import Operation, Schedule
 from sft.plan.chain.simulate import simulate
 from sft.units import format_bytes
 
-__all__ = ["Plans", "Solver", "chosen", "fastest_that_fits", "judged", "too_small"]
+__all__ = ["CandidatePlans", "Solver", "pick_plan", "fastest_fitting", "evaluate_plans", "budget_error"]
 
 #: For a chain, what makes its lists of operations: of long ones no more than one is held at a time.
-Plans = Callable[[Chain], Iterable[Callable[[], tuple[Operation, ...]]]]
+CandidatePlans = Callable[[StageChain], Iterable[Callable[[], tuple[Operation, ...]]]]
 
 
 class Solver(Protocol):
@@ -28,12 +28,14 @@ class Solver(Protocol):
     budget with which it does.
     """
 
-    def __call__(self, chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+    def __call__(
+        self, chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None
+    ) -> Schedule:
         """Solve."""
         ...
 
 
-def fastest_that_fits(chain: Chain, strategy: str, plans: Plans, budget_bytes: int, link: Link | None) -> Schedule:
+def fastest_fitting(chain: StageChain, strategy: str, plans: CandidatePlans, budget_bytes: int, link: HostLink | None) -> Schedule:
     """Of several lists of operations the one that the simulator finds fastest inside the budget (then the smallest).
 
     Args:
@@ -41,33 +43,33 @@ def fastest_that_fits(chain: Chain, strategy: str, plans: Plans, budget_bytes: i
         strategy: whose they are.
         plans: makes the lists, whatever the budget is.
         budget_bytes: what the device may hold.
-        link: the link to the host; the default of :class:`Link` if none is given.
+        link: the link to the host; the default of :class:`HostLink` if none is given.
 
     Raises:
         BudgetError: none fits.
     """
-    every = judged(chain, strategy, plans, link)
+    every = evaluate_plans(chain, strategy, plans, link)
     fitting = [number for number, (_, peak_bytes) in enumerate(every) if peak_bytes <= budget_bytes]
     if not fitting:
-        raise too_small(strategy, budget_bytes, min(peak_bytes for _, peak_bytes in every))
-    return chosen(chain, strategy, plans, min(fitting, key=lambda number: every[number]))
+        raise budget_error(strategy, budget_bytes, min(peak_bytes for _, peak_bytes in every))
+    return pick_plan(chain, strategy, plans, min(fitting, key=lambda number: every[number]))
 
 
 # Budgets are corrected by what a plan turns out to need, so the same chain is asked about several times.
 @lru_cache(maxsize=32)
-def judged(chain: Chain, strategy: str, plans: Plans, link: Link | None) -> tuple[tuple[float, int], ...]:
+def evaluate_plans(chain: StageChain, strategy: str, plans: CandidatePlans, link: HostLink | None) -> tuple[tuple[float, int], ...]:
     """Seconds and peak bytes of all plans, in order."""
     simulated = (simulate(chain, Schedule(strategy=strategy, operations=make()), link=link) for make in plans(chain))
     return tuple((found.seconds, found.peak_bytes) for found in simulated)
 
 
-def chosen(chain: Chain, strategy: str, plans: Plans, number: int) -> Schedule:
+def pick_plan(chain: StageChain, strategy: str, plans: CandidatePlans, number: int) -> Schedule:
     """One of the plans."""
     make = next(islice(plans(chain), number, None))
     return Schedule(strategy=strategy, operations=make())
 
 
-def too_small(strategy: str, budget_bytes: int, needed_bytes: int) -> BudgetError:
+def budget_error(strategy: str, budget_bytes: int, needed_bytes: int) -> BudgetError:
     """The error of a strategy whose smallest schedule does not fit."""
     return BudgetError(
         f"strategy {strategy!r} needs {format_bytes(needed_bytes)} at least, the budget is {format_bytes(budget_bytes)}. "

@@ -13,18 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.reversal import one_level, reversal
 from sft.plan.chain.schedule import Operation, Schedule
-from sft.plan.chain.solver import fastest_that_fits
+from sft.plan.chain.solver import fastest_fitting
 
-__all__ = ["segments_within", "solve"]
+__all__ = ["segments_within", "solve_sqrt"]
 
 _NUM_BOUNDS = 64
 
 
-def segments_within(chain: Chain, bound_bytes: float) -> tuple[int, ...]:
+def segments_within(chain: StageChain, bound_bytes: float) -> tuple[int, ...]:
     """Chen's Algorithm 3: the checkpoints of segments that each hold ``bound_bytes`` or, by their last stage, little more."""
     found, held = [], 0
     for i in range(1, chain.num_stages):
@@ -35,20 +35,20 @@ def segments_within(chain: Chain, bound_bytes: float) -> tuple[int, ...]:
     return tuple(found)
 
 
-def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def solve_sqrt(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
     """The fastest of Chen's segmentations that fits.
 
     Raises:
         BudgetError: none does.
     """
-    return fastest_that_fits(chain, "sqrt", _plans, budget_bytes, link)
+    return fastest_fitting(chain, "sqrt", _sqrt_plans, budget_bytes, link)
 
 
-def _plans(chain: Chain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
+def _sqrt_plans(chain: StageChain) -> Iterator[Callable[[], tuple[Operation, ...]]]:
     return (partial(reversal, chain, one_level(checkpoints)) for checkpoints in _segmentations(chain))
 
 
-def _segmentations(chain: Chain) -> Iterator[tuple[int, ...]]:
+def _segmentations(chain: StageChain) -> Iterator[tuple[int, ...]]:
     sizes = [chain.activation_bytes(i) + chain.stage(i).saved_bytes for i in range(1, chain.num_stages + 1)]
     low, high = max(1, min(sizes)), max(1, sum(sizes))
     seen: set[tuple[int, ...]] = set()

@@ -21,33 +21,33 @@ from functools import partial
 
 from sft.errors import InputError
 from sft.plan.chain import joint
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.reversal import keep_all, reversal
 from sft.plan.chain.schedule import Operation, Schedule
-from sft.plan.chain.solver import Solver, fastest_that_fits
+from sft.plan.chain.solver import Solver, fastest_fitting
 
-__all__ = ["STRATEGIES", "strategy"]
+__all__ = ["SOLVERS", "get_solver"]
 
 
-def _solve_none(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def _solve_none(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
     """Plain training: everything is kept."""
-    return fastest_that_fits(chain, "none", _plain, budget_bytes, link)
+    return fastest_fitting(chain, "none", _plain_operations, budget_bytes, link)
 
 
-def _plain(chain: Chain) -> list[Callable[[], tuple[Operation, ...]]]:
+def _plain_operations(chain: StageChain) -> list[Callable[[], tuple[Operation, ...]]]:
     return [partial(reversal, chain, keep_all)]
 
 
-STRATEGIES: dict[str, Solver] = {"none": _solve_none, **joint.RESTRICTED, "auto": joint.solve}
+SOLVERS: dict[str, Solver] = {"none": _solve_none, **joint.RESTRICTED_SOLVERS, "auto": joint.solve_joint}
 
 
-def strategy(name: str) -> Solver:
+def get_solver(name: str) -> Solver:
     """The solver of that name.
 
     Raises:
         InputError: there is none.
     """
-    if name not in STRATEGIES:
-        raise InputError(f"there is no strategy {name!r}; choose one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]
+    if name not in SOLVERS:
+        raise InputError(f"there is no strategy {name!r}; choose one of {', '.join(SOLVERS)}")
+    return SOLVERS[name]

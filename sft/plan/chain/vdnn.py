@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.link import Link
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.link import HostLink
 from sft.plan.chain.offloading import best_offload
 from sft.plan.chain.schedule import Schedule
 
-__all__ = ["solve"]
+__all__ = ["solve_vdnn"]
 
 
-def solve(chain: Chain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: Link | None = None) -> Schedule:
+def solve_vdnn(chain: StageChain, *, budget_bytes: int, host_budget_bytes: int | None = None, link: HostLink | None = None) -> Schedule:
     """The fastest of the thresholds' schedules that fits.
 
     Raises:
         BudgetError: none does.
     """
-    sets = _sets(chain)
-    return best_offload(chain, "vdnn", sets, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, link=link or Link())
+    sets = _vdnn_offload_sets(chain)
+    return best_offload(chain, "vdnn", sets, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, link=link or HostLink())
 
 
-def _sets(chain: Chain) -> Iterator[tuple[int, ...]]:
+def _vdnn_offload_sets(chain: StageChain) -> Iterator[tuple[int, ...]]:
     ratios = {i: chain.stage(i).forward_seconds / max(1, chain.activation_bytes(i - 1)) for i in range(1, chain.num_stages + 1)}
     yield ()
     for threshold in sorted(set(ratios.values()), reverse=True):

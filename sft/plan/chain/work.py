@@ -6,14 +6,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from sft.errors import InputError
-from sft.plan.chain.chain import Chain
-from sft.plan.chain.schedule import Operation, activation, grad, saved
+from sft.plan.chain.chain import StageChain
+from sft.plan.chain.schedule import Operation, activation_name, grad_name, saved_name
 
-__all__ = ["Work", "work_of"]
+__all__ = ["OperationCost", "operation_cost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Work:
+class OperationCost:
     """A forward, a backward or the loss.
 
     Attributes:
@@ -35,7 +35,7 @@ class Work:
     streamable: bool = False
 
 
-def work_of(chain: Chain, operation: Operation, streamed_weights: Collection[int] = ()) -> Work:
+def operation_cost(chain: StageChain, operation: Operation, streamed_weights: Collection[int] = ()) -> OperationCost:
     """The work of a computation; a free or a copy has none.
 
     Raises:
@@ -43,7 +43,9 @@ def work_of(chain: Chain, operation: Operation, streamed_weights: Collection[int
     """
     n, first, last = chain.num_stages, operation.first, operation.last
     if operation.kind == "loss":
-        return Work(reads=(activation(n),), makes=((grad(n), chain.grad_bytes(n)),), workspace_bytes=0, seconds=0.0, streamable=True)
+        return OperationCost(
+            reads=(activation_name(n),), makes=((grad_name(n), chain.grad_bytes(n)),), workspace_bytes=0, seconds=0.0, streamable=True
+        )
     if not 1 <= first <= last <= n or (not operation.mode and first != last):
         raise InputError(f"there are no stages {first}..{last} to run as one")
     other = chain.alternative(first, last, operation.mode) if operation.mode else None
@@ -51,25 +53,25 @@ def work_of(chain: Chain, operation: Operation, streamed_weights: Collection[int
     weights = sum(chain.stage(i).weight_bytes for i in range(first, last + 1) if i in streamed_weights)
     streamable = other is not None and other.streamable
     if operation.kind == "forward":
-        made = [(activation(last), chain.activation_bytes(last))]
+        made = [(activation_name(last), chain.activation_bytes(last))]
         if operation.save:
-            made.append((saved(last), part.saved_bytes))
-        return Work(
-            reads=(activation(first - 1),),
+            made.append((saved_name(last), part.saved_bytes))
+        return OperationCost(
+            reads=(activation_name(first - 1),),
             makes=tuple(made),
             workspace_bytes=part.forward_workspace_bytes + weights,
             seconds=part.forward_seconds,
             up_bytes=weights,
             streamable=streamable,
         )
-    reads = [grad(last), activation(first - 1)]
+    reads = [grad_name(last), activation_name(first - 1)]
     if part.saved_bytes or part.reads_output:
-        reads.append(saved(last))
+        reads.append(saved_name(last))
     if part.reads_output:
-        reads.append(activation(last))
-    return Work(
+        reads.append(activation_name(last))
+    return OperationCost(
         reads=tuple(reads),
-        makes=((grad(first - 1), chain.grad_bytes(first - 1)),),
+        makes=((grad_name(first - 1), chain.grad_bytes(first - 1)),),
         workspace_bytes=part.backward_workspace_bytes + 2 * weights,
         seconds=part.backward_seconds,
         down_bytes=weights,
